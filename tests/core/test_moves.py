@@ -12,6 +12,7 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.moves import BETWEEN_DEVICES, LANES, MOVES, THINGS, Item, Move, Place, Thing
 from zfunc.core.ops import OpBuilder
+from zfunc.core.optimizer_state import EMA
 from zfunc.core.recipes import zero_offload
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import verify
@@ -48,15 +49,15 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fifth tier, such as another machine's memory: where averages wait from step to step."""
 
     def away(x: Item) -> tuple[Region, ...]:
-        return (evolve(x.at.ema(x.b), buffer="ema_away", tier="remote"),)
+        return (evolve(x.at.of_state(EMA, x.b), buffer="ema_away", tier="remote"),)
 
     toy: Any = "remote"
     monkeypatch.setattr(graphs, "TIERS", (*graphs.TIERS, toy))
     monkeypatch.setattr("zfunc.core.memory_model.TIERS", graphs.TIERS)
     monkeypatch.setitem(LANES, ("host", toy), "network")
     monkeypatch.setitem(LANES, (toy, "host"), "network")
-    places = {"host": Place(otherwise=lambda x: (x.at.ema(x.b),)), toy: Place(otherwise=away)}
-    monkeypatch.setitem(THINGS, "average", Thing(lambda x: x.at.ema(x.b).nbytes, places))
+    places = {"host": Place(otherwise=lambda x: (x.at.of_state(EMA, x.b),)), toy: Place(otherwise=away)}
+    monkeypatch.setitem(THINGS, "average", Thing(lambda x: x.at.of_state(EMA, x.b).nbytes, places))
     monkeypatch.setitem(MOVES, "lend", Move("average", "host", toy))
     monkeypatch.setitem(MOVES, "call_back", Move("average", toy, "host"))
 

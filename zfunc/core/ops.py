@@ -13,7 +13,7 @@ from attrs import define, evolve, field
 
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES, move
-from zfunc.core.optimizer_state import StateBuffer, moment_buffers, weight_buffers
+from zfunc.core.optimizer_state import EMA
 from zfunc.core.passes import make_pass
 from zfunc.core.pipeline import WAYS, F
 from zfunc.core.regions import BF16, FP32, Regions
@@ -244,11 +244,10 @@ class OpBuilder:
     def momentum(self, b: int) -> Op:
         """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction, on the
         host or, as `momentum_on_device`, where the state is there."""
-        state = self._updated(b, weight_buffers(self._format(b)))
+        place = self.spec.places[b]
+        state = self._updated(b, place.weights)
         grad, direction = self._gradient(b), self.at.give(self._direction(b), b)
-        nbytes = (
-            2 * self._moment_bytes(b) + self.at.waiting(b).nbytes + self.spec.places[b].shard_numel * BF16
-        )
+        nbytes = 2 * place.bytes_of(place.moments) + self.at.waiting(b).nbytes + place.shard_numel * BF16
         return self._on_state("momentum", (b,), (grad, *state), (*state, direction), nbytes)
 
     momentum_on_device = momentum
@@ -284,7 +283,7 @@ class OpBuilder:
         place = self.spec.places[b]
         at, on_device = self.at, place.update == "device"
         grad = at.slot(self._direction(b), b) if place.matrices else self._gradient(b)
-        moments = moment_buffers(self._format(b)) if place.matrices else ()  # which `momentum` changes
+        moments = place.moments if place.matrices else ()  # which `momentum` changes
         state = self._updated(b, [x.name for x in moments])
         # What is written beside the state: the parameters for the device, unless the state has them.
         if on_device:
@@ -301,7 +300,7 @@ class OpBuilder:
 
     def average(self, b: int) -> Op:
         """Move the average of the weights of bucket `b` towards the new ones."""
-        names, average = weight_buffers(self._format(b)), self.at.ema(b)
+        names, average = self.spec.places[b].weights, self.at.of_state(EMA, b)
         weights = tuple(r for r in self.at.bucket_state(b) if r.buffer in names)
         nbytes = 2 * average.nbytes + sum(r.nbytes for r in weights)
         return self._on_state("average", (b,), (*weights, average), (average,), nbytes)
@@ -323,35 +322,21 @@ class OpBuilder:
             return (self.at.slot("update_slot", b),)
         return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
 
-    def _format(self, b: int) -> str:
-        return self.spec.layout.buckets[b].state_format
-
     def _sweep_bytes(self, b: int) -> int:
         """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it.
 
         One of whole parameters measures them first. One of whole matrices moves the weights alone, and the
         direction: `momentum` has moved the rest.
         """
-        place = self.spec.places[b]
-        state = self._bytes_of(b, place.buffers)
-        copied = 0 if place.sends_high_half else place.shard_bytes
+        place, grad = self.spec.places[b], self.at.waiting(b).nbytes
+        state, copied = place.bytes_of(place.buffers), 0 if place.sends_high_half else place.shard_bytes
         if place.matrices:
-            return 2 * (state - self._moment_bytes(b)) + place.shard_numel * BF16 + copied
-        return self._bytes_to_measure(b) + 2 * state + self.at.waiting(b).nbytes + copied
-
-    def _bytes_to_measure(self, b: int) -> int:
-        """Bytes that are read to measure whole parameters: the gradient three times, and the weights."""
-        kinds = self.spec.places[b].buffers
-        if not any(x.whole for x in kinds):
-            return 0
-        return 3 * self.at.waiting(b).nbytes + self._bytes_of(b, [x for x in kinds if not x.whole])
-
-    def _moment_bytes(self, b: int) -> int:
-        return self._bytes_of(b, moment_buffers(self._format(b)))
-
-    def _bytes_of(self, b: int, kinds: Iterable[StateBuffer]) -> int:
-        """Bytes of these buffers of a rank's state of bucket `b`."""
-        return sum(x.nbytes(self.spec.places[b].shard_numel) for x in kinds)
+            return 2 * (state - place.bytes_of(place.moments)) + place.shard_numel * BF16 + copied
+        rest = [
+            x for x in place.buffers if not x.whole
+        ]  # to measure whole parameters: the weights, and thrice
+        measured = 3 * grad + place.bytes_of(rest) if len(rest) < len(place.buffers) else 0  # the gradient
+        return measured + 2 * state + grad + copied
 
     # --- checkpoints, and the state on the disk -----------------------------------------------------------------
 

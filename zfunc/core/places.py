@@ -3,14 +3,21 @@
 Recipes, operations, regions, engine and planner read the fields of `StepSpec.places[b]`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from attrs import evolve, frozen
 
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.layout import ELEMENTWISE, Bucket, Layout, UpdateWork
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer, updates_matrices
+from zfunc.core.optimizer_state import (
+    HIGH_HALF,
+    STATE_FORMATS,
+    StateBuffer,
+    moment_buffers,
+    updates_matrices,
+    weight_buffers,
+)
 from zfunc.core.settings import StepSettings, in_equal_shares
 
 Where = Literal["device", "host", "disk"]
@@ -28,7 +35,8 @@ class BucketPlaces:
 
     Of a trainable bucket; None, False, 0 or empty for a frozen one:
 
-    - `state`: the place of the optimizer state; `buffers`: what the state consists of.
+    - `state`: the place of the optimizer state; `buffers`: what the state consists of: `moments`, and others;
+      `weights`: the names of those that the fp32 weights are read from.
     - `update`: the place where the state is updated; `matrices`: an update needs whole matrices, on the device;
       `work`: what it takes beside an element-wise pass, on the rank with most of it.
     - `gradient`: the place where the gradient waits for the update.
@@ -48,6 +56,8 @@ class BucketPlaces:
     sharded: bool
     state: Where | None = None
     buffers: tuple[StateBuffer, ...] = ()
+    weights: tuple[str, ...] = ()
+    moments: tuple[StateBuffer, ...] = ()
     update: Where | None = None
     matrices: bool = False
     work: UpdateWork = ELEMENTWISE
@@ -111,6 +121,10 @@ class BucketPlaces:
     def shard_bytes(self) -> int:
         """Bytes of a rank's slice of the parameters, as the device has them."""
         return self.shard_numel * self.element_bytes
+
+    def bytes_of(self, buffers: Iterable[StateBuffer]) -> int:
+        """Bytes of some buffers of a rank's slice of the state."""
+        return sum(x.nbytes(self.shard_numel) for x in buffers)
 
     @property
     def weight_bytes(self) -> int:
@@ -183,6 +197,8 @@ def make_places(
             made,
             state=state,
             buffers=STATE_FORMATS[bucket.state_format],
+            weights=weight_buffers(bucket.state_format),
+            moments=moment_buffers(bucket.state_format),
             update=update,
             matrices=updates_matrices(bucket.state_format),
             work=bucket.work(world),

@@ -197,6 +197,7 @@ REGIONS: dict[str, Row] = {
 """The regions of every step, slots among them, by buffer; those of the optimizer state follow from its format."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def _once(make: Method) -> Method:
@@ -225,17 +226,14 @@ class Regions:
         factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
     )  # by method
 
+    @_once
     def __call__(self, buffer: str, *index: int) -> Region:
         """The region of a row of `REGIONS`."""
-        return self._row(buffer, index)
+        return self._made(buffer, REGIONS[buffer], index)
 
     def some(self, buffer: str, *index: int) -> tuple[Region, ...]:
         """The region of a row, unless there is nothing in it."""
-        return (r,) if (r := self._row(buffer, index)).nbytes else ()
-
-    @_once
-    def _row(self, buffer: str, index: Index) -> Region:
-        return self._made(buffer, REGIONS[buffer], index)
+        return (r,) if (r := self(buffer, *index)).nbytes else ()
 
     def _made(self, buffer: str, row: Row, index: Index, device: int | None = None) -> Region:
         """The region of a row and an index, on this device or another."""
@@ -386,9 +384,9 @@ class Regions:
             if spec.swaps:
                 yield self("extent", b)
             elif b in spec.frozen_masters:
-                yield self._of_state(StateBuffer(MASTER, "fp32"), b)
+                yield self.of_state(StateBuffer(MASTER, "fp32"), b)
             if b in spec.frozen_averages or (place.trainable and spec.settings.ema is not None):
-                yield self.ema(b)
+                yield self.of_state(EMA, b)
             if spec.deferred and place.trainable and place.state != "device":
                 yield self("spilled", b) if place.gradient == "disk" else self.waiting(b)
 
@@ -406,21 +404,17 @@ class Regions:
         if place.state == "disk":
             kinds = [x for x in kinds if x.name == HIGH_HALF and place.keeps_high_half]
         sent = HIGH_HALF if place.sends_high_half else ""
-        return tuple(self._of_state(x, b, copied=place.staged or x.name == sent) for x in kinds)
+        return tuple(self.of_state(x, b, place.staged or x.name == sent) for x in kinds)
 
-    def _of_state(self, x: StateBuffer, b: int, *, copied: bool = False) -> Region:
-        """A buffer of a rank's state of a bucket, pinned if it is copied to the device."""
+    @_once
+    def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
+        """A buffer of a rank's state of a bucket, or `EMA`, which is where that is; pinned if it is `copied`."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
         role = "ema" if x == EMA else "state"
         return self._made(
             x.name, Row(x.nbytes(place.shard_numel), tier, "state", x.dtype, role, _home_of), (b,)
         )
-
-    @_once
-    def ema(self, b: int) -> Region:
-        """The moving average of the weights of a bucket, where its state is."""
-        return self._of_state(EMA, b)
 
     def high_half(self, b: int) -> Region:
         """The half of a split master that the device gets as it is."""
@@ -437,7 +431,10 @@ class Regions:
         """The regions of a bucket in memory that are saved: state and averages, or frozen parameters."""
         if not (place := self.spec.places[b]).trainable:
             return () if place.params == "disk" else (self.params(b),)
-        return (*self.bucket_state(b), *((self.ema(b),) if self.spec.settings.ema is not None else ()))
+        return (
+            *self.bucket_state(b),
+            *((self.of_state(EMA, b),) if self.spec.settings.ema is not None else ()),
+        )
 
     def written(self, b: int) -> Region:
         """The bytes of a checkpoint for a bucket, as a region that its write makes."""
@@ -469,7 +466,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
         there = spec.segments_on(device, *ways)
         return [s for s in segments if s in there]
 
-    def off_device(own: Any, of_all: Any) -> Any:
+    def off_device(own: Iterable[T], of_all: Iterable[T]) -> Iterable[T]:
         """What passes through memory off the device: that of this device's rank, or shared by all devices."""
         return own if spec.over_ranks else of_all
 
@@ -542,5 +539,5 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
     for buffer, way in (("act_hop", F), ("grad_act_hop", B)):
         into = off_device((), spec.hops(way))
-        hops: dict[int, int] = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in into}
+        hops = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in into}
         yield reused(buffer, hops, [[*hops]], 1)
