@@ -24,8 +24,8 @@ F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
 
 
 class PassKind(NamedTuple):
-    """A kind of pass: its verb, what it takes and makes, as words of `zfunc.core.passes.OPERANDS`, and where the cost
-    of a segment is not known its `work`, in forwards."""
+    """A kind of pass: its verb, what it takes and makes, as words of `zfunc.core.passes.OPERANDS`, and its `work`
+    where the cost of a segment is not known, in forwards."""
 
     verb: str
     takes: str

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
+from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost
 from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
@@ -329,14 +330,14 @@ def trace(
     a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`. With
     `keys_on_host` rows in tiles have their keys there.
     """
-    first, second, third, fourth, fifth = made = [
-        AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for _ in range(5)
-    ]
+    ways = (F, *(R,) * ahead, *(B,) * pulled, *(I, W) * split)
+    trackers = {x: AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for x in ways}
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
         trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
         weights, inputs = SegmentWeights(*trees[:2]), trees[2]
         passes.prepare(weights, inputs, guess(weights, inputs))
 
+        first = trackers.pop(F)
         with first, keys_in(first.host if keys_on_host else None):
             y, residuals = passes.forward(weights, inputs)
             y = y[0] if buffers else y
@@ -352,32 +353,26 @@ def trace(
             keeps_output = before - first.live < own_bytes
 
         stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
-        if ahead:
-            with fifth:
-                residuals = passes.recompute(weights, inputs)
-                costs |= {"recompute": fifth.cost(fifth.live), "recomputed_bytes": fifth.live}
-        if pulled:
-            with second, keys_in(second.host if keys_on_host else None):
-                results = passes.backward(weights, inputs, residuals, cotangents)
-                costs["backward"] = second.cost()
-                del results
-        if split:
-            with third:
-                below, (run, pending) = passes.backward_input(weights, inputs, residuals, cotangents)
-                costs["pending_bytes"] = _storage_bytes(pending)
-                costs["backward_input"] = third.cost(costs["pending_bytes"])
-            with fourth:
-                results = run(*pending)
-                costs["backward_weight"] = fourth.cost()
-            del below, pending, results
+        for way, tracker in trackers.items():
+            with tracker, keys_in(tracker.host if keys_on_host else None):
+                made = passes.run(way, weights, inputs, residuals, cotangents)
+                left = 0  # bytes for the passes behind it
+                if way == R:
+                    left, residuals = tracker.live, made
+                    costs["recomputed_bytes"] = left
+                elif way == I:
+                    residuals = made[1]
+                    left = costs["pending_bytes"] = _storage_bytes(residuals[1])
+                costs[PASSES[way].verb] = tracker.cost(left)
+                del made
         cost = SegmentCost(
             **costs,
             residual_bytes=kept + read,
             stash_bytes=stash_bytes + read,
             keeps_output=passes.keeps and keeps_output,
-            key_bytes=max(x.host.nbytes for x in made),
+            key_bytes=max(x.host.nbytes for x in (first, *trackers.values())),
         )
-        return Trace(out, output_bytes, cost, any(x.random for x in made))
+        return Trace(out, output_bytes, cost, any(x.random for x in (first, *trackers.values())))
 
 
 def _moved(t: Tensor) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.core.settings import Recompute
 from zfunc.engine.trace.graph_cuts import (
     Cut,
@@ -46,6 +47,7 @@ Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
 Joints = dict[Any, JointGraph]  # by what a trace depends on
 Pending = tuple[Callable[..., Values], list[Tensor]]
+Graphs = tuple[JointGraph, dict[str, Callable[..., Any]]]  # and what is cut from it, by kind of pass
 log = logging.getLogger("zfunc")
 # A graph's code cannot name the overload `from`.
 for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
@@ -110,6 +112,16 @@ class SegmentVJP:
     prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
     backward_input: Callable[..., tuple[list[Tensor], Pending]] = _unsplit
     recompute: Callable[..., Any] = lambda _weights, _inputs: None
+
+    def run(
+        self, way: str, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Any
+    ) -> Any:
+        """What a pass of a kind returns; those of W are of the pending that I returned as its residuals."""
+        if way == W:
+            run, pending = residuals
+            return run(*pending)
+        given = (residuals, cotangents) if "above" in PASSES[way].takes else ()
+        return getattr(self, PASSES[way].verb)(weights, inputs, *given)
 
 
 def make_vjp(
@@ -249,7 +261,7 @@ class _Traced:
     note: str  # what is logged of a failure, before its reason
     cut: Cut
     keeps: bool = True
-    known: dict[Any, tuple[JointGraph, Any, Any, Any, Any] | None] = field(factory=dict)  # None: it failed
+    known: dict[Any, "Graphs | None"] = field(factory=dict)  # None: it failed
 
     @property
     def passes(self) -> SegmentVJP:
@@ -260,18 +272,18 @@ class _Traced:
         leaves, found = self._graphs(weights, inputs)
         if found is None:
             return self.fallback.forward(weights, inputs)
-        joint, run, *_ = found
+        joint, run = found
         with torch.enable_grad():  # grad mode as in the trace
-            flat, num = run(*leaves), len(joint.results)
+            flat, num = run[F](*leaves), len(joint.results)
         residuals = list(flat[num:]) if self.keeps else None
         return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
 
     def _recompute(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
         leaves, found = self._graphs(weights, inputs)
-        if found is None or not (again := found[-1]):
+        if found is None or R not in found[1]:
             return None
         with torch.enable_grad():
-            return list(again[0](*leaves))
+            return list(found[1][R](*leaves))
 
     def _backward(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
@@ -279,8 +291,8 @@ class _Traced:
         leaves, found = self._graphs(weights, inputs)
         if found is None:
             return self.fallback.backward(weights, inputs, residuals, cotangents)
-        joint, _, run, *_ = found
-        grads = self._pull(run, joint, leaves if residuals is None else residuals, cotangents)
+        joint, run = found
+        grads = self._pull(run[B], joint, leaves if residuals is None else residuals, cotangents)
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
 
@@ -290,10 +302,10 @@ class _Traced:
         leaves, found = self._graphs(weights, inputs)
         if found is None or not self.split:
             return self.fallback.backward_input(weights, inputs, residuals, cotangents)
-        joint, _, _, (run, run_later), _ = found
-        made = self._pull(run, joint, leaves if residuals is None else residuals, cotangents)
+        joint, run = found
+        made = self._pull(run[I], joint, leaves if residuals is None else residuals, cotangents)
         num = len(joint.gradients) - len(weights.trained)
-        return made[:num], (partial(_named, run_later, tuple(weights.trained)), made[num:])
+        return made[:num], (partial(_named, run[W], tuple(weights.trained)), made[num:])
 
     def _pull(
         self, run: Callable[..., Any], joint: JointGraph, given: list[Any], cotangents: Sequence[Tensor]
@@ -321,9 +333,7 @@ class _Traced:
         self.known[key] = found
         return leaves, found
 
-    def _trace(
-        self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any
-    ) -> tuple[JointGraph, Any, Any, Any, Any] | None:
+    def _trace(self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any) -> "Graphs | None":
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         try:
             try:
@@ -335,9 +345,13 @@ class _Traced:
                 *again, backward = keep_as_autograd(evolve(joint, results=[])) if self.ahead else (backward,)
             fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
             halves = split_backward(backward, len(weights.trained), fixed) if self.split else ()
-            parts = (forward,), (backward,), halves, again
-            made = [[_runnable(x, self.compiled) for x in part] for part in parts]
-            return joint, *made[0], *made[1], *made[2:]
+            graphs = [
+                (F, forward),
+                (B, backward),
+                *zip((I, W), halves, strict=False),
+                *((R, x) for x in again),
+            ]
+            return joint, {way: _runnable(x, self.compiled) for way, x in graphs}
         except (torch.OutOfMemoryError, _NoGradientError):
             raise
         except Exception as error:
