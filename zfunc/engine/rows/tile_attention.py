@@ -30,23 +30,29 @@ ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=Non
 @frozen
 class View:
     """What the queries of one tile see: no key behind themselves, none before the `first` [batch, tile] of their
-    document, and no more than `window`; `at` is the first of them in the row."""
+    document, and no more than `window`; `at` is the first of them in the row. No `first` is before `begins`, as far
+    as the host knows."""
 
     at: int
     scale: float
     first: Tensor | None = None
     window: int | None = None
+    begins: int = 0
 
     @property
     def hides(self) -> bool:
         """Whether keys are hidden by more than their place."""
         return self.first is not None or self.window is not None
 
+    def start(self, tile: int) -> int:
+        """The first key of the first tile of which a query may see one."""
+        near = 0 if self.window is None else self.at - self.window + 1
+        return max(0, near, self.begins) // tile * tile
+
     def parts(self, tile: int) -> Iterator[Part]:
         """The keys to look at: the tile's own first, of which every query sees one, then those before."""
         yield self.at, self.at + tile
-        seen = 0 if self.window is None else max(0, self.at - self.window + 1) // tile * tile
-        yield from ((i, min(i + tile, self.at)) for i in range(seen, self.at, tile))
+        yield from ((i, min(i + tile, self.at)) for i in range(self.start(tile), self.at, tile))
 
 
 @frozen(eq=False)
@@ -387,7 +393,8 @@ def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
 def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tensor:
     q, view, sums = attended.q, attended.view, row.sums
     tile, end = q.shape[2], view.at + q.shape[2]
-    given = cotangent, q, *(x[:, :, :end] for x in row.kept), attended.out
+    start = view.start(tile)
+    given = cotangent, q, *(x[:, :, start:end] for x in row.kept), attended.out
     g, q, k, v, out = (x.transpose(1, 2) for x in given)
     unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
 
@@ -396,32 +403,35 @@ def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tens
         return aten._flash_attention_backward(*x, lse, *longest, **_given(view))
 
     if view.first is None:
-        dq, *others = pull((g, q, k, v, out), attended.lse, (None, None), end)
+        dq, *others = pull((g, q, k, v, out), attended.lse, (None, None), end - start)
         for total, x in zip(sums, others, strict=True):
-            total[:, :, :end].add_(x.transpose(1, 2))
+            total[:, :, start:end].add_(x.transpose(1, 2))
         return dq.transpose(1, 2)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for b, first in enumerate(view.first):
         found, x, lse = (
-            _ranges(first, view.at, _block(tile)),
+            _ranges(first.clamp_min(start), view.at, _block(tile)),  # a window hides what is before
             [t[b] for t in (g, q, k, v, out)],
             attended.lse[b],
         )
-        totals = dq[b], *(t[b, :, :end].transpose(0, 1) for t in sums)
+        totals = dq[b], *(t[b, :, start:end].transpose(0, 1) for t in sums)
         across = found.across[:, 0, 0]
         # 1. Documents that go on. The first may have begun long ago, the others are in the tile: a launch for each,
         # as a launch makes room for the longest. What is in none of its ranges, it leaves unwritten.
         own = lse.masked_fill(~across, torch.inf)  # of queries that see nothing
-        for those, most in ((slice(2), end), (slice(1, None), tile))[view.at == 0 :]:
-            queries, keys = (t[those].contiguous() for t in (found.queries, found.keys))
-            made = pull(x, own, (queries, keys), most)
-            for total, grad, at in zip(totals, made, (queries, keys, keys), strict=True):
+        for those, low in ((slice(2), start), (slice(1, None), view.at))[view.at == 0 :]:
+            seen = slice(low - start, None)
+            queries, keys = found.queries[those].contiguous(), found.keys[those] - low
+            given = *x[:2], *(t[seen] for t in x[2:4]), x[4]
+            made = pull(given, own, (queries, keys), end - low)
+            into = totals[0], *(t[seen] for t in totals[1:])
+            for total, grad, at in zip(into, made, (queries, keys, keys), strict=True):
                 index = torch.arange(len(grad), device=q.device)
                 within = (index >= at[0]) & (index < at[-1])
                 total.add_(torch.where(within[:, None, None], grad, 0))
         # 2. Those in a block.
         own = lse.masked_fill(across, torch.inf)
-        of_tile = own.T, *(t if len(t) == tile else t[view.at :] for t in (*totals, *x))
+        of_tile = own.T, *(t if len(t) == tile else t[view.at - start :] for t in (*totals, *x))
         for seen, (own, *parts) in _in_blocks(view, first, *of_tile):
             sums_of, (given, *qkv, o) = parts[:3], parts[3:]
             pair = Pair(*qkv, seen, (0, o.shape[2]))

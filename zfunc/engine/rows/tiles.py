@@ -11,7 +11,7 @@ A last segment whose loss is a sum over tokens passes a tile of them at a time, 
 The sources are FPDT (2408.16978), which cuts attention, and DeepSpeed's ALST, which cuts the MLP.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zfunc.engine.rows.cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
 from zfunc.engine.rows.keys import Part, keys_like
 from zfunc.engine.rows.tile_attention import Attended, View, attend_tile, pull_tile, tile_numbers
+from zfunc.engine.trace.host_keys import WAIT
 from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.runtime.rng import seeded_part
 
@@ -96,8 +97,7 @@ class Tiled:
         memory = _memory_for if len(moved) == 1 else lambda x, _: torch.empty_like(x)
         below = [memory(leaves[i], cotangents) for i in moved] if self.wrt_input else []
         if split.before is not None:
-            for i in row.numbers():
-                row.queries(i)
+            row.look((i, row.queries(i)[0][1]) for i in row.numbers())
             row.keys.start_sums()
         for i in row.numbers(backward=True):
             # 1. A tile's forward again.
@@ -236,6 +236,7 @@ class TiledRow:
     leaves: list[Any]
     tiles: int
     constants: list[Any] = field(init=False)
+    begins: dict[int, int] = field(factory=dict)  # by tile: no key before is seen of it
     keys: Any = None  # keys and values, with the sums of their gradients
     there: set[int] = field(
         factory=set
@@ -293,6 +294,16 @@ class TiledRow:
         self.there.add(i)
         return [q, *(first or [None])], residuals
 
+    def look(self, firsts: Iterable[tuple[int, Tensor | None]]) -> None:
+        """Read on the host where the documents of tiles begin, once the device has that: a tile then takes as many
+        keys as its documents have. A trace, without data, counts all keys."""
+        known = {i: None if x is None else x.amin() for i, x in firsts}
+        if found := [x for x in known.values() if x is not None]:
+            begins = torch.stack(found)
+            if not isinstance(begins, FakeTensor):
+                WAIT.get()()
+                self.begins = dict(zip(known, begins.tolist(), strict=True))
+
     def part(self, i: int) -> Part:
         """The first token of tile `i` and the one behind its last, which are also its part of the keys."""
         return i * self.split.tile, (i + 1) * self.split.tile
@@ -302,7 +313,7 @@ class TiledRow:
         if not queries:
             return []
         q, first = queries
-        view = View(i * self.split.tile, self.split.scale, first, self.split.window)
+        view = View(i * self.split.tile, self.split.scale, first, self.split.window, self.begins.get(i, 0))
         return [attend_tile(q, self.keys, view)]
 
     def pull_attention(self, i: int, cotangent: Tensor, tile: Attended) -> list[Tensor]:

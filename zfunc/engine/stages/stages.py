@@ -336,7 +336,8 @@ def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
     call = step.calls[op.index[1]]
     x, (residuals, before) = _left_by_forward(op, mem)
     weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)
-    with step.randomness(*op.index), keys_in(_host_of(op, mem)):
+    wait = partial(wait_for_device, step, step.devices[op.device], "where documents of its rows begin")
+    with step.randomness(*op.index), keys_in(_host_of(op, mem), wait):
         return getattr(call.passes, op.verb)(weights, inputs, residuals, _cotangents(op, mem, step))
 
 

@@ -1,6 +1,6 @@
 """Host memory for keys and values of rows in tiles, which a pass finds there and a trace only counts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -32,13 +32,16 @@ class HostMemory:
 
 
 ON_HOST: ContextVar[HostMemory | None] = ContextVar("where keys and values of a row lie", default=None)
+WAIT: ContextVar[Callable[[], None]] = ContextVar("what waits for the device", default=lambda: None)
 
 
 @contextmanager
-def keys_in(host: HostMemory | None) -> Iterator[None]:
-    """A context in which rows in tiles have their keys in `host`; with None on the device."""
-    before = ON_HOST.set(host)
+def keys_in(host: HostMemory | None, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A context in which rows in tiles have their keys in `host`; with None on the device. They call `wait` before
+    they read on the host what the device has made."""
+    before = ON_HOST.set(host), WAIT.set(wait)
     try:
         yield
     finally:
-        ON_HOST.reset(before)
+        ON_HOST.reset(before[0])
+        WAIT.reset(before[1])
