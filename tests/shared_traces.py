@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 from attrs import evolve
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from zfunc.core.spec import StepSpec
@@ -102,7 +103,7 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
     if not _shareable(segment):
         return _trace_one(owner, s, inputs, of_accelerator)
     leaves, structure = tree_flatten((call.trained, inputs, call.constants, call.buffers))
-    shapes = tuple((t.shape, t.stride(), t.dtype) if not isinstance(t, str) else None for t in leaves)
+    shapes = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else None for t in leaves)
     pulled = s >= owner.layout.first_trainable
     key = (
         id(call.passes),

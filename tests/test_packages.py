@@ -56,13 +56,13 @@ BUDGETS = {
     "runtime": 3_400,
     "optim": 2_890,
     "checkpoint": 3_120,
-    "engine": 9_660,
+    "engine": 9_690,
     "viz": 1_100,
     "planner": 3_510,
-    "models": 3_340,
+    "models": 4_240,
     "train": 4_740,
     "cli": 2_440,
-    "tests": 41_990,
+    "tests": 42_570,
 }
 
 

@@ -6,13 +6,14 @@ All arguments are checked here, and nothing below checks them again.
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zfunc.core.methods import above
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import StepSettings, settings_with, takes_settings, tile_counts
@@ -29,7 +30,7 @@ from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_
 from zfunc.engine.stages.stage_context import Stage
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.batches import Batch, unpacked
-from zfunc.engine.trace.segment import Segment, checked_segments
+from zfunc.engine.trace.segment import Segment, checked_segments, ends_in_loss
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.trace.vjp import check_device_graphs
 from zfunc.optim.base import Optimizer
@@ -51,7 +52,7 @@ from zfunc.values import number, of_type
 
 @takes_settings()
 def compile(
-    segments: Sequence[Segment] | nn.Sequential,
+    segments: Sequence[Segment] | nn.Module,
     settings: StepSettings | None = None,
     *,
     optimizer: Optimizer | None = None,
@@ -65,8 +66,8 @@ def compile(
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
 
-    `segments` may be an `nn.Sequential` that ends in a loss of (x, targets), such as `nn.CrossEntropyLoss()`: each
-    child with parameters is a segment then.
+    `segments` may be a module, which `zfunc.segments` cuts by the `example`. An `nn.Sequential` that ends in a loss
+    of (x, targets), such as `nn.CrossEntropyLoss()`, needs none: each child with parameters is a segment.
 
     - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
       rank updates its slice of every bucket and passes its own rows of a batch.
@@ -83,6 +84,14 @@ def compile(
     Raises ValueError or TypeError for bad arguments, PlanError for a schedule whose plan is wrong.
     """
     refuse_inference_mode("compile")
+    whole = not isinstance(segments, nn.Sequential) or (example is not None and not ends_in_loss(segments))
+    if isinstance(segments, nn.Module) and whole:
+        if example is None:
+            raise ValueError(
+                f"example: got none with a {type(segments).__name__}, expected a batch: pass example=, to cut the "
+                "module by, or the segments of zfunc.segments(model, example)"
+            )
+        segments = cast("Sequence[Segment]", above("segments")(segments, example))
     segments = checked_segments(segments)
     example = None if example is None else unpacked(example, segments[-1])
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")

@@ -7,6 +7,7 @@
     loss            next-token loss: ignored labels, and weights that make the mean exact over parts of a batch
     loss_pieces     how many logits exist at once, without torch
     config_file     where a model of Hugging Face has its config, without torch
+    cut             any module, cut between its blocks (public as `zfunc.segments`)
     hf              models of Hugging Face transformers, cut at their layers (public as `zfunc.hf`)
 
 A new Hugging Face model: its class in `hf/families.py`, or nothing, if comparing it when it is cut is enough.

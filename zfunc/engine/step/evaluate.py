@@ -121,7 +121,7 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
     if program.spec.over_ranks:
         program.ranks.agree("buffers")
     copies = {
-        f"{segment.name}.{short}": t.to("cpu", copy=True)
+        segment.buffer_name(short): t.to("cpu", copy=True)
         for s, segment in enumerate(program.segments)
         for short, t in _module_buffers(program, state, s).items()
     }

@@ -78,7 +78,7 @@ def _initialized(
     for s, segment in enumerate(program.segments):
         place = drawn.setdefault(id(segment.initial), len(drawn))
         if into := module_buffers(program, buffers, s):
-            copy_buffers(into, {x: params.get(f"{segment.name}.{x}", t) for x, t in segment.buffers.items()})
+            copy_buffers(into, {x: params.get(segment.buffer_name(x), t) for x, t in segment.buffers.items()})
         values = _own_values(segment, fold_seed(seed, "init", place), params)
         for name in sorted(values, key=lambda x: layout.bucket_of(spans[x]).index):  # one bucket at a time
             if program.spec.places[layout.bucket_of(spans[name]).index].owned:
@@ -120,7 +120,7 @@ def replace(
             put_weights(buffers, layout, span, value, ranks, keep_moments=not begins)
         for s, segment in enumerate(program.segments):
             for short, into in module_buffers(program, buffers, s).items():
-                into.copy_(params.get(f"{segment.name}.{short}", into))
+                into.copy_(params.get(segment.buffer_name(short), into))
 
     with lock_staging(program, "replace", patience=program.executor.patience), on_compute_stream(program):
         if buffers.swap is not None and any(x.name in params for x in layout.frozen):
@@ -181,7 +181,7 @@ def allocate_state(
 def _check_params(program: Program, params: Mapping[str, Tensor]) -> None:
     shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
     for s in program.segments:
-        shapes |= {f"{s.name}.{short}": tuple(t.shape) for short, t in s.buffers.items()}
+        shapes |= {s.buffer_name(short): tuple(t.shape) for short, t in s.buffers.items()}
     for name, value in params.items():
         if name not in shapes:
             raise ValueError(

@@ -208,7 +208,7 @@ def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict:
         if into := module_buffers(program, buffers, s):
             copy_buffers(into, segment.buffers)
         fill_buffers(
-            checkpoint, {x: t for short, t in into.items() if (x := f"{segment.name}.{short}") in saved}
+            checkpoint, {x: t for short, t in into.items() if (x := segment.buffer_name(short)) in saved}
         )
     return fill_state(buffers, program.layout, program.optimizer, checkpoint, program.ranks, strict=strict)
 
@@ -267,7 +267,7 @@ def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
 
 def _named(program: Program, kind: Literal["buffers", "constants"]) -> dict[str, torch.Tensor]:
     """The tensors by full name that forward changes and no update, or that are read and never changed."""
-    return {f"{s.name}.{short}": t for s in program.segments for short, t in getattr(s, kind).items()}
+    return {s.buffer_name(short): t for s in program.segments for short, t in getattr(s, kind).items()}
 
 
 def _check_constants(checkpoint: Checkpoint, program: Program) -> None:

@@ -35,9 +35,11 @@ def unmarked(tree: Any) -> Any:
 def unpacked(batch: Any, last: Segment) -> Batch:
     """A batch as `(inputs, targets, ...)`: what is behind the inputs goes to the `last` segment.
 
-    A dict is unpacked by that segment's `read_dict`, or into what is not "labels" and these. Raises TypeError or
-    ValueError for anything else.
+    One that has `read_batch` reads it. A dict is unpacked by its `read_dict`, or into what is not "labels" and
+    these. Raises TypeError or ValueError for anything else.
     """
+    if last.read_batch is not None:
+        return last.read_batch(batch)
     if isinstance(batch, Mapping):
         batch = (last.read_dict or _labels_apart)(cast("Mapping[str, Any]", batch))
     if not isinstance(batch, tuple | list) or len(cast("Batch", batch)) < 2:

@@ -61,7 +61,8 @@ class Segment:
     - `constants` are tensors by short name that are read and never trained (a module's buffers).
     - `buffers` are the first values, by short name, of tensors that the function changes (running statistics): it
       gets them as parameters, and returns `(y, {short name: new value})`; `evaluate` gets them and returns `y`.
-    - `read_dict`, of the last segment, makes `(inputs, targets)` of a batch that is a dict.
+    - `buffer_names` are full names of buffers and constants by short name; others begin with the segment's.
+    - `read_dict`, of the last segment, makes `(inputs, targets)` of a batch that is a dict, `read_batch` of any.
     - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
     `segment` makes one from a module. One from a function:
@@ -86,8 +87,10 @@ class Segment:
     origins: dict[str, nn.Parameter] = field(factory=dict, kw_only=True, repr=False)
     twins: dict[str, str] = field(factory=dict, kw_only=True, repr=False)
     read_dict: Callable[[Mapping[str, Any]], tuple[Any, ...]] | None = field(default=None, kw_only=True)
+    read_batch: Callable[[Any], tuple[Any, ...]] | None = field(default=None, kw_only=True)
     constants: Values = field(factory=dict, kw_only=True)
     buffers: Values = field(factory=dict, kw_only=True)
+    buffer_names: dict[str, str] = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
     _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
     _behaviour: Facts = field(factory=dict, kw_only=True, repr=False)
@@ -133,6 +136,10 @@ class Segment:
     def by_short(self) -> dict[str, str]:
         """The full name of each parameter, by its short name."""
         return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
+
+    def buffer_name(self, short: str) -> str:
+        """The full name of a buffer, one that the function changes or a constant."""
+        return self.buffer_names.get(short, f"{self.name}.{short}")
 
     @property
     def constant_bytes(self) -> int:
@@ -187,13 +194,16 @@ class Segment:
     def like(self, other: "Segment") -> bool:
         """Whether both compute the same function, so that they can share a trace and a compilation."""
         signatures = [
-            (x.short, x.twins, [*x.constants], [*x.buffers], [(p.shape, p.trainable) for p in x.parameters])
+            (
+                *(x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters]),
+                *([(name, t.shape, t.dtype) for name, t in own.items()] for own in (x.constants, x.buffers)),
+            )
             for x in (self, other)
         ]
         if signatures[0] != signatures[1]:
             return False
         if self.module is None or other.module is None:
-            return self.function is other.function and not (self.constants or self.buffers)
+            return self.function is other.function
         return self._behaviour == other._behaviour
 
 
@@ -474,6 +484,17 @@ class EndsInLoss(nn.Sequential):
         return loss(x, *targets) if targets else x
 
 
+def ends_in_loss(module: nn.Module) -> bool:
+    """Whether a module is an `nn.Sequential` whose last child takes (x, targets)."""
+    if not isinstance(module, nn.Sequential) or not len(module):
+        return isinstance(module, nn.Sequential)
+    try:
+        inspect.signature(module[-1].forward).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
 def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
     """The children of `module` as segments. Parameters have the names of its state dict, tied ones the first.
 
@@ -482,13 +503,11 @@ def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
     if not len(module):
         return ()
     loss = module[-1]
-    try:
-        inspect.signature(loss.forward).bind(None, None)
-    except TypeError as error:
+    if not ends_in_loss(module):
         raise ValueError(
             f"segments: got an nn.Sequential that ends in a {type(loss).__name__}, expected a loss of (x, targets) "
-            "as the last: append such as nn.CrossEntropyLoss()"
-        ) from error
+            "as the last: append such as nn.CrossEntropyLoss(), or pass zfunc.segments(model, example)"
+        )
     groups: list[OrderedDict[str, nn.Module]] = [OrderedDict()]
     for name, child in module._modules.items():
         if _has_parameters(child) and any(map(_has_parameters, groups[-1].values())):

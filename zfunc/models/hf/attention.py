@@ -3,6 +3,7 @@
 Masks are the model's own, made only where one is needed, and nothing branches on data.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,6 +55,19 @@ def register() -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     ExpertsInterface.register(NAME, run_experts)
+
+
+def with_static_experts(model: Any) -> Any:
+    """A model of transformers, whose experts have shapes that depend on no data; another model as it is."""
+    if not any(getattr(m, "num_experts", 0) and hasattr(m, "config") for m in model.modules()):
+        return model
+    register()
+    memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, memo)
+    for m in copied.modules():
+        if vars(m).get("config") is not None:
+            m.config._experts_implementation = NAME
+    return copied
 
 
 def implementation_for(model: Any) -> str:

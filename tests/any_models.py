@@ -1,0 +1,313 @@
+"""Small models of many architectures with a batch each: of transformers, and classes of our own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers")
+
+Made = tuple[nn.Module, Any, Any]  # the model, a batch, and its loss or None
+VOCAB = 61
+SIZE: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False},
+}
+ENCODER = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "attention_dropout": 0.0}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+MAMBA |= {"mamba_chunk_size": 4, "mamba_expand": 2}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 3}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+
+def ids(rows: int = 4, length: int = 10, start: int = 3) -> Tensor:
+    return torch.randint(start, VOCAB, (rows, length))
+
+
+def text(**more: Any) -> dict[str, Any]:
+    x = ids()
+    mask = torch.ones_like(x)
+    mask[0, -3:] = 0
+    return {"input_ids": x, "attention_mask": mask, "labels": x.masked_fill(mask == 0, -100), **more}
+
+
+def of(config: Any, model: str, batch: Callable[[], Any], loss: Any = None) -> Callable[[], Made]:
+    return lambda: (getattr(transformers, model)(config()), batch(), loss)
+
+
+def config(kind: str, **given: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, f"{kind}Config")(**given)
+
+
+def causal(kind: str, **given: Any) -> Callable[[], Made]:
+    return of(config(kind, **SIZE | given), f"{kind}ForCausalLM", text)
+
+
+def images(**more: Any) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(4, 3, 16, 16), **more}
+
+
+def classes(n: int = 4) -> Tensor:
+    return torch.arange(n) % 2
+
+
+def pairs() -> dict[str, Any]:
+    return images(input_ids=ids(), attention_mask=torch.ones(4, 10, dtype=torch.long), return_loss=True)
+
+
+def with_image(token: int, count: int, **more: Any) -> dict[str, Any]:
+    x = ids(start=5)
+    x[:, 1 : 1 + count] = token
+    return images(input_ids=x, attention_mask=torch.ones_like(x), labels=x, **more)
+
+
+# --- classes of our own ---------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Skips across the middle, and a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(3))
+        self.up = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1) for _ in range(3))
+        self.out = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        skips = list[Tensor]()
+        for layer in self.down:
+            x = torch.relu(layer(x)) + t[:, None, None, None]
+            skips.append(x)
+        for layer in self.up:
+            x = torch.relu(layer(torch.cat([x, skips.pop()], 1)))
+        return self.out(x)
+
+
+class DiTBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.modulation = nn.Linear(width, 6 * width)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale, gate, shift2, scale2, gate2 = self.modulation(F.silu(c))[:, None].chunk(6, -1)
+        h = self.norms[0](x) * (1 + scale) + shift
+        q, k, v = self.qkv(h).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + gate * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + gate2 * self.mlp(self.norms[1](x) * (1 + scale2) + shift2)
+
+
+class DiT(nn.Module):
+    """A diffusion transformer: a condition that every block reads."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, 4)
+        self.time, self.label = nn.Linear(8, width), nn.Embedding(5, width)
+        self.register_buffer("places", torch.randn(1, 16, width))
+        self.blocks = nn.ModuleList(DiTBlock(width) for _ in range(3))
+        self.out = nn.Linear(width, 48)
+
+    def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
+        places = torch.exp(-torch.arange(4, device=t.device) / 4)
+        waves = torch.cat([(t[:, None] * places).sin(), (t[:, None] * places).cos()], -1)
+        c = self.time(waves) + self.label(label)
+        x = self.patch(x).flatten(2).transpose(1, 2) + self.places
+        for block in self.blocks:
+            x = block(x, c)
+        return (
+            self.out(x)
+            .unflatten(1, (4, 4))
+            .unflatten(-1, (3, 4, 4))
+            .permute(0, 3, 1, 4, 2, 5)
+            .flatten(4)
+            .flatten(2, 3)
+        )
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    """Running statistics, and writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(*(ResidualBlock(8) for _ in range(2)))
+        self.down = nn.Conv2d(8, 16, 1, 2)
+        self.layer2 = nn.Sequential(*(ResidualBlock(16) for _ in range(2)))
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        return self.fc(self.layer2(self.down(self.layer1(x))).mean((2, 3)))
+
+
+class Translator(nn.Module):
+    """An LSTM encoder and a decoder that attends to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.encoder = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(2))
+        self.out = nn.Linear(32, VOCAB)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        x, states = self.embed(source), []
+        for layer in self.encoder:
+            x, state = layer(x)
+            states.append(state)
+        y = self.embed(target)
+        for layer, state in zip(self.decoder, states, strict=True):
+            y, _ = layer(y, state)
+        seen = torch.softmax(y @ x.mT, -1) @ x
+        return self.out(torch.cat([y, seen], -1))
+
+
+class GraphNetwork(nn.Module):
+    """Messages along edges, summed where they arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = nn.Linear(4, 16)
+        self.messages = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
+        self.updates = nn.ModuleList(nn.GRUCell(16, 16) for _ in range(3))
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        x = self.node(nodes)  # [graphs, nodes, 16]
+        index = edges[..., None].expand(*edges.shape, 16)  # [graphs, edges, 2, 16]
+        for message, update in zip(self.messages, self.updates, strict=True):
+            ends = x.gather(1, index[:, :, 0]), x.gather(1, index[:, :, 1])
+            sent = torch.relu(message(torch.cat(ends, -1)))
+            sums = torch.zeros_like(x).scatter_add(1, index[:, :, 1], sent)
+            x = update(sums.flatten(0, 1), x.flatten(0, 1)).view_as(x)
+        return self.out(x).mean(1)
+
+
+def next_token(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def edges() -> Tensor:
+    return torch.randint(0, 6, (4, 9, 2))
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "T5": of(
+        config(
+            "T5",
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            use_cache=False,
+        ),
+        "T5ForConditionalGeneration",
+        text,
+    ),
+    "BERT, classes": of(
+        config("Bert", **ENCODER, vocab_size=VOCAB),
+        "BertForSequenceClassification",
+        lambda: text(labels=classes()),
+    ),
+    "ViT": of(
+        config("ViT", **ENCODER, **VISION), "ViTForImageClassification", lambda: images(labels=classes())
+    ),
+    "CLIP": of(
+        config("CLIP", text_config=TOWER | {"vocab_size": VOCAB}, vision_config=TOWER | VISION),
+        "CLIPModel",
+        pairs,
+    ),
+    "SigLIP": of(
+        config(
+            "Siglip",
+            text_config=TOWER | {"vocab_size": VOCAB, "max_position_embeddings": 10},
+            vision_config=TOWER | VISION,
+        ),
+        "SiglipModel",
+        pairs,
+    ),
+    "DINOv2": of(
+        config(
+            "Dinov2",
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            mlp_ratio=2,
+            image_size=16,
+            patch_size=4,
+        ),
+        "Dinov2ForImageClassification",
+        lambda: images(labels=classes()),
+    ),
+    "LLaVA": of(
+        config(
+            "Llava",
+            text_config=transformers.LlamaConfig(**SIZE),
+            vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=8, patch_size=4),
+            image_token_index=4,
+        ),
+        "LlavaForConditionalGeneration",
+        lambda: with_image(4, 4) | {"pixel_values": torch.randn(4, 3, 8, 8)},
+    ),
+    "Jamba": causal(
+        "Jamba",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=2,
+        use_mamba_kernels=False,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+    ),
+    "Falcon-H1": causal("FalconH1", **MAMBA, mamba_d_ssm=64),
+    "Qwen3": causal("Qwen3", head_dim=12),
+    "Mixtral": causal("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "U-Net": lambda: (
+        UNet(),
+        ((torch.randn(4, 3, 8, 8), torch.randn(4)), torch.randn(4, 3, 8, 8)),
+        F.mse_loss,
+    ),
+    "DiT": lambda: (
+        DiT(),
+        ({"x": torch.randn(4, 3, 16, 16), "t": torch.rand(4), "label": classes()}, torch.randn(4, 3, 16, 16)),
+        F.mse_loss,
+    ),
+    "ResNet": lambda: (ResNet(), (torch.randn(4, 3, 8, 8), classes()), F.cross_entropy),
+    "LSTM seq2seq": lambda: (Translator(), ((ids(), ids(4, 7)), ids(4, 7)), next_token),
+    "graph network": lambda: (
+        GraphNetwork(),
+        ((torch.randn(4, 6, 4), edges()), torch.randn(4, 1)),
+        F.mse_loss,
+    ),
+}

@@ -1,0 +1,244 @@
+"""Any module as segments: the loss and the weights of the module itself, whatever is where."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from any_models import MODELS, ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+from zfunc.models.cut.called import CalledModel, call_of
+
+HOST = {"params_on": "host", "activations_on": "host", "recompute": "all", "bucket_size": 2000}
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": HOST,
+    "two devices": {"devices": 2, "params_on": "host"},
+}
+STEPS, CLOSE = 3, 2e-6
+BY_DAY = {  # a way each
+    **{
+        "T5": "host",
+        "BERT, classes": "device",
+        "U-Net": "two devices",
+        "DiT": "host",
+        "ResNet": "two devices",
+    },
+    **{"LSTM seq2seq": "host", "graph network": "device"},
+}
+
+
+def trained(model: nn.Module, batch: Any, loss: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of steps of SGD by plain PyTorch, and the tensors after them."""
+    model, losses = copy.deepcopy(model), []
+    called, optimizer = CalledModel(model, loss), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        y = called(call_of(batch, loss is not None)[0])
+        optimizer.zero_grad()
+        y.backward()
+        optimizer.step()
+        losses.append(y.item())
+    return losses, model.state_dict()
+
+
+def check(segments: Any, model: nn.Module, batch: Any, loss: Any, **way: Any) -> None:
+    """Train in segments and in plain PyTorch: the same losses, and every parameter and buffer."""
+    expected, tensors = trained(model, batch, loss)
+    optimizer = zfunc.SGD(lr=0.1)
+    program = zfunc.compile(segments, optimizer=optimizer, precision="fp32", device="cpu", **way)
+    state, losses = zfunc.init(program), []
+    for _ in range(STEPS):
+        state, metrics = zfunc.train_step(program, state, batch)
+        losses.append(metrics.loss)
+    assert losses == pytest.approx(expected, rel=CLOSE)
+    assert losses[-1] < losses[0]
+    params, buffers = zfunc.params(program, state), zfunc.buffers(program, state)
+    mine = copy.deepcopy(model)
+    mine.load_state_dict({**params, **buffers}, strict=False)  # a tied one has one name
+    assert params.keys() == dict(model.named_parameters()).keys()
+    for name, t in mine.state_dict().items():
+        torch.testing.assert_close(
+            t, tensors[name], rtol=1e-5, atol=CLOSE, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=() if BY_DAY.get(name) == way else pytest.mark.slow)
+        for name in MODELS
+        for way in WAYS
+    ],
+)
+def test_a_model_in_segments_trains_as_the_model_does(name: str, way: str) -> None:
+    torch.manual_seed(0)
+    model, batch, loss = MODELS[name]()
+    segments = zfunc.segments(model.train(), batch, loss)
+    assert len(segments) > 3
+    check(segments, model, batch, loss, **WAYS[way])
+
+
+class Block(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.p = nn.Linear(8, 16), nn.Linear(16, 8), p
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x + F.dropout(self.down(torch.relu(self.up(x))), self.p, self.training) * table.to(x.dtype)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, a frozen table, a no_grad inside."""
+
+    def __init__(
+        self, num_layers: int = 3, p: float = 0.0, block: Callable[[float], nn.Module] = Block
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 8)
+        self.layers = nn.ModuleList(block(p) for _ in range(num_layers))
+        self.head = nn.Linear(8, 61)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 8))
+        self.embed.requires_grad_(True)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        with torch.no_grad():
+            table = self.table + self.embed(labels).mean(1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x, table)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch() -> dict[str, Tensor]:
+    return {"input_ids": ids(), "labels": ids()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_frozen_and_no_grad(way: str) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    check(zfunc.segments(model, batch()), model, batch(), None, **WAYS[way])
+
+
+def test_equal_blocks_share_a_trace() -> None:
+    segments = zfunc.segments(Tied(num_layers=12), batch())
+    assert [s.name for s in segments] == ["embed", *(f"layers.{i}" for i in range(12)), "head"]
+    assert all(s.like(segments[1]) for s in segments[2:-1])
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    assert len({id(call.passes) for call in program.calls}) == 3
+
+
+def losses_of(model: nn.Module, steps: int = 3, **settings: Any) -> list[float]:
+    x = batch()
+    program = zfunc.compile(
+        model, example=x, optimizer=zfunc.SGD(lr=0.0), precision="fp32", device="cpu", **settings
+    )
+    state, losses = zfunc.init(program), []
+    for _ in range(steps):
+        state, metrics = zfunc.train_step(program, state, x)
+        losses.append(metrics.loss)
+    assert zfunc.evaluate(program, state, x) == pytest.approx(model.eval()(**x).item(), rel=CLOSE)
+    return losses
+
+
+def test_dropout_draws_by_step_and_not_in_evaluation() -> None:
+    torch.manual_seed(0)
+    wet, dry = Tied(p=0.5), Tied(p=0.0)
+    dry.load_state_dict(wet.state_dict())
+    torch.manual_seed(1)
+    losses = losses_of(wet)
+    assert len({*losses}) == 3
+    torch.manual_seed(1)
+    assert losses == losses_of(wet.train(), recompute="none")
+    assert len({*losses_of(dry)}) == 1
+
+
+def test_batches_of_other_shapes_and_micro_batches_are_traced_anew() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    program = zfunc.compile(
+        zfunc.segments(model, batch()),
+        optimizer=zfunc.SGD(lr=0.0),
+        precision="fp32",
+        device="cpu",
+        micro_batches=2,
+    )
+    state = zfunc.init(program)
+    for rows, length in ((4, 10), (2, 5), (6, 3)):
+        x = {"input_ids": ids(rows, length), "labels": ids(rows, length)}
+        state, metrics = zfunc.train_step(program, state, x)
+        assert metrics.loss == pytest.approx(sum(_halves(model, x)) / 2, rel=CLOSE)
+
+
+def _halves(model: nn.Module, x: dict[str, Tensor]) -> list[float]:
+    rows = len(x["labels"]) // 2
+    return [model(**{k: t[i : i + rows] for k, t in x.items()}).item() for i in (0, rows)]
+
+
+def test_16_bit_weights_are_a_trace_of_their_own() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), batch()
+    program = zfunc.compile(model, example=x, precision="bf16", device="cpu")
+    _, metrics = zfunc.train_step(program, zfunc.init(program), x)
+    assert metrics.loss == pytest.approx(model(**x).item(), rel=2e-2)
+
+
+# --- what is refused, and what is one segment ---------------------------------------------------------------
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(_: Any, *grads: Any) -> Any:
+        return grads[0] * 0.5
+
+
+class OwnBackward(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return Halved.apply(super().forward(x, table))
+
+
+class Branch(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) if x.sum() > 0 else x
+
+
+def test_a_backward_that_a_trace_would_lose_leaves_one_segment(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Tied(block=OwnBackward)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, batch())
+    assert [s.name for s in segments] == ["model"]
+    assert "one segment, because its trace by torch.export has no HalvedBackward" in caplog.text
+    check(segments, model, batch(), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: zfunc.segments(Tied(block=Branch), batch()),
+            r"branch on the value of a tensor.*test_any_model.py",
+        ),
+        (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),
+        (lambda: zfunc.segments(nn.Linear(4, 4), (torch.ones(2, 4), None)), r"no loss .*expected a scalar"),
+        (lambda: zfunc.segments(nn.Linear(4, 4, device="meta"), (torch.ones(2, 4), None)), "meta device"),
+        (lambda: zfunc.compile(Tied()), "example: got none with a Tied"),
+    ],
+)
+def test_what_cannot_be_traced_says_what_to_change(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()

@@ -1,0 +1,10 @@
+"""Any `nn.Module` as segments: traced once, cut between its blocks, what is alive at a cut passed on.
+
+    modules      `segments`: a module's segments, and their traces for other shapes, dtypes and eval mode
+    spans        where a graph is cut, and what is alive there
+    pieces       the part of a graph between two cuts as a function
+    gradients    whether a trace has the gradients of its module
+    called       a module called with a batch, which returns its loss
+
+The way in is `zfunc.compile(model, example=batch)`, or `zfunc.segments(model, batch)`.
+"""

@@ -1,0 +1,88 @@
+"""A module called with a batch, which returns its loss; its parameters keep the module's own names."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zfunc.engine.trace.batches import LABELS
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class BatchCall(NamedTuple):
+    """What the first segment gets of a batch: all of it."""
+
+    inputs: Any
+    targets: tuple[Any, ...] = ()
+
+
+class CalledModel(nn.Module):
+    """A model under its own names, called with a BatchCall. It returns the loss; called with inputs alone, as by
+    `zfunc.apply`, what the model returns."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self.training = model.training
+        self.own = (model, loss)  # in a tuple, or they would be children
+
+    def train(self, mode: bool = True) -> "CalledModel":
+        """As of any module, and of the model, which is no child."""
+        self.own[0].train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, x: Any, *_: Any) -> Any:
+        """The loss or the output of a BatchCall, or of inputs; there are no other targets."""
+        model, loss = self.own
+        inputs, targets = x if isinstance(x, BatchCall) else (x, ())
+        if isinstance(inputs, Mapping):
+            args, named = (), inputs
+        else:
+            args, named = (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+        given = () if loss is not None else targets
+        output = model(*args, *given, **named)
+        if not isinstance(x, BatchCall):
+            return output
+        return loss_in(model, output) if loss is None else loss(output, *targets)
+
+
+def loss_in(model: nn.Module, output: Any) -> Tensor:
+    """The loss that a model returned: a scalar, `.loss`, or the one scalar among what it returned. ValueError
+    without one."""
+    found: Any = getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        found = output.get("loss", found)
+    if found is None:
+        scalars = [
+            t for t in tree_leaves(output) if isinstance(t, Tensor) and not t.dim() and t.is_floating_point()
+        ]
+        found = scalars[0] if len(scalars) == 1 else None
+    if not isinstance(found, Tensor) or found.dim():
+        kind = type(model).__name__
+        raise ValueError(
+            f"model: got no loss in what {kind} returns ({type(output).__name__}), expected a scalar, or an output "
+            "with .loss: pass labels in the batch, or loss=, a function of (output, targets)"
+        )
+    return found
+
+
+def call_of(batch: Any, has_loss: bool) -> tuple[BatchCall, None]:
+    """A batch as `(inputs, targets)` of segments: all of it goes to the first, which passes it on.
+
+    A dict is the model's arguments by name; with a loss of its own, "labels" are the targets. Of a tuple, the first
+    is the model's input, a tuple of them, or a dict; the rest are targets, or, without a loss, further arguments.
+    """
+    if not isinstance(batch, Mapping):
+        inputs, *targets = batch if isinstance(batch, tuple | list) else (batch,)
+        return BatchCall(inputs, tuple(t for t in targets if t is not None)), None
+    if not has_loss:
+        return BatchCall(dict(batch)), None
+    if LABELS not in batch:
+        raise ValueError(
+            f"batch: got a dict of {sorted(batch)} for a loss of (output, targets), expected {LABELS!r} in it: "
+            "pass (inputs, targets), or leave loss out if the model returns it"
+        )
+    return BatchCall({name: x for name, x in batch.items() if name != LABELS}, (batch[LABELS],)), None

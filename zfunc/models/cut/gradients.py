@@ -1,0 +1,30 @@
+"""Whether two functions have the same gradients, by the graphs that autograd makes of them, without computing any.
+
+A trace may lose what autograd does: an autograd.Function's own backward, no_grad, detach, requires_grad_() inside.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], x: Any) -> dict[str, str]:
+    """The operations of autograd behind the loss of a function: names, by digests of all that each depends on."""
+    with torch.enable_grad():
+        loss = function(params, x)
+    names = {id(t): name for name, t in params.items()}
+    digests: dict[Any, str] = {}
+    left = [loss.grad_fn] if loss.grad_fn is not None else []
+    while left:
+        node = left[-1]
+        below = [(f, n) for f, n in node.next_functions if f is not None]
+        if unknown := [f for f, _ in below if f not in digests]:
+            left += unknown
+            continue
+        left.pop()
+        own = node.name(), names.get(id(getattr(node, "variable", None))), [(digests[f], n) for f, n in below]
+        digests[node] = hashlib.blake2b(repr(own).encode(), digest_size=12).hexdigest()
+    return {digests[f]: f.name() for f in digests}

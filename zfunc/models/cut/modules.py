@@ -1,0 +1,376 @@
+"""`segments`: any `nn.Module` as segments, by a trace of it that is cut between its blocks.
+
+A trace is of one set of shapes and dtypes, in training mode or in eval mode. The first is made of the example;
+others are made when the first segment gets such a batch, of a copy of the module without memory.
+"""
+
+import contextvars
+import copy
+import logging
+import os
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from zfunc.core.layout import Parameter
+from zfunc.engine.trace.batches import Batch, unmarked
+from zfunc.engine.trace.graph_cuts import alone
+from zfunc.engine.trace.module_buffers import changed_by_forward
+from zfunc.engine.trace.segment import Segment, Values, make_segment
+from zfunc.engine.trace.vjp import MAX_TRACES
+from zfunc.models.cut.called import CalledModel, Loss, call_of
+from zfunc.models.cut.gradients import gradient_graphs
+from zfunc.models.cut.pieces import ModulePiece, module_piece
+from zfunc.models.cut.spans import BRANCH, CutGraph, blocks_of, cut_graph
+from zfunc.models.hf.attention import with_static_experts
+from zfunc.runtime.rng import fold_seed
+from zfunc.values import of_type
+
+BRANCHES = (
+    "DataDependentOutput",
+    "GuardOnDataDependent",
+    "Unbacked",
+    "unbacked",
+    "data-dependent",
+    "_local_scalar_dense",
+)
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "concurrent")
+log = logging.getLogger("zfunc")
+
+
+def segments(
+    model: nn.Module, example: Batch | Mapping[str, Any], loss: Loss | None = None
+) -> tuple[Segment, ...]:
+    """Any module as segments: traced on `example`, and cut between the children of its lists of modules.
+
+    `example` is a batch as `zfunc.train_step` gets it, of any number of rows, of which only shapes matter: a dict
+    of the model's arguments by name, as collators of transformers make it, or `(inputs, targets)`, where inputs are
+    a tensor, a tuple of arguments, or a dict. The loss is the model's own: a scalar, or `.loss` of its output; or
+    `loss(output, targets)`, with "labels" of a dict as targets.
+
+    Parameters keep the model's names. Tied ones are trained once and have the first; frozen ones
+    (`requires_grad=False`) stay. Buffers are constants, but for running statistics. What is alive at a cut is
+    passed on. Blocks with equal operations are traced and compiled once. A batch of other shapes, a precision, and
+    evaluation, in eval mode, cost a trace each, of which 64 are kept. The model is not changed.
+
+    A model whose trace has other operations than the model, such as without an autograd.Function's own backward, is
+    one segment, and the log says why. Raises ValueError for a branch on data, or an example that does not fit.
+
+    >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> batch = torch.ones(2, 4), torch.ones(2, 4)
+    >>> [s.name for s in segments(blocks, batch, nn.functional.mse_loss)]
+    ['0', '1']
+    """
+    of_type("model", model, nn.Module, "an nn.Module")
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
+    called = CalledModel(with_static_experts(model), loss)
+    whole = make_segment("model", called, None, "")
+    read = partial(call_of, has_loss=loss is not None)
+    traces = ModuleTraces(whole, *changed_by_forward("model", called))
+    x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
+    try:
+        first = traces.of(x, torch.float32, training=True)
+    except NotCutError as error:
+        log.warning("model: one segment, because %s", error)
+        names = {x: x for x in (*whole.buffers, *whole.constants)}
+        return (evolve(whole, read_batch=read, buffer_names=names),)
+    *before, last = _segments_of(traces, first)
+    return (*before, evolve(last, read_batch=read))
+
+
+class NotCutError(Exception):
+    """A module that is not cut, and why."""
+
+
+@frozen(eq=False)
+class ModuleTrace:
+    """A module's pieces for one set of shapes, by `key`; `given` are the leaves of its input that are used.
+
+    `first_alike` is, for each piece, the first with its text. With `apart` alike segments have other pieces here.
+    """
+
+    key: int
+    names: list[str]
+    pieces: list[ModulePiece]
+    given: list[int]
+    output: Any  # of the last piece: the places of its results in what the module returns
+    first_alike: list[int]
+    alive: list[int]
+    apart: bool = False
+
+
+@define(eq=False)
+class ModuleTraces:
+    """The traces of a module, the last MAX_TRACES of them."""
+
+    whole: Segment
+    changing: tuple[str, ...]
+    types: dict[str, str]
+    known: dict[int, ModuleTrace] = field(factory=dict)
+    first: ModuleTrace | None = None
+    lock: Any = field(factory=threading.RLock)
+
+    def of(self, x: Any, dtype: torch.dtype, *, training: bool) -> ModuleTrace:
+        """The trace for inputs such as `x`, with parameters of this type."""
+        leaves, structure = tree_flatten(x)
+        facts = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
+        key = fold_seed(training, dtype, str(structure), facts) >> 2
+        with self.lock:
+            found = self.known.pop(key, None) or self._made(key, x, dtype, training)
+            self.first = self.first or found
+            self.known[key] = found
+            if len(self.known) > MAX_TRACES:
+                del self.known[next(iter(self.known))]
+        return found
+
+    def by_key(self, key: int) -> ModuleTrace:
+        """A trace that the first segment has asked for."""
+        with self.lock:
+            return self.known[key]
+
+    def _made(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
+        # In a thread of its own, without the modes of this one, whose graphs it is no part of.
+        context = contextvars.copy_context()
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(context.run, self._trace, key, x, dtype, training).result()
+        first = self.first or made
+        if made.names != first.names or any(
+            p.short.keys() - q.short.keys() for p, q in zip(made.pieces, first.pieces, strict=True)
+        ):
+            mode = "training" if training else "eval mode"
+            raise ValueError(
+                f"model: got a batch for which it runs other blocks or reads other parameters in {mode}, expected "
+                "those of the example: pass a batch of this shape as the example"
+            )
+        # Else the functions of blocks that are alike in the first trace need to be told their place.
+        return evolve(
+            made,
+            apart=any(made.first_alike[s] != made.first_alike[n] for s, n in enumerate(first.first_alike)),
+        )
+
+    def _trace(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
+        # 1. The module with weights that have no memory, on an input without any.
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        assert self.whole.module is not None
+        trained = {p.name for p in self.whole.parameters if p.trainable}
+        buffers = {**self.whole.constants, **self.whole.buffers}
+        types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
+        with mode:
+            fakes = {
+                x: torch.empty(p.shape, dtype=types.get(x, dtype), device="cpu") for x, p in self._by_short()
+            }
+            inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), x)
+        module = _with_tensors(self.whole, fakes)
+        if not training:
+            module.eval()
+        # 2. Its graph, cut.
+        with alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of attributes that are views of parameters
+            try:
+                exported = torch.export.export(module, (inputs,), strict=False)
+            except Exception as error:
+                if reason := data_dependent(error):
+                    raise ValueError(
+                        f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
+                    ) from error
+                with mode:
+                    self._try(fakes | buffers, inputs)
+                reason = str(error).strip().partition("\n")[0][:300]
+                raise NotCutError(
+                    f"torch.export cannot trace it ({type(error).__name__}: {reason})"
+                ) from error
+        if {x.kind.name for x in exported.graph_signature.output_specs} != {"USER_OUTPUT"}:
+            raise NotCutError("forward assigns to a buffer: write into it, or return what changes")
+        cut_in = partial(
+            cut_graph, exported, names=_first_names(module), trained=trained, changed={*self.changing}
+        )
+        # 3. Whether the graph has the module's own gradients.
+        if training:
+            with alone(), mode, _compiling_state_context():
+                self._compare(cut_in(set()), fakes, inputs)
+        return self._pieces(key, cut_in(blocks_of(module.own[0])))
+
+    def _try(self, params: Values, inputs: Any) -> None:
+        """Raise ValueError if the module itself does not take these inputs."""
+        try:
+            self.whole.function(params, inputs)
+        except Exception as error:
+            if isinstance(error, ValueError) and str(error).startswith("model: got no loss"):
+                raise
+            raise ValueError(
+                f"example: got one that does not fit the model ({type(error).__name__} {_place(error)}: {error}), "
+                "expected a batch that it takes: a dict of its arguments, or (inputs, targets)"
+            ) from error
+
+    def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any) -> None:
+        """Raise NotCutError unless a graph and its module have the same loss and gradients."""
+        piece, buffers = module_piece(uncut, 0), {**self.whole.constants, **self.whole.buffers}
+        leaves = [tree_leaves(inputs)[i] for i in self._given(uncut)]
+        params = {
+            p.name: fakes[x].detach().requires_grad_(p.trainable) for x, p in self._by_short()
+        } | buffers
+
+        def graph(params: Values, _: Any) -> Tensor:
+            tensors = {**params, **{x: params[x].clone() for x in self.changing}}
+            return piece.run(torch.device("cpu"), *(tensors[x] for x in piece.short.values()), *leaves)[0]
+
+        def module(params: Values, x: Any) -> Tensor:
+            y = self.whole.function(params, x)
+            return y[0] if self.changing else y
+
+        own, others = (gradient_graphs(f, params, inputs) for f in (module, graph))
+        if different := next((name for digest, name in own.items() if digest not in others), ""):
+            raise NotCutError(f"its trace by torch.export has no {different} where the module has one")
+
+    def _pieces(self, key: int, cut: CutGraph) -> ModuleTrace:
+        for why in cut.why:
+            log.info("model: %s", why)
+        pieces = [module_piece(cut, s) for s in range(len(cut.spans))]
+        texts = [p.text for p in pieces]
+        outputs = [
+            x if not isinstance(x, torch.fx.Node) else ... for x in [*cut.exported.graph.nodes][-1].args[0]
+        ]
+        return ModuleTrace(
+            key,
+            [span.name for span in cut.spans],
+            pieces,
+            self._given(cut),
+            (outputs, cut.exported.call_spec.out_spec),
+            [texts.index(x) for x in texts],
+            [len(x) for x in cut.alive],
+        )
+
+    def _given(self, cut: CutGraph) -> list[int]:
+        given = [n for n in cut.exported.graph.nodes if n.op == "placeholder" and n.name not in cut.sources]
+        return [given.index(x) for x in cut.alive[0]]
+
+    def _by_short(self) -> list[tuple[str, Parameter]]:
+        return [*zip(self.whole.short, self.whole.parameters, strict=True)]
+
+
+def _as_computed(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype, device="meta")
+
+
+def _with_tensors(whole: Segment, fakes: Values) -> Any:
+    """A copy of the module of a segment with these parameters, and its own buffers."""
+    module: Any = whole.module
+    buffers = {**whole.constants, **whole.buffers}
+    memo: dict[int, Any] = {
+        id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in module.named_parameters()
+    }
+    memo |= {id(t): buffers[x] for x, t in module.named_buffers()}
+    return copy.deepcopy(module, memo)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """The first name of every parameter and buffer, by each of its names."""
+    first = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+    every = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+    return {name: first[id(t)] for name, t in every}
+
+
+def data_dependent(error: Exception) -> str:
+    """Where code branched on the value of a tensor, if that is what an error of a trace says, else ""."""
+    text = f"{type(error).__name__}: {error}"
+    return _place(error) if any(x in text for x in BRANCHES) else ""
+
+
+def _place(error: Exception) -> str:
+    """The file and line of the code, neither torch's nor zfunc's, that an error comes from."""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not any(x in f.filename for x in _LIBRARIES)
+    ]
+    return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else "in forward"
+
+
+# --- segments of a trace ------------------------------------------------------------------------------------
+
+
+def _segments_of(traces: ModuleTraces, first: ModuleTrace) -> list[Segment]:
+    whole, owned, made = traces.whole, set[str](), list[Segment]()
+    parameters = {p.name: p for p in whole.parameters}
+    functions: dict[tuple[int, bool], tuple[Any, Any]] = {}
+    values = whole.initial(0)
+    for s, piece in enumerate(first.pieces):
+        own = {x: parameters[name] for x, name in piece.short.items() if name in parameters}
+        full = {x: name for x, name in piece.short.items() if name not in parameters}
+        alike = (first.first_alike[s], s == len(first.pieces) - 1)
+        if alike not in functions:
+            functions[alike] = (
+                partial(_run, traces, s, True),
+                partial(_run, traces, s, False),
+            )
+        train, evaluate = functions[alike]
+        made.append(
+            Segment(
+                first.names[s],
+                train,
+                tuple(own.values()),
+                tuple(own),
+                initial=partial(_initial, values, [p.name for p in own.values() if p.name not in owned]),
+                evaluate=evaluate,
+                shared=frozenset(p.name for p in own.values() if p.name in owned),
+                origins={p.name: whole.origins[p.name] for p in own.values()},
+                buffer_names=full,
+                constants={x: whole.constants[name] for x, name in full.items() if name in whole.constants},
+                buffers={x: whole.buffers[name] for x, name in full.items() if name in whole.buffers},
+            )
+        )
+        owned |= {p.name for p in own.values()}
+    # What nothing depends on stays as it is, in the last segment.
+    unused = {x: evolve(p, trainable=False) for x, p in parameters.items() if x not in owned}
+    last = made[-1]
+    made[-1] = evolve(
+        last,
+        parameters=(*last.parameters, *unused.values()),
+        short=(*last.short, *(f"unused {x}" for x in unused)),
+        initial=partial(
+            _initial, values, [p.name for p in last.parameters if p.name not in last.shared] + [*unused]
+        ),
+    )
+    return made
+
+
+def _initial(values: Values, names: list[str], _: int) -> Values:
+    return {name: values[name] for name in names}
+
+
+def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tensor], x: Any, *_: Any) -> Any:
+    """Segment `s` of a module's first trace, in the trace that its input is of."""
+    if s == 0:
+        dtype = next(t.dtype for t in params.values() if t.is_floating_point())
+        trace = traces.of(x, dtype, training=training)
+        leaves = tree_leaves(x)
+        alive = [leaves[i] for i in trace.given]
+    else:
+        key, place, *alive = x
+        trace = traces.by_key(key)
+        s = s if place is None else place
+    piece = trace.pieces[s]
+    device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
+    tensors = dict(params)
+    changing = {x: name for x, name in piece.short.items() if name in traces.changing} if training else {}
+    tensors |= {x: params[x].clone() for x in changing}
+    results = piece.run(device, *(tensors[x] for x in piece.short), *alive)
+    if s < len(trace.pieces) - 1:
+        y: Any = (trace.key, s + 1 if trace.apart else None, *results)
+    else:
+        outputs, spec = trace.output
+        found = iter(results)
+        y = tree_unflatten([next(found) if x is ... else x for x in outputs], spec)
+    return (y, {x: tensors[x] for x in changing}) if changing else y

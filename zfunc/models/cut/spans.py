@@ -1,0 +1,244 @@
+"""Where the graph of a module is cut: between the children of its lists of modules.
+
+A cut never separates what shares memory from a later write into it, so that each span is a pure function.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping
+from itertools import chain, count
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from zfunc.engine.trace.graph_cuts import changed_by, mutates
+
+GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+CHECKS = {  # of what a trace knows, or of values
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+}
+BRANCH = (
+    "on which a shape or a branch depends, expected what can be traced without values: write it with torch.where, "
+    "compute it in the collator and pass the number, or pass what decides it as a Python number in the batch"
+)
+aten = torch.ops.aten
+CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
+STATISTICS = {torch.ops.aten.batch_norm.default: (3, 4), torch.ops.aten.instance_norm.default: (3, 4)}
+
+
+@define(eq=False)
+class NodeSpan:
+    """The nodes between two cuts, from a `call` of the block `name` on, or, without one, from outside of blocks."""
+
+    name: str
+    call: Any
+    nodes: list[Node] = field(factory=list)
+
+
+@frozen(eq=False)
+class CutGraph:
+    """The exported graph of a module in spans. `alive[s]` are the nodes that span `s` gets of those before it, the
+    last ones what it returns; `differentiable` those with a gradient."""
+
+    exported: ExportedProgram
+    spans: list[NodeSpan]
+    alive: list[list[Node]]
+    differentiable: set[Node]
+    sources: dict[str, str]  # of placeholders that are parameters, buffers and constants: their names
+    why: list[str]  # of spans that were joined
+
+
+def blocks_of(model: nn.Module) -> set[str]:
+    """The names of the outermost children of lists of modules."""
+    lists = nn.ModuleList | nn.Sequential
+    every = {
+        f"{name}.{i}".lstrip(".")
+        for name, m in model.named_modules()
+        if isinstance(m, lists) and len(m) > 1
+        for i in m._modules
+    }
+    return {x for x in every if not any(x[:n] in every for n, letter in enumerate(x) if letter == ".")}
+
+
+def cut_graph(
+    exported: ExportedProgram,
+    blocks: set[str],
+    *,
+    names: Mapping[str, str],
+    trained: set[str],
+    changed: set[str],
+) -> CutGraph:
+    """An exported graph in spans. `names` has one name for each tensor of the module, by all that it has;
+    `changed` are the buffers that forward changes."""
+    # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
+    for n in exported.graph.nodes:
+        if n.target in CASTS and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
+            n.replace_all_uses_with(n.args[0])
+    nodes, signature = [*exported.graph.nodes], exported.graph_signature
+    sources = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    sources = {x: names.get(name, name) for x, name in sources.items()}
+    weights = {*signature.inputs_to_parameters}
+    outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
+    kept = _needed(nodes, outputs)
+    for n in kept:
+        if n.op == "call_function" and isinstance(
+            n.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool
+        ):
+            raise ValueError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
+    spans = _by_block([n for n in nodes if n.op == "call_function" and n in kept], blocks)
+    spans, why = _joined(spans, sources, weights, changed)
+    at = {n: s for s, span in enumerate(spans) for n in span.nodes}
+    given = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
+    last = {n: len(spans) if n in outputs else -1 for n in (*given, *at)}
+    for n, s in at.items():
+        for x in n.all_input_nodes:
+            if x in last:
+                last[x] = max(last[x], s)
+    used = [{x for n in span.nodes for x in n.all_input_nodes} for span in spans]
+    often = {n: sum(n in x for x in used) for n in (*given, *at)}
+    order = [*(n for n in given if isinstance(n.meta.get("val"), Tensor)), *at]
+    # What many spans read comes first, so that it has the same place at each cut.
+    order.sort(key=lambda n: -min(often[n], 3))
+    # What each block of a list reads, the last passes on as those before it do, so that they are alike.
+    for s in range(1, len(spans) - 1):
+        (one, two), rows = (
+            (_list_of(x.name) for x in spans[s - 1 : s + 1]),
+            [_read(x) for x in spans[s - 1 : s + 1]],
+        )
+        for n in rows[0] & rows[1] & {*last} if one and one == two else ():
+            last[n] = max(last[n], s + 1)
+    alive = [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
+    return CutGraph(
+        exported, spans, [*alive, outputs], _differentiable(nodes, sources, trained), sources, why
+    )
+
+
+def _list_of(name: str) -> str:
+    return name.partition("@")[0].rpartition(".")[0]
+
+
+def _read(span: NodeSpan) -> set[Node]:
+    return {x for n in span.nodes for x in n.all_input_nodes} - {*span.nodes}
+
+
+def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
+    """The nodes that the outputs need, and those that write."""
+    found = {*outputs}
+    for n in reversed(nodes):
+        if n.target not in CHECKS and (n in found or (n.op == "call_function" and mutates(n.target))):
+            found |= {n, *n.all_input_nodes}
+    return found
+
+
+def _by_block(nodes: list[Node], blocks: set[str]) -> list[NodeSpan]:
+    """The nodes by the call of a block that they belong to; those between two are a span of their own."""
+    spans: list[NodeSpan] = []
+    for n in nodes:
+        name, call = _block(n, blocks)
+        if n.target is operator.getitem and spans and n.args[0] in spans[-1].nodes:
+            name, call = spans[-1].name, spans[-1].call
+        if not spans or call != spans[-1].call:
+            spans.append(NodeSpan(name, call))
+        spans[-1].nodes.append(n)
+    return spans
+
+
+def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
+    """The block in which a node is called, and which call of it; ("", None) outside of blocks."""
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        starts = [path, *(path[:n] for n, letter in enumerate(path) if letter == ".")]
+        if name := next((x for x in starts if x in blocks), ""):
+            return name, (name, key if path == name else "")
+    return "", None
+
+
+def _joined(
+    spans: list[NodeSpan], sources: Mapping[str, str], weights: set[str], changed: set[str]
+) -> tuple[list[NodeSpan], list[str]]:
+    """The spans, joined where a cut would separate memory from a write into it, or several results of an operation;
+    and where one has no parameters. What was joined for a write, in words."""
+    at = {n: s for s, span in enumerate(spans) for n in span.nodes}
+    joined, why = set[int](), list[str]()  # s: span s with the one before
+    base: dict[Node, Node] = {}
+    first: dict[Node, int] = {}
+    for n, s in at.items():
+        root = next((base.get(x, x) for x in n.all_input_nodes), n) if _may_alias(n) else n
+        base[n] = root
+        first.setdefault(root, at.get(root, s))
+        written = changed_by(n) if mutates(n.target) else []
+        written += [x for i in STATISTICS.get(n.target, ()) if isinstance(x := n.args[i], Node)]
+        for x in written:
+            x = base.get(x, x)
+            if x.name in sources and sources[x.name] not in changed:
+                continue
+            start = first.setdefault(x, at.get(x, s))
+            if start < s:
+                joined |= {*range(start + 1, s + 1)}
+                why.append(
+                    f"{spans[start].name} and {spans[s].name} are one, for a write in place at {place_of(n)}"
+                )
+        if n.target is operator.getitem:
+            joined |= {*range(at.get(n.args[0], s) + 1, s + 1)}
+    made: list[NodeSpan] = []
+    for s, span in enumerate(spans):
+        again = made and span.call is not None and span.call == made[-1].call
+        if made and (s in joined or again or not _reads(span, weights) or not _reads(made[0], weights)):
+            if not _reads(made[-1], weights):
+                made[-1].name, made[-1].call = span.name, span.call
+            made[-1].nodes += span.nodes
+        else:
+            made.append(NodeSpan(span.name, span.call, [*span.nodes]))
+    names = set[str]()
+    for span in made:
+        reader = next(
+            (n for n in span.nodes if any(x.name in weights for x in n.all_input_nodes)), span.nodes[0]
+        )
+        name = span.name or [path for path, _ in reader.meta["nn_module_stack"].values()][-1] or "model"
+        alike = chain([name], (f"{name}@{n}" for n in count(2)))
+        span.name = next(x for x in alike if x not in names)
+        names.add(span.name)
+    return made, why
+
+
+def _reads(span: NodeSpan, weights: set[str]) -> bool:
+    return any(x.name in weights for n in span.nodes for x in n.all_input_nodes)
+
+
+def _may_alias(node: Node) -> bool:
+    """Whether a node may return memory of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or (
+        schema is not None and any(r.alias_info for r in schema.returns)
+    )
+
+
+def _differentiable(nodes: list[Node], sources: Mapping[str, str], trained: set[str]) -> set[Node]:
+    """The nodes that have a gradient: floating-point, and made of trained parameters with grad mode on."""
+    found = {n for n in nodes if n.op == "placeholder" and sources.get(n.name) in trained}
+    for n in nodes:
+        stops = n.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+        stops = stops or (n.target is GRAD_MODE and not n.args[0])
+        value = n.meta.get("val")
+        whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        if n.op == "call_function" and not stops and not whole and not found.isdisjoint(n.all_input_nodes):
+            found.add(n)
+            # What is written becomes a function of what is written into it.
+            found |= {*changed_by(n)} if mutates(n.target) else set()
+    return found
+
+
+def place_of(node: Node) -> str:
+    """The file and the line of the user's code that made a node."""
+    lines = [
+        x.strip() for x in (node.meta.get("stack_trace") or "").splitlines() if x.strip().startswith("File ")
+    ]
+    return lines[-1].replace('File "', "").replace('", line ', ":").partition(",")[0] if lines else node.name
