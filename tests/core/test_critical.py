@@ -60,6 +60,14 @@ def test_the_hidden_share_is_that_of_the_moments_in_which_both_run(
     )
 
 
+def test_a_kind_that_is_none_is_not_said_to_have_no_time() -> None:
+    for asked in (Timeline((), "measured").hidden, Timeline((), "measured").seconds_of):
+        with pytest.raises(
+            ValueError, match="kind: got 'h2h', expected one of compute, .*did you mean 'h2d'"
+        ):
+            asked("h2h")  # type: ignore
+
+
 def check_chain(plan: Plan, timeline: Timeline) -> None:
     """Connected from an operation that follows none to the last to end; running and idling add up to the step."""
     chain = critical_path_of(plan, timeline)

@@ -1,9 +1,10 @@
 """Hardware as a value: every figure checked at birth, an operation's time from its work, room on each tier."""
 
 import math
+from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -142,6 +143,18 @@ def test_a_wrong_figure_is_refused(name: str) -> None:
     change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         evolve(ROUND, **change)
+
+
+@pytest.mark.parametrize("wrong", [5, "x", (5,), {"disk": "8"}])
+@pytest.mark.parametrize(
+    "name", [f.name for f in fields(Hardware) if f.name not in ("name", "unified", "grouped")]
+)
+def test_what_is_no_number_is_refused_by_the_name_of_its_figure(name: str, wrong: Any) -> None:
+    if wrong == 5 and name in ("flops", "attention", "latency", "handoff", "launch"):
+        assert getattr(evolve(ROUND, **{name: wrong}), name) == wrong
+        return
+    with pytest.raises(TypeError, match=rf"{name}.*: got .*, expected .*: pass "):
+        evolve(ROUND, **{name: wrong})
 
 
 @pytest.mark.parametrize("given", [("compute", -1, 0, 1.0), ("host", 0, -1, 1.0), ("host", 0, 0, 0.0)])

@@ -261,6 +261,9 @@ def test_a_width_that_is_too_small_is_refused_with_one_that_is_not() -> None:
         text(timeline, width=5)
     (enough,) = re.findall(r"expected (\d+)", str(error.value))
     assert text(timeline, width=int(enough))
+    for draw in (text, svg):
+        with pytest.raises(ValueError, match="width: got 'x', expected a whole number: pass an int"):
+            draw(timeline, width="x")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="expected"):
         text(timeline, width=int(enough) - 1)
 

@@ -6,8 +6,9 @@ kind and its declared work, not from its name.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 from attrs import field, frozen, validators
@@ -15,6 +16,7 @@ from attrs import field, frozen, validators
 from zfunc.core.display import brief
 from zfunc.core.graph import KINDS, Kind, Op, Tier
 from zfunc.errors import did_you_mean
+from zfunc.values import of_type
 
 CAPACITIES: tuple[Tier, ...] = ("device", "host", "disk")  # pinned memory is host memory
 
@@ -38,12 +40,43 @@ class Measured:
             )
 
 
-def _dict(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    return dict(mapping)
+def _numbers(name: str) -> Callable[[Any], dict[Any, Any]]:
+    """A converter of figures by name to a dict of them; TypeError for what has none."""
+
+    def convert(given: Any) -> dict[Any, Any]:
+        of_type(
+            name,
+            given,
+            Mapping,
+            "a number for each name: pass such as {'host': 1e-5}, with names that it knows",
+        )
+        for key, value in given.items():
+            of_type(f"{name}[{key!r}]", value, Real, "a number: pass one")
+        return dict(given)
+
+    return convert
 
 
-def _shares(shared: Mapping[str, Mapping[Kind, float]]) -> dict[str, dict[Kind, float]]:
-    return {resource: dict(shares) for resource, shares in shared.items()}
+def _shares(given: Any) -> dict[str, dict[Kind, float]]:
+    of_type(
+        "shared", given, Mapping, "shares by resource: pass such as {'disk': {'read': 1.0, 'write': 1.0}}"
+    )
+    return {resource: _numbers(f"shared[{resource!r}]")(shares) for resource, shares in given.items()}
+
+
+def _pairs(given: Any) -> tuple[tuple[float, float], ...]:
+    try:
+        return tuple((seconds + 0.0, rate + 0.0) for seconds, rate in given)
+    except (TypeError, ValueError):
+        expected = "pairs of numbers (seconds, bytes a second): pass such as [(2e-5, 3e11)]"
+        raise TypeError(f"collectives: got {given!r:.200}, expected {expected}") from None
+
+
+def _measured(given: Any) -> tuple[Measured, ...]:
+    of_type("measured", given, Iterable, "a list of Measured: pass [Measured(kind, flops, nbytes, seconds)]")
+    for x in (measured := tuple(given)):
+        of_type("measured", x, Measured, "a Measured(kind, flops, nbytes, seconds): pass one")
+    return measured
 
 
 @frozen
@@ -70,8 +103,8 @@ class Hardware:
       second); each takes the fastest for its bytes.
     - `measured`: operations whose time is known.
 
-    Raises ValueError for a rate that is missing, zero or negative, a share outside (0, 1], or an unknown kind or
-    tier.
+    Raises TypeError for what is no number, ValueError for a rate that is missing, zero or negative, a share outside
+    (0, 1], or an unknown kind or tier.
 
     >>> Hardware("unit", flops=10.0, rates={**ROUND.rates, "compute": 5.0}, latency=1.0).seconds(
     ...     Op("work", (), "compute", flops=20, nbytes=15)
@@ -81,28 +114,36 @@ class Hardware:
 
     name: str
     flops: float
-    rates: Mapping[Kind, float] = field(converter=_dict, hash=False)
+    rates: Mapping[Kind, float] = field(converter=_numbers("rates"), hash=False)
     attention: float = field(default=0.0, kw_only=True)
     latency: float = 10e-6
     handoff: float = 0.0
     launch: float = 0.0
-    latencies: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False)
-    issue: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False, kw_only=True)
-    memory: Mapping[Tier, int] = field(factory=dict[Tier, int], converter=_dict, hash=False)
+    latencies: Mapping[Kind, float] = field(
+        factory=dict[Kind, float], converter=_numbers("latencies"), hash=False
+    )
+    issue: Mapping[Kind, float] = field(
+        factory=dict[Kind, float], converter=_numbers("issue"), hash=False, kw_only=True
+    )
+    memory: Mapping[Tier, int] = field(factory=dict[Tier, int], converter=_numbers("memory"), hash=False)
     unified: bool = False
     grouped: bool = True
     shared: Mapping[str, Mapping[Kind, float]] = field(
         factory=dict[str, Mapping[Kind, float]], converter=_shares, hash=False
     )
-    neighbours: Mapping[str, int] = field(factory=dict[str, int], converter=_dict, hash=False)
-    collectives: tuple[tuple[float, float], ...] = field(default=(), converter=tuple)
-    measured: tuple[Measured, ...] = field(default=(), converter=tuple)
+    neighbours: Mapping[str, int] = field(
+        factory=dict[str, int], converter=_numbers("neighbours"), hash=False
+    )
+    collectives: tuple[tuple[float, float], ...] = field(default=(), converter=_pairs)
+    measured: tuple[Measured, ...] = field(default=(), converter=_measured)
 
     def __repr__(self) -> str:
         return brief(self, "name", "flops", "rates", "memory")
 
     def __attrs_post_init__(self) -> None:
         """Check every figure."""
+        for name in ("flops", "attention", "latency", "handoff", "launch"):
+            of_type(name, getattr(self, name), Real, "a number: pass one")
         others = [("attention", self._attention), *(("collective", rate) for _, rate in self.collectives)]
         for what, rate in (("flops", self.flops), *((k, self.rates.get(k, 0.0)) for k in KINDS), *others):
             if not 0 < rate < math.inf:

@@ -6,8 +6,9 @@ from functools import cached_property
 from attrs import field, frozen
 
 from zfunc.core.display import counted
-from zfunc.core.graph import Kind
+from zfunc.core.graph import KINDS, Kind
 from zfunc.core.methods import above, in_notebook
+from zfunc.options import one_of
 from zfunc.units import format_seconds
 
 
@@ -81,7 +82,13 @@ class Timeline:
 
     def seconds_of(self, kind: Kind) -> float:
         """The seconds spent on operations of `kind`, summed over the lanes."""
-        return sum(e.seconds for e in self.events if e.kind == kind)
+        return sum(e.seconds for e in self._of(kind))
+
+    def _of(self, *kinds: Kind) -> list[Event]:
+        """The events of these kinds. Raises ValueError for one that is none."""
+        for kind in kinds:
+            one_of(KINDS)("kind", kind)
+        return [e for e in self.events if e.kind in kinds]
 
     def hidden(self, *kinds: Kind) -> float | None:
         """The share, 0 to 1, of the time with operations of `kinds` in which compute ran too; None without any.
@@ -90,8 +97,7 @@ class Timeline:
         >>> Timeline(events, "measured").hidden("d2h", "h2d")
         0.25
         """
-        own = [e for e in self.events if e.kind in kinds]
-        compute = [e for e in self.events if e.kind == "compute"]
+        own, compute = self._of(*kinds), self._of("compute")
         seconds = _covered(own)
         both = seconds + _covered(compute) - _covered([*own, *compute])
         return min(1.0, max(0.0, both / seconds)) if seconds else None

@@ -12,6 +12,7 @@ from attrs import frozen
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
+from zfunc.values import of_type, whole
 from zfunc.viz.legend import (
     Timelines,
     colour_of,
@@ -71,7 +72,8 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
     >>> svg(Timeline((Event("gpu", "use[0]", "compute", 0.0, 3e-3),), "simulated"), width=400)[:16]
     '<svg xmlns="http'
     """
-    if width < 400:
+    of_type("title", title, str, "a text: pass one")
+    if whole("width", width) < 400:
         raise ValueError(f"got a width of {width} px, expected 400 or more: give it room, 1200 fits a page")
     shown = timeline_tuple(timelines)
     frame = _frame(shown, width)

@@ -10,6 +10,7 @@ from math import floor
 from string import ascii_lowercase, digits
 
 from zfunc.core.timeline import Event
+from zfunc.values import whole
 from zfunc.viz.legend import (
     Timelines,
     lanes_of,
@@ -42,7 +43,7 @@ def text(timelines: Timelines, width: int = 100) -> str:
         (f"{lane} {t.source}" if len(shown) > 1 else lane, lane, t) for lane in lanes_of(shown) for t in shown
     ]
     names = max((len(name) for name, _, _ in rows), default=0)
-    cells = width - names - len("  75% ||")
+    cells = whole("width", width) - names - len("  75% ||")
     if cells < 16:
         raise ValueError(f"got a width of {width} columns, expected {width - cells + 16} or more: widen it")
     verbs = verbs_of(shown)
