@@ -225,6 +225,7 @@ class Regions:
     made: defaultdict[Any, dict[Any, Any]] = field(
         factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
     )  # by method
+    _rings: dict[int, dict[str, Ring]] = field(factory=dict[int, dict[str, Ring]], init=False, eq=False)
 
     @_once
     def __call__(self, buffer: str, *index: int) -> Region:
@@ -280,7 +281,9 @@ class Regions:
 
     def ring(self, buffer: str) -> Ring:
         """The slots of a buffer: this device's own, or those of all devices."""
-        return self._rings_of(self.device)[buffer]
+        if (own := self._rings.get(self.device)) is None:
+            own = self._rings[self.device] = self._rings_of(self.device)
+        return own[buffer]
 
     @_once
     def _rings_of(self, device: int) -> dict[str, Ring]:

@@ -19,7 +19,7 @@ from zfunc.core.spec import Parts, SegmentCost, StepSpec
 from zfunc.engine.program.step_spec import make_spec, passes_key, with_moments
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
-from zfunc.planner.candidate import PlannedStep, step_of
+from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.profile import Profile
 
 
@@ -99,7 +99,7 @@ class CostModel:
     def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings; kept, for who asks again. Raises ValueError for settings that cannot work."""
         if settings not in self._steps:
-            self._steps[settings] = step_of(self.spec(settings), settings, self.hardware(settings))
+            self._steps[settings] = PlannedStep(self.spec(settings), self.hardware(settings))
         return self._steps[settings]
 
     def spec(self, settings: StepSettings) -> StepSpec:
