@@ -29,6 +29,7 @@ from zfunc.planner import traced_costs as room
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.plan_step import plan_settings
 from zfunc.planner.profile import load_profile, profile_text
+from zfunc.planner.search import Watch
 from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import gpt_config, prepare_job
 
@@ -81,6 +82,31 @@ def test_what_ctrl_c_left_untried_is_not_said_to_gain_nothing(capsys: Out, monke
     assert "tried" not in out
     assert "to make it faster" not in out
     assert "without advice" in err
+    assert main(["plan", *TINY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"] is None
+
+
+@pytest.mark.parametrize("last", [3, 9])
+def test_ctrl_c_ends_the_search_for_the_most_with_the_most_so_far(
+    last: int, tmp_path: Path, capsys: Out, monkeypatch: Any
+) -> None:
+    """While candidates are tried, and while shorter sequences are timed after them."""
+    told: list[str] = []
+
+    def begins(self: Watch, tried: int, about: int, best: str) -> None:
+        told.append(best)
+        if len(told) == last:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watch, "begins", begins)
+    room = with_room(tmp_path / "small.toml", device=60e6)
+    flags = ["--max", "length", "--activations-on", "auto", "--hardware", str(room), "--json"]
+    assert main(["plan", *TINY, *flags]) == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert (answer["fits"], answer["advice"], answer["knee"]) == (True, None, [])
+    assert f"{answer['seq_length']:,} tokens" in told
+    assert "the best so far" in err
 
 
 def test_json_has_what_is_promised(capsys: Out) -> None:

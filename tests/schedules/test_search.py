@@ -26,6 +26,7 @@ from zfunc.planner.plan_step import most_that_fit
 from zfunc.planner.search import SPACE as EVERYTHING
 from zfunc.planner.search import WORTH, Space, Watch, most_persistent, moved, search, shares_that_fit
 from zfunc.planner.suggestions import suggest
+from zfunc.units import format_seconds
 
 COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward
 BALANCED = Hardware(
@@ -646,20 +647,24 @@ def test_drives_that_share_a_path_bound_a_step_by_the_sum_of_their_work() -> Non
 
 
 def test_ctrl_c_ends_a_search_that_is_watched_with_the_best_so_far() -> None:
-    spec, told = model(clip_norm=1.0, micro_batches=2), list[tuple[int, float]]()
+    spec, told = model(clip_norm=1.0, micro_batches=2), list[str]()
 
     def planned(settings: StepSettings) -> PlannedStep:
         if len(told) == 12:
             raise KeyboardInterrupt
         return step_of(spec, settings, BALANCED)
 
-    watch = Watch(lambda x, best: told.append((x.tried, best.seconds)))
+    watch = Watch(told.append)
     found = search(planned, spec.settings, SPACE, watch)
     assert watch.stopped
-    assert [n for n, _ in told] == [*range(2, 14)]
-    assert watch.about >= watch.tried == 13
+    lines = [
+        re.fullmatch(r"searching: (\d+) of about (\d+) candidates; the best so far: (.*) a step", x)
+        for x in told
+    ]
+    assert [int(x[1]) for x in lines if x] == [*range(2, 14)]
+    assert all(int(x[2]) >= int(x[1]) for x in lines if x)
     assert found.reasons == ()
-    assert found.step.seconds == told[-1][1] < told[0][1]
+    assert format_seconds(found.step.seconds) == lines[-1][3] != lines[0][3]  # pyright: ignore
     assert found.step.seconds <= min(x.seconds for x in found.tried if x.fits) * (1 + WORTH)
     with pytest.raises(KeyboardInterrupt):
         search(planned, spec.settings, SPACE)

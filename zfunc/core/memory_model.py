@@ -38,6 +38,11 @@ class Peak:
         return self.kept + self.transient
 
 
+def bytes_by_tier(peaks: Mapping[Tier, Peak]) -> dict[Tier, int]:
+    """The bytes of the peak of each tier."""
+    return {tier: peak.nbytes for tier, peak in peaks.items()}
+
+
 def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
     """The peaks of `init` while it fills the State: with the initial values of one segment, in fp32.
 

@@ -31,7 +31,14 @@ from zfunc.core.display import brief
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import KINDS, Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import Peak, initial_memory, peak_breakdown, peak_memory, persistent_bytes
+from zfunc.core.memory_model import (
+    Peak,
+    bytes_by_tier,
+    initial_memory,
+    peak_breakdown,
+    peak_memory,
+    persistent_bytes,
+)
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.regions import Regions
@@ -252,13 +259,14 @@ class PlannedStep:
     @property
     def memory(self) -> dict[Tier, int]:
         """Bytes needed on each tier."""
-        return {tier: peak.nbytes for tier, peak in self.peaks.items()}
+        return bytes_by_tier(self.peaks)
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:
         """The bytes that do not fit, by tier; of `init` where a step fits."""
-        initial: dict[Tier, int] = {x: peak.nbytes for x, peak in initial_memory(self.spec).items()}
-        return self.hardware.lacking(self.memory) or self.hardware.lacking(initial)
+        return self.hardware.lacking(self.memory) or self.hardware.lacking(
+            bytes_by_tier(initial_memory(self.spec))
+        )
 
     @property
     def fits(self) -> bool:

@@ -22,7 +22,13 @@ from zfunc.engine.program.step_spec import choose_optimizer
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import PlannedStep, garbage_collection_paused, shortage_text, step_of
+from zfunc.planner.candidate import (
+    PlannedStep,
+    garbage_collection_paused,
+    least_seconds,
+    shortage_text,
+    step_of,
+)
 from zfunc.planner.cost_model import CostModel, precision_for
 from zfunc.planner.planned import Planned, launch_seconds
 from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
@@ -211,6 +217,9 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
                 if (way := moved(settings, step.spec.world, **places)) is None:
                     continue
                 new = step_of(of.spec(way), evolve(way, micro_batches=count), step.hardware)
+                kept, work = new.floor
+                if new.hardware.lacking(kept) or least_seconds(work, new.hardware) >= most:
+                    continue
                 least = max(*new.work.values(), new.unsettled_seconds)
                 if new.hardware.lacking(new.kept) or least >= most:
                     new.forget_operations()
@@ -220,15 +229,24 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
                         return
                     most = new.seconds * (1 - WORTH_SAYING)
 
-    found, known = list[Suggestion](), 1 + WORTH_SAYING
-    for times in DOUBLED:
-        if not (better := [*larger(times, known)]):
-            break
-        new = better[-1]
-        gain = times * step.seconds / new.seconds
-        batch = {"batch_size": times * segments.rows * step.spec.world}
-        changes = {**batch, **differing(new.settings, settings)}
-        found, known = [Suggestion(changes, new, f"{gain:.3g} times the tokens/s")], gain * KNEE
+    def most_gained(times: float) -> float:
+        """What so many times the batch gain at most: it takes no less than the step, and its own compute."""
+        return times * step.seconds / max(step.seconds, times * step.work["compute"])
+
+    # First the largest up to which each may gain on what the one before it gains at most; if it does, none of them
+    # is planned. Else from the smallest.
+    grows = [most_gained(n) > KNEE * most_gained(n / 2) for n in DOUBLED]
+    first = max(0, [*grows, False].index(False) - 1)
+    found = list[Suggestion]()
+    for begin, known in {first: KNEE * most_gained(DOUBLED[first] / 2), 0: 1 + WORTH_SAYING}.items():
+        for times in DOUBLED[begin:] if not found else ():
+            if not (better := [*larger(times, known)]):
+                break
+            new = better[-1]
+            gain = times * step.seconds / new.seconds
+            batch = {"batch_size": times * segments.rows * step.spec.world}
+            changes = {**batch, **differing(new.settings, settings)}
+            found, known = [Suggestion(changes, new, f"{gain:.3g} times the tokens/s")], gain * KNEE
     yield from found
 
 
@@ -241,8 +259,14 @@ def _same_for_any_rows(step: PlannedStep) -> float:
     return step.seconds - step.work["compute"] + sum(step.total(launch_seconds).values()) + passed
 
 
-def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
+def most_that_fit(
+    step_of: Callable[[int], PlannedStep],
+    most: int,
+    watch: Watch | None = None,
+    told: Callable[[int], str] = str,
+) -> int:
     """The largest count from 1 to `most`, of layers, sequences or tokens, whose step fits; 0 if not even that of 1.
+    With a `watch` that is stopped, the largest that was found to fit; it is `told` of a count by these words.
 
     The step of the result was planned and fits; that of one more was planned and does not, or is not asked for. A
     step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count is
@@ -251,6 +275,8 @@ def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
     known: dict[int, PlannedStep] = {}
 
     def fits(count: int) -> bool:
+        if watch is not None:
+            watch.begins(len(known) + 1, 2 + GUESSES, told(low) if known else "none")
         known[count] = step_of(count).without_operations()
         return known[count].fits
 
@@ -261,17 +287,18 @@ def most_that_fit(step_of: Callable[[int], PlannedStep], most: int) -> int:
         needed = {tier: n + (at_b[tier] - n) * (count - a) // (b - a) for tier, n in at_a.items()}
         return bool(known[a].hardware.lacking(needed))
 
+    low, high = 1, most + 1  # fits, and does not
     if not fits(1):
         return 0
-    low, high = 1, most + 1  # fits, and does not
-    while high - low > 1:
-        count = (low + high) // 2
-        if len(known) < 2:
-            count = 2
-        elif len(known) <= GUESSES:
-            guess = low + bisect_left(range(low + 1, high), True, key=too_much)
-            count = max(low + 1, min(high - 1, guess))
-        low, high = (count, high) if fits(count) else (low, count)
+    with watched(watch):
+        while high - low > 1:
+            count = (low + high) // 2
+            if len(known) < 2:
+                count = 2
+            elif len(known) <= GUESSES:
+                guess = low + bisect_left(range(low + 1, high), True, key=too_much)
+                count = max(low + 1, min(high - 1, guess))
+            low, high = (count, high) if fits(count) else (low, count)
     return low
 
 

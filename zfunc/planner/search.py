@@ -38,6 +38,7 @@ from zfunc.planner.candidate import (
     step_of,
 )
 from zfunc.planner.pipelines import WORTH, best_orders, shifted
+from zfunc.units import format_seconds
 
 AS_FAST = 0.001  # of a step's time: a difference that is none
 ROUNDS = 8  # over all settings; the last mostly changes nothing
@@ -394,13 +395,15 @@ class SearchResult:
 
 @define(eq=False)
 class Watch:
-    """The caller who waits for a search. Before each candidate, number `tried` of `about` so many, `tell` is called
-    with the Watch and the best step so far. Ctrl-C ends the search with that step, and sets `stopped`."""
+    """The caller who waits for a search. Before each candidate `tell` gets a line on how far the search is. Ctrl-C
+    ends the search with the best so far, and sets `stopped`."""
 
-    tell: Callable[["Watch", PlannedStep], None]
-    tried: int = 0
-    about: int = 0
+    tell: Callable[[str], None]
     stopped: bool = False
+
+    def begins(self, tried: int, about: int, best: str) -> None:
+        """Tell that candidate number `tried` of about so many begins, and the best before it."""
+        self.tell(f"searching: {tried} of about {max(tried, about)} candidates; the best so far: {best}")
 
 
 @contextmanager
@@ -476,9 +479,9 @@ class _Walk:
             return None
         self.seen[settings] = None
         if self.watch is not None:
-            self.watch.tried = len(self.seen)
-            self.watch.about = max(len(self.seen), GUESS * sum(map(len, self.space.values())))
-            self.watch.tell(self.watch, self.best)
+            best = self.best
+            found = f"{format_seconds(best.seconds)} a step" if best.fits else shortage_text(best.lacking)
+            self.watch.begins(len(self.seen), GUESS * sum(map(len, self.space.values())), found)
         try:
             step = self.planned(settings)
         except ValueError:  # a segment that has no tiles

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.memory_model import bytes_by_tier
 from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.spec import Parts, StepSpec
 from zfunc.engine.compile import compile
@@ -104,8 +105,8 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
 
     `settable` are the names of the settings that the error may suggest to change.
     """
-    hardware, peaks = local_hardware(program), specialize(program, example).memory
-    if not hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
+    hardware = local_hardware(program)
+    if not hardware.lacking(bytes_by_tier(specialize(program, example).memory)):
         return
     costs = traced_costs(program.segments, example, program.optimizer, program.ranks.world)
     model, ratio = CostModel(costs, hardware), share_on_host(program.spec) if program.spec.resident else 1.0

@@ -26,7 +26,6 @@ from zfunc.options import AUTO, as_flag, count, file_to_write, one_of, option
 from zfunc.planner.candidate import garbage_collection_paused, shortage_text
 from zfunc.planner.profile import Profile, box_of
 from zfunc.train.settings import CHOSEN, STEP, check_rows, check_together, step_flags, step_settings
-from zfunc.units import format_seconds
 
 if TYPE_CHECKING:
     from zfunc.cli.simulated_model import SimulatedModel
@@ -112,14 +111,9 @@ def run_plan(settings: PlanSettings) -> int:
     from zfunc.planner.search import Watch
 
     with progress_line() as show:
-
-        def tell(watch: Watch, best: "PlannedStep") -> None:
-            found = f"{format_seconds(best.seconds)} a step" if best.fits else shortage_text(best.lacking)
-            show(f"searching: {watch.tried} of about {watch.about} candidates; the best so far: {found}")
-
-        answer = plan_model(settings, watch := Watch(tell))
+        answer = plan_model(settings, watch := Watch(show))
     if watch.stopped:
-        print("stopped: the best step so far follows, without advice", file=sys.stderr, flush=True)
+        print("stopped: the best so far follows, without advice", file=sys.stderr, flush=True)
     text = plan_text(answer)
     if settings.json:
         print(as_json(answer), flush=True)
@@ -161,6 +155,7 @@ def plan_model(settings: PlanSettings, watch: "Watch | None" = None) -> PlannedM
     """
     from zfunc.planner.cost_model import precision_for
     from zfunc.planner.plan_step import plan_settings
+    from zfunc.planner.search import watched
 
     hardware = settings.profile
     assert hardware is not None
@@ -168,26 +163,34 @@ def plan_model(settings: PlanSettings, watch: "Watch | None" = None) -> PlannedM
         return _fastest_layout(settings, settings.gpus, hardware, watch)
     step = step_settings(settings, precision=precision_for(hardware, settings.precision))
     begin = settings if settings.max != "length" else evolve(settings, seq_length=1)
-    model, limit = simulated_model(begin), ""
+    model, limit, fitting = simulated_model(begin), "", step
     if settings.max:
-        found, limit = _most(settings, step, hardware, model)
+        found, limit, fitting = _most(settings, step, hardware, model, watch)
         settings = evolve(settings, **{MAXIMA[settings.max]: found})
         if not (settings.hf or settings.hf_config):
             model = simulated_model(settings)
     costs = _costs(model, settings, hardware)
     knee: list[tuple[int, float]] = []
-    unit = LENGTH_UNIT if step.tiles == AUTO else math.lcm(LENGTH_UNIT, int(step.tiles))
-    for part in (8, 4, 2) if settings.max == "length" else ():
-        if shorter := settings.seq_length // part // unit * unit:
-            given = evolve(settings, seq_length=shorter)
-            fewer = simulated_model(given) if not (settings.hf or settings.hf_config) else model
-            speed = plan_settings(_costs(fewer, given, hardware), step, advice=False).tokens_per_second
-            knee.append((shorter, speed))
-    if settings.max and step.tiles == AUTO:  # as many as the most fits in
+    tiled = step.tiles == AUTO
+    unit = LENGTH_UNIT if tiled else math.lcm(LENGTH_UNIT, int(step.tiles))
+    with watched(watch):
+        for part in (8, 4, 2) if settings.max == "length" else ():
+            if (shorter := settings.seq_length // part // unit * unit) and not _stopped(watch):
+                given = evolve(settings, seq_length=shorter)
+                fewer = simulated_model(given) if not (settings.hf or settings.hf_config) else model
+                speed = plan_settings(_costs(fewer, given, hardware), step, advice=False, watch=watch)
+                knee.append((shorter, speed.tokens_per_second))
+    if _stopped(watch):
+        step, knee = fitting, []
+    if settings.max and tiled:  # as many as the most fits in
         step = evolve(step, tiles=costs.segments.tile_counts[-1])
     planned = plan_settings(costs, step, watch=watch)
     knee += [(settings.seq_length, planned.tokens_per_second)] if knee else []
     return PlannedModel(settings, planned, model, limit, knee=tuple(knee))
+
+
+def _stopped(watch: "Watch | None") -> bool:
+    return watch is not None and watch.stopped
 
 
 def _fastest_layout(
@@ -213,7 +216,7 @@ def _fastest_layout(
             planned.append(plan_model(evolve(settings, gpus=None, world=world, devices=devices), watch))
         except ValueError as error:  # too few sequences for its ranks, or segments for its devices
             refused.append(error)
-        if watch is not None and watch.stopped and planned:
+        if _stopped(watch) and planned:
             break
     if not planned:
         raise refused[0]
@@ -227,11 +230,16 @@ def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -
 
 
 def _most(
-    settings: PlanSettings, step: StepSettings, hardware: Profile, model: "SimulatedModel"
-) -> tuple[int, str]:
+    settings: PlanSettings,
+    step: StepSettings,
+    hardware: Profile,
+    model: "SimulatedModel",
+    watch: "Watch | None",
+) -> tuple[int, str, StepSettings]:
     """The most of what `max` names that fits, however what is "auto" is placed, in as many tiles as there may be;
-    the least if nothing fits. And what else bounds it, if anything does."""
+    the least if nothing fits. And what else bounds it, if anything does, and the settings with which it fits."""
     from zfunc.planner.plan_step import most_that_fit, search_start
+    from zfunc.planner.search import watched
 
     placed = [
         search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
@@ -253,26 +261,38 @@ def _most(
         tiles = {"tiles": costs[count].segments.tile_counts[-1]} if tiled else {}
         return costs[count].step(evolve(way, **tiles))
 
-    found = max(most_that_fit(partial(step_of, way=way), most) for way in placed)
-    if found < most:
-        return max(1, found) * unit, ""
-    if what == "length" and model.longest:
-        return most * unit, "the positions of its config (max_position_embeddings)"
-    return most * unit, f"{most * unit:,} {COUNTED[what]}, beyond which none are tried"
+    def told(count: int) -> str:
+        return f"{count * unit:,} {COUNTED[what]}"
+
+    found, fitting = 0, placed[0]
+    for way in placed:
+        with watched(watch if found else None):  # Ctrl-C before anything fits leaves nothing to tell
+            if (
+                not _stopped(watch)
+                and (n := most_that_fit(partial(step_of, way=way), most, watch, told)) > found
+            ):
+                found, fitting = n, way
+    limit = "Ctrl-C" if _stopped(watch) else ""
+    if found == most:
+        limit = f"{told(most)}, beyond which none are tried"
+        if what == "length" and model.longest:
+            limit = "the positions of its config (max_position_embeddings)"
+    return max(1, found) * unit, limit, fitting
 
 
 # --- the answer ------------------------------------------------------------------------------------------
 
 
 def as_json(answer: PlannedModel) -> str:
-    """The answer of `zfunc plan` as one JSON object; memory in bytes, times in seconds."""
+    """The answer of `zfunc plan` as one JSON object; memory in bytes, times in seconds. "advice" is [] where nothing
+    that was tried helps, and null where Ctrl-C left it untried."""
     p = answer.planned
     content: dict[str, Any] = {
         **{name: getattr(p, name) for name in FIGURES},
         "segments": [p.step.spec.segments_on(d, F, B) for d in range(p.devices)],
         "release": p.release and asdict(p.release),
         "disk": p.disk and {**asdict(p.disk), "busy": p.disk.busy},
-        "advice": [_typed(suggestion) for suggestion in p.suggestions],
+        "advice": [_typed(suggestion) for suggestion in p.suggestions] if p.advised else None,
         "peaks": {tier: {"op": p.step.peaks[tier].op, "holds": held} for tier, held in p.held.items()},
         **{name: getattr(answer.model, name) for name in ("parameters", "trained", "num_layers")},
         **{name: getattr(answer.settings, name) for name in ("batch_size", "seq_length")},
@@ -348,6 +368,7 @@ COMMAND = Command(
     zfunc plan --hf-config config.json --seq-length 2048 --lora 16 \\
         --hardware rtx4090 --max batch
     """,
-    "Ctrl-C ends a search, or the advice: the best that was found is printed, with its exit code.\n"
+    "Ctrl-C ends a search, that of --max, too, or the advice: the best that was found is printed, with its exit\n"
+    "code, and the advice of --json is null.\n"
     "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned, 130 for Ctrl-C otherwise.",
 )
