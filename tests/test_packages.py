@@ -51,18 +51,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_750,
+    "core": 6_810,
     "schedules and ground": 1_450,
     "runtime": 3_400,
     "optim": 2_890,
     "checkpoint": 3_120,
     "engine": 9_690,
     "viz": 1_100,
-    "planner": 3_510,
+    "planner": 3_550,
     "models": 4_240,
     "train": 4_740,
-    "cli": 2_440,
-    "tests": 42_570,
+    "cli": 2_460,
+    "tests": 42_630,
 }
 
 

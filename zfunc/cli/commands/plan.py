@@ -284,8 +284,8 @@ def _most(
 
 
 def as_json(answer: PlannedModel) -> str:
-    """The answer of `zfunc plan` as one JSON object; memory in bytes, times in seconds. "advice" is [] where nothing
-    that was tried helps, and null where Ctrl-C left it untried."""
+    """The answer of `zfunc plan` as one JSON object; memory in bytes, times in seconds. "advice" is [] where
+    nothing that was tried helps, and null where Ctrl-C left it untried."""
     p = answer.planned
     content: dict[str, Any] = {
         **{name: getattr(p, name) for name in FIGURES},
