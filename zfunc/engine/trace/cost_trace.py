@@ -26,6 +26,7 @@ from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_st
 from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 # They allocate, or look at memory in another shape, though their schemas do not say so.
 UNLAUNCHED = {
     torch.ops.aten.empty,
@@ -33,7 +34,7 @@ UNLAUNCHED = {
     torch.ops.aten.empty_strided,
     torch.ops.aten.new_empty,
     torch.ops.aten.new_empty_strided,
-    torch.ops.aten._unsafe_view,
+    UNSAFE_VIEW.overloadpacket,
 }
 PRODUCTS = {  # matrix products, and which argument is their first factor
     torch.ops.aten.mm: 0,
@@ -96,8 +97,8 @@ class AllocationTracker(TorchDispatchMode):
         self.attention_flops += flops if formula(func._overloadpacket) is _attention_flops else 0
         self.launches += times * is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
-        # A view, or an argument returned, allocates nothing.
-        if not any(r.alias_info for r in func._schema.returns):
+        # A view, or an argument returned, allocates nothing; of one, the schema does not say so.
+        if not any(r.alias_info for r in func._schema.returns) and func is not UNSAFE_VIEW:
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
                     self._count(t)
