@@ -64,7 +64,7 @@ def in_tiles(
     values, x = cast(own.initial(0), dtype), torch.randn(shape, generator=g).to(dtype)
     try:
         got = passes_of(own, values, x, tiles)
-    except (ValueError, RuntimeError):  # a tile of what takes rows of one length has no forward
+    except ValueError:
         return False
     whole, exact = (passes_of(own, cast(values, d), cast(x, d), 1) for d in (dtype, torch.float32))
     # A gradient may be zero but for rounding.

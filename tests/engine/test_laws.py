@@ -375,8 +375,8 @@ def test_9_measured_memory_stays_within_the_plan(row: Row, tmp_path: Path) -> No
     assert measured.live == 0  # nothing is left behind
     if "devices" in given:
         return  # peaks of several devices are not at one time
-    # Autograd frees residuals while backward runs; one tensor that is two outputs is planned as two. In small models,
-    # each scalar counts 512 bytes.
+    # Autograd frees residuals while backward runs; one tensor that is two outputs is planned as two. In small
+    # models, each scalar counts 512 bytes.
     slack = {"aliases": 2.0}.get(row.job, 1.1 if given["recompute"] == "none" else 1.0)
     scalars = 12 + 2 * given.get("micro_batches", 1)
     assert planned <= slack * measured.peak + scalars * 512

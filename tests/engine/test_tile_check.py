@@ -132,6 +132,16 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     ),
     "one far back": (lambda: over_time(nn.Conv1d(8, 8, 3, dilation=20), 40), ROWS, OTHERWISE),
     "a recurrence": (recurrent, ROWS, "got other operations for a row than for a tile"),
+    "one that a tile lacks": (
+        lambda: Body(lambda _, x: x + x[:, 20].unsqueeze(1)),
+        ROWS,
+        r"got an error on 16 tokens and none on 64, .*IndexError: index 20",
+    ),
+    "blocks of tokens": (
+        lambda: Body(lambda _, x: x + x.view(2, -1, 32, 8).mean(2).repeat_interleave(32, 1)),
+        ROWS,
+        "got an error on 16 tokens and none on 64",
+    ),
     "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, r"a result of shape \[2, 8\]"),
     "one of all": (lambda: Body(lambda _, x: x[:, 0]), ROWS, r"got a result of shape \[2, 8\]"),
     "the first twelve": (lambda: Body(the_first), ROWS, "aten.cumsum.default is not known to"),
@@ -209,6 +219,41 @@ def test_what_mixes_tokens_is_refused_whatever_it_begins_with(name: str, dtype: 
     """Shut gates, mixes of 1 and weak ones are seen, and what only orders or counts."""
     torch.manual_seed(0)
     assert not in_tiles(fuzz_models.MIXING[name](16, 8), dtype)
+
+
+def over_features(own: Any, x: Tensor) -> Tensor:
+    return x + own.rnn(x.flatten(0, 1)[..., None])[0].mean(-1).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(nn.LSTM, torch.float32), pytest.param(nn.GRU, torch.bfloat16, marks=pytest.mark.slow)],
+)
+def test_a_recurrence_over_features_passes(kind: Any, dtype: torch.dtype) -> None:
+    """Its first state is zeros for each token."""
+    assert in_tiles(Body(over_features, rnn=kind(1, 3, batch_first=True)), dtype)
+
+
+UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {  # which tokens change nothing of what training begins with
+    "a sum beyond": lambda x: x.abs().sum((1, 2), keepdim=True, dtype=torch.float32) > 1000,
+    "one beyond": lambda x: (x.abs() > 1000).any(1, keepdim=True),
+    "a norm below": lambda x: x.norm(dim=(1, 2), keepdim=True, dtype=torch.float32) < 1e-3,
+    "all below": lambda x: (x.abs() < 1e-4).all(1, keepdim=True),
+    "padding": lambda x: (x == 0).all(2, keepdim=True).any(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_a_threshold_far_from_a_row_is_seen(what: str) -> None:
+    """Also of fp16, whose largest number hardly reaches it; one of a token alone passes."""
+    for dtype in (torch.float16, torch.float32):
+        body = Body(lambda _, x: torch.where(UNSEEN[what](x), x * 0.5, x), layer=nn.Linear(8, 8, bias=False))
+        assert not in_tiles(body, dtype)
+
+
+def test_thresholds_of_a_token_pass_in_fp16() -> None:
+    clamped = lambda _, x: torch.where(x.norm(dim=2, keepdim=True) < 1e-3, x, x.clamp(-1000, 1000))  # noqa: E731
+    assert in_tiles(Body(clamped), torch.float16)
 
 
 def test_what_reaches_farther_than_a_tile_is_refused() -> None:

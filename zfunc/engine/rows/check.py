@@ -7,8 +7,9 @@ backward is that of these operations. Any other runs, and nothing is allowed bec
               gradients of weights add up. In fp64, or where an operation or the memory has none in fp32, to the
               largest difference, without dropout; weights that begin at 0 or 1 are elsewhere
     poison    a row of the length that trains, in its own dtype, as it is only asked whether a token changes: some
-              tokens are NaN, others huge or large, and no other token changes; so for gradients that come in.
-              Before attention, after it, and of the loss. A row without memory is halved, which the log says
+              tokens are NaN, others huge, large or zero, and no other token changes, nor of a row that is small;
+              so for gradients that come in. Before attention, after it, and of the loss. In fp16, where nothing is
+              huge, also in bf16 if that runs. A row without memory is halved, which the log says
 
 A trace is tried once with weights of its own, and once with those of each segment.
 """
@@ -17,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from itertools import pairwise
@@ -181,6 +183,11 @@ def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
     """Which tokens of a row change others, or ""."""
     weights = evolve(weights, trained={}, fixed={**weights.trained, **weights.fixed})
     parts = _of_loss if isinstance(whole, TiledLoss) else _of_halves
+    if floats_of(inputs)[0].dtype == torch.float16:
+        wide = evolve(weights, fixed=_cast(weights.fixed, torch.bfloat16))
+        with suppress(Exception):  # of a forward for fp16 alone; what it has no memory for is halved below
+            if found := next((x for x in parts(whole, wide, _cast(inputs, torch.bfloat16)) if x), ""):
+                return found
     while True:
         try:
             return next((found for found in parts(whole, weights, inputs) if found), "")
@@ -239,12 +246,17 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
     given = [_random_like(x) for x in results if x.is_floating_point()] if pull else []
     below = pull(given) if pull else []
     del pull
-    # Beyond most thresholds: a comparison with NaN is False, and norms make NaN of what has no finite square.
+    # Beyond most thresholds: a comparison with NaN is False, and norms make NaN of what has no finite square. And
+    # below them, of padding and of a row that is small.
     huge = torch.finfo(rows[0].dtype).max ** 0.4
-    for at, factor in ((places[0], torch.nan), (places[1], huge), (places[1], -8.0)):
-        found, _ = run([_times(x, dim, at, factor) for x, dim in zip(rows, dims, strict=False)])
-        if _others_differ(found, results, made, at):
-            return f"tokens {at} that change others {where}"
+    of_row = ((places[0], torch.nan), (places[1], huge), (places[1], -8.0), (places[1], 0.0))
+    for scale, tries in ((1.0, of_row), (1 / huge, of_row[:1])):
+        scaled = rows if scale == 1 else [x * scale for x in rows]
+        results = results if scale == 1 else run(scaled)[0]
+        for at, factor in tries:
+            found, _ = run([_times(x, dim, at, factor) for x, dim in zip(scaled, dims, strict=False)])
+            if _others_differ(found, results, made, at):
+                return f"tokens {at} that change others {where}"
     for at, factor in zip(places, (torch.nan, huge), strict=True) if given else ():
         floats = [dim for dim, x in zip(made, results, strict=False) if x.is_floating_point()]
         bad = [_times(x, dim, at, factor) for x, dim in zip(given, floats, strict=True)]

@@ -6,6 +6,7 @@ is made for the row and sliced. At attention the graph of a tile is cut in two, 
 `after`.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import copy_context
 from functools import partial
@@ -40,6 +41,7 @@ from zfunc.runtime.rng import is_draw_node, seeded
 Values = dict[str, Tensor]
 Function = Callable[..., Any]
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
+SHAPED = (operator.getitem, torch.ops.aten._to_copy.default)  # beside views
 ATTENTION = {  # and its arguments that may be positional
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     attend_row: ("query", "key", "value", "first", "window", "scale"),
@@ -96,10 +98,11 @@ def cut_at_attention(
     given, needs = nodes[len(values) : len(values) + len(leaves)], needs_of(graph.graph)
     rows = [given[i] for i in numbers]
 
-    # 2. Constants, which depend on no input: made for the row.
+    # 2. Constants, which depend on no input: made for the row, but a tile's own are those of one value everywhere.
     depends = depending_on((x for x in nodes if x.op == "placeholder"), needs)
     free = [x for x in nodes if x not in depends]
-    constants = [x for x in free if not depends.isdisjoint(x.users)]
+    found = [x for x in free if not depends.isdisjoint(x.users)]
+    constants = [x for x in found if not _has_one_value(x)]
     make = part_of_graph(whole, (), [of_row[x] for x in free], [of_row[x] for x in constants])
     sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in constants)
     if tiles > 1:
@@ -126,7 +129,7 @@ def cut_at_attention(
     marks = [x for x in nodes if x.target in ATTENTION]
     of_attention = [x for mark in marks for x in mark.all_input_nodes]
     apart = [x for x in nodes if x in depends]
-    starts = [*nodes[: len(values) + len(leaves)], *constants, *marks]
+    starts = [*nodes[: len(values) + len(leaves)], *found, *marks]
     unknown = unknown_operation(of_row, apart, starts, [*of_attention, *results])
     _refuse_noise(of_row, apart, starts, depends)
     written = of_written_memory(graph.graph)
@@ -231,7 +234,14 @@ def _traces(
         return forward_graph(function, (weights, *tree_unflatten(x, spec)), (batch, tokens))
 
     with torch.no_grad(), detect_fake_mode([*values.values(), *leaves]) or FakeTensors():
-        (whole, out_spec), (short, _) = (copy_context().run(trace, tokens) for tokens in (row, tile))
+        whole, out_spec = copy_context().run(trace, row)
+        try:
+            short, _ = copy_context().run(trace, tile)
+        except Exception as error:
+            raise ValueError(
+                f"got an error on {tile} tokens and none on {row}, expected a forward of any number of tokens, "
+                f"which takes none by its place as x[:, 5] does: use tiles=1 ({type(error).__name__}: {error})"
+            ) from error
     return short, whole, out_spec
 
 
@@ -310,6 +320,13 @@ def _refuse_noise(
             f"got random numbers of tokens in {unknown}, which is not known to keep tokens apart, expected such as "
             "those of nn.Dropout: use it, or tiles=1"
         )
+
+
+def _has_one_value(x: Node) -> bool:
+    """Whether a constant is zeros or ones, in any shape and dtype, as the first state of a recurrence is."""
+    if x.target in SHAPED or getattr(x.target, "is_view", False):
+        return all(map(_has_one_value, x.all_input_nodes))
+    return x.target in (torch.ops.aten.zeros.default, torch.ops.aten.ones.default)
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
