@@ -1,5 +1,6 @@
 """What plans and draws a GPT needs NumPy and attrs alone, and prints what it prints beside torch."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,32 @@ def test_what_is_refused_without_torch_is_said_in_a_line(line: str, own_folder: 
     assert done.returncode == 2
     assert done.stderr.startswith(f"zfunc {line.split()[0]}: error: {REFUSED[line]}")
     assert done.stderr.count("\n") == 1
+
+
+LATER = {  # packages read them, none of which imports torch for it
+    "train --data chat.jsonl --tokenizer refuses/tokenizer.json": "--data: chat.jsonl, line 1: got a chat that the "
+    "chat template refuses (No user!), expected its roles in its order",
+    "train --data rows": "--data: rows, row 1: got a chat without a turn of the assistant to learn",
+}
+
+
+@pytest.mark.parametrize("line", LATER)
+def test_records_are_looked_at_before_torch_is_imported(line: str, own_folder: Path) -> None:
+    pytest.importorskip("transformers")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("refuses", "rows"):
+        (own_folder / name).mkdir()
+    (own_folder / "refuses/tokenizer.json").touch()
+    (own_folder / "refuses/chat_template.jinja").write_text("{{ bos_token + raise_exception('No user!') }}")
+    (own_folder / "chat.jsonl").write_text(FILES["chat.jsonl"])
+    chat = json.loads(FILES["chat.jsonl"])["messages"]
+    rows = pytest.importorskip("pyarrow").Table.from_pydict({"messages": [chat, chat[:1]]})
+    parquet.write_table(rows, own_folder / "rows/train.parquet")
+    code = f"import sys; from zfunc.cli.main import main; n = main({line.split()})"
+    code += "; print('torch' in sys.modules, n)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False 2\n"
+    assert done.stderr.startswith(f"zfunc train: error: {LATER[line]}")
 
 
 @pytest.mark.parametrize("line", ["train --steps 1", "doctor", "calibrate", "export none --out x"])

@@ -4,6 +4,7 @@ The fields' defaults are the command line's. A value that exists can be run, as 
 the data and the machine. No torch here: the help of `zfunc` answers at once.
 """
 
+import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -387,14 +388,14 @@ def reading(name: str, place: Path | None) -> Generator[None]:
 
 def check_paths(settings: TrainSettings) -> None:
     """Raise ValueError for what a training reads and is not there, or for a swap folder that is in memory; for
-    records among the first that are no documents, and for chats whose template is no Jinja.
+    records among the first that are no documents, and for chats whose template is no Jinja or refuses them.
 
     No torch: a path with a typo, or a chat that ends badly, is told at once.
     """
     from zfunc.checkpoint.swap_space import check_folders
     from zfunc.train.data.documents import first_look
     from zfunc.train.data.records import CHAT
-    from zfunc.train.data.tokenizer import check_template
+    from zfunc.train.data.tokenizer import check_chats, check_template
 
     for name in READ:
         place = getattr(settings, name)
@@ -406,13 +407,16 @@ def check_paths(settings: TrainSettings) -> None:
             raise ValueError(f"hf: {error}") from error
     if settings.swap:
         check_folders([Path(folder).expanduser() for folder in settings.swap])
-    kinds = set[str]()
+    chats = dict[str, list[Any]]()
     for name, place in {"data": settings.data, "eval_data": settings.eval_data}.items():
         with reading(name, place):
-            kinds |= set() if place is None else first_look(place)
+            looked = [] if place is None else first_look(place)
+            chats[name] = [x.values for x in looked if x.kind == CHAT]
     folder = settings.hf if settings.tokenizer is None else settings.tokenizer.parent
-    if CHAT in kinds and folder is not None:
-        check_template(folder)
+    if any(chats.values()) and folder is not None and (template := check_template(folder)) is not None:
+        for name, own in chats.items():
+            with reading(name, None):
+                check_chats(template, own, json.loads(settings.chat_template_args or "{}"))
 
 
 NEEDED = {"text_only": "hf", "lora": "hf", "lora_alpha": "lora", "lora_targets": "lora"}

@@ -155,28 +155,31 @@ def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSo
     return DocumentSource(read, parts, held_out, notes=(f"left out: {named(names)}",) if names else ())
 
 
-def first_look(path: Path) -> set[str]:
-    """The kinds of the first documents of a file or folder of records (all of a small one), and of the last line of
-    each file of lines. No torch, no tokenizer: a chat that ends badly is told at once.
+def first_look(path: Path) -> list[Document]:
+    """The first documents of a file, folder or dataset of records (all of a small one), and the last line of each
+    file of lines. No torch, no tokenizer: a chat that ends badly is told at once.
 
     Raises ValueError, with file and line, for one that is no document.
     """
-    if not (path.is_file() or path.is_dir()) or is_saved_dataset(path) or holds_tokens(path):
-        return set()
-    files = walk(path) if path.is_dir() else [(path.name, path)]
-    if sum(x.stat().st_size for _, x in files if suffix_of(x) == ".json") > _WHOLE:
-        return set()
-    source = file_documents(files, text=False, folder=path.is_dir())
-    if not all(suffix_of(x) in FORMATS for _, x in source.files):
-        return set()
+    if not (path.is_file() or path.is_dir()) or holds_tokens(path):
+        return []
+    if saved := is_saved_dataset(path):
+        source = open_saved(path)
+    else:
+        files = walk(path) if path.is_dir() else [(path.name, path)]
+        if sum(x.stat().st_size for _, x in files if suffix_of(x) == ".json") > _WHOLE:
+            return []
+        source = file_documents(files, text=False, folder=path.is_dir())
+        if not all(suffix_of(x) in FORMATS for _, x in source.files):
+            return []
     every = chain.from_iterable(documents for _, documents in source.parts(Counter()))
-    kinds, characters = set[str](), 0
+    found, characters = list[Document](), 0
     for document in islice(every, _FIRST):
-        kinds.add(document.kind)
+        found.append(document)
         if (characters := characters + len(str(document.values))) > _CHARACTERS:
             break
-    ends = (last_line(x) for _, x in source.files)
-    return kinds.union(document_of(record, where, Counter()).kind for end in ends for where, record in end)
+    ends = (last_line(x) for _, x in source.files if not saved)
+    return found + [document_of(record, where, Counter()) for end in ends for where, record in end]
 
 
 def _text_of(path: Path, content: bytes, *, as_text: bool) -> Document:

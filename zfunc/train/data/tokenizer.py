@@ -18,7 +18,7 @@ import numpy as np
 from attrs import field, frozen
 
 from zfunc.errors import install
-from zfunc.train.data.records import ASSISTANT, Chat
+from zfunc.train.data.records import ASSISTANT, Chat, Message
 
 Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
 CALL = 1 << 20  # characters of a call of the library, which holds about 150 bytes for each
@@ -27,6 +27,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, in the order in which they are tried."""
 
 Span = tuple[int, int]  # characters
+_TRIED = 1000  # chats that are rendered before a training
 _MARKS = re.compile(r"(\{%[-+]?\s*)generation\b")  # in a template, around what the assistant writes
 _ENDS = re.compile(r"(\{%[-+]?\s*)endgeneration\b")
 
@@ -213,8 +214,9 @@ def _end_token(path: Path, loaded: Any, default: int | None) -> int:
 # prompt that the model would be given, to the end of the turn. The template is in Jinja, rendered by transformers.
 
 
-def check_template(folder: Path) -> None:
-    """Raise ValueError for a folder whose chat template is no Jinja. No torch, no transformers."""
+def check_template(folder: Path) -> str | None:
+    """The only chat template of a folder, None for none or several. Raises ValueError for one that is no Jinja. No
+    torch, no transformers."""
     from jinja2 import Environment, TemplateSyntaxError
 
     path, text = folder / "chat_template.jinja", None
@@ -224,16 +226,31 @@ def check_template(folder: Path) -> None:
         elif (path := folder / CONFIG).is_file():
             config = json.loads(path.read_text(encoding="utf-8"))
             text = config.get("chat_template") if isinstance(config, dict) else None
-    if not isinstance(text, str):  # none, or several by name
-        return
-    text = _ENDS.sub(r"\1endif", _MARKS.sub(r"\1if true", text))  # those two are transformers' own
+    if not isinstance(text, str):
+        return None
+    plain = _ENDS.sub(r"\1endif", _MARKS.sub(r"\1if true", text))  # those two are transformers' own
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except TemplateSyntaxError as error:
         raise ValueError(
             f"tokenizer: {path}: got a chat template that is no Jinja (line {error.lineno}: {error.message}), "
             "expected it whole: correct it, or copy it again"
         ) from error
+    return text
+
+
+def check_chats(template: str, chats: Sequence[Chat], variables: Mapping[str, Any]) -> None:
+    """Raise ValueError for one of the first chats, or the last, that the template refuses. No torch."""
+    from jinja2 import TemplateError
+
+    for chat in (*chats[:_TRIED], *chats[-1:]):
+        try:
+            _rendered(template, chat, chat.messages, variables)
+        except ImportError:  # of transformers, which `open_tokenizer` names
+            return
+        except ValueError as error:
+            if type(error.__cause__) is TemplateError:  # its own; of special tokens nothing is known here
+                raise
 
 
 @frozen(eq=False)
@@ -282,27 +299,31 @@ class ChatTemplate:
         """The first `count` messages as text, with the beginning of the assistant's turn after a `prompt`; and the
         ranges that the template itself marks as the assistant's, where it does and they are asked for.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
+        source = self.tokenizer.get_chat_template(tools=chat.tools)
+        how = {"return_assistant_tokens_mask": marks and _MARKS.search(source) is not None}
+        variables = {**self.tokenizer.special_tokens_map, **self.variables}
+        return _rendered(source, chat, chat.messages[:count], variables, add_generation_prompt=prompt, **how)
 
-        try:
-            source = self.tokenizer.get_chat_template(tools=chat.tools)
-            messages = [*chat.messages[:count]]
-            if "developer" not in source:  # the newer name of a role that every template knows
-                messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-            texts, marked = render_jinja_template(
-                [messages],
-                tools=chat.tools,
-                chat_template=source,
-                return_assistant_tokens_mask=marks and _MARKS.search(source) is not None,
-                add_generation_prompt=prompt,
-                **{**self.tokenizer.special_tokens_map, **self.variables},
-            )
-        except Exception as error:  # Jinja's own, and whatever a template can do wrong
-            raise ValueError(
-                f"{chat.where}: got a chat that the chat template refuses ({error}), expected its roles in its "
-                "order: change the chat, or the template"
-            ) from error
-        return texts[0], [(start, end) for one in marked for start, end in one]
+
+def _rendered(
+    source: str, chat: Chat, messages: Sequence[Message], variables: Mapping[str, Any], **how: bool
+) -> tuple[str, list[Span]]:
+    """What a template makes of messages of a chat, and the ranges that it marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [*messages]
+    if "developer" not in source:  # the newer name of a role that every template knows
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    try:
+        texts, marked = render_jinja_template(
+            [messages], tools=chat.tools, chat_template=source, **how, **variables
+        )
+    except Exception as error:  # Jinja's own, and whatever a template can do wrong
+        raise ValueError(
+            f"{chat.where}: got a chat that the chat template refuses ({error}), expected its roles in its "
+            "order: change the chat, or the template"
+        ) from error
+    return texts[0], [(start, end) for one in marked for start, end in one]
 
 
 def _shared(a: str, b: str) -> int:
