@@ -56,13 +56,13 @@ BUDGETS = {
     "runtime": 3_400,
     "optim": 2_890,
     "checkpoint": 3_120,
-    "engine": 9_690,
+    "engine": 9_718,
     "viz": 1_100,
     "planner": 3_550,
     "models": 4_240,
-    "train": 4_740,
+    "train": 4_760,
     "cli": 2_460,
-    "tests": 42_630,
+    "tests": 42_677,
 }
 
 
