@@ -45,10 +45,10 @@ __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "Sha
 
 
 def make_order(order: str | Order) -> Order:
-    """The order of passes on several devices of this name in `ORDERS`, or in this CSV file; an object is returned
-    as it is.
+    """The order of passes on several devices: the class of `ORDERS` with the name `order`, or the file if `order`
+    ends in .csv; an order object is returned as it is.
 
-    A name may be followed by the segments of each stage, of RoundPipe forward and backward.
+    After a name and a colon come the numbers of segments of the stages, for RoundPipe forward/backward.
 
     >>> make_order("OneFOneB:5,4"), make_order("RoundPipe:2,2/1,2,2").backward
     (OneFOneB(cut=(5, 4)), (1, 2, 2))
@@ -70,7 +70,7 @@ def make_order(order: str | Order) -> Order:
 
 
 def order_name(order: str | Order) -> str:
-    """An order as text: as `make_order` takes it, if it takes such an order.
+    """Text of an order of passes: the text from which `make_order` makes the same order, if there is one.
 
     >>> order_name(OneFOneB((5, 4))), order_name(ZeroBubble(2))
     ('OneFOneB:5,4', 'ZeroBubble(stages=2, cut=())')
@@ -84,7 +84,7 @@ def order_name(order: str | Order) -> str:
 
 
 def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Schedule:
-    """The schedule of this name, for `hardware` if it takes one; a schedule object is returned as it is.
+    """The schedule with the name `schedule`, for `hardware` if its class takes one; an object is returned as it is.
 
     >>> make_schedule("CriticalPath").hardware is ROUND
     True

@@ -37,7 +37,7 @@ class CriticalPath:
     hardware: Hardware = ROUND
 
     def __call__(self, graph: Graph) -> Plan:
-        """Simulate the step, and keep its order unless a plain one is better."""
+        """The plan of `graph` by list scheduling, or by Overlapped or Interleaved where that plan is better."""
         greedy = build(graph, _ListScheduler(graph, self.hardware).lanes())
         plain = [Overlapped()(graph), Interleaved()(graph)]
         plans = [greedy, *plain] if _no_larger(greedy, plain) else plain
@@ -66,7 +66,7 @@ def upward_ranks(graph: Graph, seconds: list[float], handoff: float = 0.0) -> li
 
 
 def _in_order(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Each compute operation on transient memory, and the one of its device before it: they keep their order."""
+    """Pairs (earlier, later) of compute operations on transient memory of one device, which keep their order."""
     last: dict[int, int] = {}
     for i, op in enumerate(graph):
         if op.kind == "compute" and not all(r.kept for r in op.regions):
@@ -103,7 +103,7 @@ class _ListScheduler:
                 self.unlocks[n].append(i)
 
     def lanes(self) -> dict[str, list[int]]:
-        """The order of the operations on each lane."""
+        """Run the simulated step; returns, by lane, the positions of its operations in the order they started."""
         lanes: dict[str, list[int]] = {op.resource: [] for op in self.graph}
         for i, left in enumerate(self.pending):
             if not left:
@@ -133,7 +133,7 @@ class _ListScheduler:
                 heappush(self.events, (now + self.hardware.handoff, i, False))
 
     def _unblock(self, i: int) -> None:
-        """One dependency of `i` has finished."""
+        """Record that one dependency of operation `i` has finished; after the last one, `i` is ready."""
         self.pending[i] -= 1
         if not self.pending[i]:
             self._ready(i)

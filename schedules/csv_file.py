@@ -24,16 +24,16 @@ CELL = re.compile(rf"|{PASS}|\({PASS}(;{PASS})*\)OVERLAP_F_B|{DERIVED}")
 
 @frozen
 class FromCSV:
-    """The order in a file, as `_dump_csv` of a torch schedule writes it.
+    """The order of passes in the CSV file `path`, as `_dump_csv` of torch.distributed.pipelining writes it.
 
-    `cut` are the segments of each stage; without it they are as equal as can be.
+    `cut` has the number of segments of each stage; without it the numbers are as equal as possible.
     """
 
     path: str = field(converter=os.fspath)
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, _devices: int, segments: int, _micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in the order of the file."""
         try:
             rows = [*csv.reader(Path(self.path).read_text().splitlines())]
         except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ class FromCSV:
 
 
 def write_csv(path: str | os.PathLike[str], order: Sequence[Passes], stages: Sequence[range] = ()) -> None:
-    """Write the passes of each device. A stage is a segment, or one of `stages`, whose segments pass together."""
+    """Write the passes of each device to the CSV file `path`; `stages` are ranges of segments (default: 1)."""
     stages = stages or [range(s, s + 1) for s in range(1 + max(s for own in order for _, _, s in own))]
     begin = {F: {own[0]: k for k, own in enumerate(stages)}}
     last = {own[-1]: k for k, own in enumerate(stages)}

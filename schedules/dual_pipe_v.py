@@ -16,15 +16,15 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class DualPipeV:
-    """The steps of github.com/deepseek-ai/DualPipe; of fewer micro-batches than stages, what is left of them.
+    """The order of github.com/deepseek-ai/DualPipe; with fewer micro-batches than stages, without the surplus.
 
-    `cut` are the segments of each stage, of which there are two for each device.
+    `cut` has the number of segments of each stage; there are two stages on each device.
     """
 
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in DualPipeV's order."""
         order = [_passes_of(d, devices, max(micro_batches, 2 * devices)) for d in range(devices)]
         order = [[x for x in own if x[1] < micro_batches] for own in order]
         return of_segments(order, cut_in_stages(segments, 2 * devices, self.cut))

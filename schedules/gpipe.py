@@ -11,16 +11,16 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class GPipe:
-    """A stage of consecutive segments on each device; all forwards, then all backwards.
+    """GPipe: a stage of consecutive segments on each device; all forwards of the step, then all backwards.
 
-    `cut` are the segments of each stage; without it they are as equal as can be. Each device keeps what all
-    micro-batches leave for backward.
+    `cut` has the number of segments of each stage; without it the numbers are as equal as possible. Each device
+    keeps the activations of all micro-batches until backward.
     """
 
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in GPipe's order."""
         stages = cut_in_stages(segments, devices, self.cut)
         order = ([(way, m, d) for way in (F, B) for m in range(micro_batches)] for d in range(devices))
         return of_segments(order, stages)

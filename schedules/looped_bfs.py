@@ -13,17 +13,17 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class LoopedBFS:
-    """`stages` stages on each device, dealt in turn; all micro-batches pass one before the next.
+    """`stages` stages on each device, dealt in turn; all micro-batches pass a device's stage before its next stage.
 
-    Weights that are fetched for a stage serve all micro-batches. `cut` are the segments of each stage, and then
-    tells how many there are.
+    Weights that are fetched for a stage serve all micro-batches. `cut` has the number of segments of each stage;
+    where it is given, its length is the number of stages on all devices, and `stages` is ignored.
     """
 
     stages: int = field(default=2, converter=partial(whole, "LoopedBFS: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in the order of looped BFS."""
         order: list[Passes] = []
         stages = len(self.cut) // devices or self.stages
         for d in range(devices):

@@ -14,16 +14,16 @@ from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
 @frozen
 class OneFOneB:
-    """A stage of consecutive segments on each device; a device is as many forwards ahead as stages follow.
+    """1F1B: a stage of consecutive segments on each device; a device is as many forwards ahead as stages follow.
 
-    `cut` are the segments of each stage; without it they are as equal as can be. No device keeps what more
-    micro-batches leave for backward than there are stages.
+    `cut` has the number of segments of each stage; without it the numbers are as equal as possible. No device keeps
+    activations of more micro-batches than there are stages.
     """
 
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in the order of 1F1B."""
         order: list[Passes] = []
         for d in range(devices):
             forwards, backwards = ([(way, m, d) for m in range(micro_batches)] for way in (F, B))
@@ -35,15 +35,16 @@ class OneFOneB:
 class Interleaved1F1B:
     """1F1B with `stages` stages on each device, dealt in turn: less waiting for the first micro-batch, more copies.
 
-    Micro-batches pass the stages of a device in rounds of as many as there are devices, so their number is a
-    multiple of that, or smaller. `cut` are the segments of each stage, and then tells how many there are.
+    Micro-batches pass the stages of a device in rounds of as many as there are devices, so the number of
+    micro-batches is a multiple of the number of devices, or smaller. `cut` has the number of segments of each
+    stage; where it is given, its length is the number of stages on all devices, and `stages` is ignored.
     """
 
     stages: int = field(default=2, converter=partial(whole, "Interleaved1F1B: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in the order of 1F1B."""
         stages = len(self.cut) // devices or self.stages
         size, order = min(devices, micro_batches), list[Passes]()
         for d in range(devices):
@@ -53,6 +54,6 @@ class Interleaved1F1B:
 
 
 def _in_turn(forwards: Passes, backwards: Passes, *, ahead: int) -> Passes:
-    """The first `ahead` forwards, then one and a backward in turn, then the backwards that are left."""
+    """One device's passes: `ahead` forwards, then a forward and a backward in turn, then the other backwards."""
     pairs, left = zip(forwards[ahead:], backwards, strict=False), max(0, len(forwards) - ahead)
     return [*forwards[:ahead], *(x for pair in pairs for x in pair), *backwards[left:]]

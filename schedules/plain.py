@@ -11,7 +11,7 @@ WAITING: tuple[Kind, ...] = ("network", "read", "write")
 
 
 def _by(lane: Callable[[Op], str], graph: Graph) -> dict[str, list[int]]:
-    """The operations of each lane, in the graph's order."""
+    """Positions of the graph's operations by lane, in the graph's order; `lane` names the lane of an operation."""
     lanes: dict[str, list[int]] = {}
     for i, op in enumerate(graph):
         lanes.setdefault(lane(op), []).append(i)
@@ -20,10 +20,10 @@ def _by(lane: Callable[[Op], str], graph: Graph) -> dict[str, list[int]]:
 
 @frozen
 class Serial:
-    """Every operation after the one before it: the reference for all other schedules."""
+    """All operations on one lane, in the graph's order: the reference for all other schedules."""
 
     def __call__(self, graph: Graph) -> Plan:
-        """Put the whole graph on one lane."""
+        """The plan of `graph` with all operations on the lane "serial"."""
         return build(graph, {"serial": range(len(graph))})
 
 
@@ -35,7 +35,7 @@ class Overlapped:
     """
 
     def __call__(self, graph: Graph) -> Plan:
-        """Put each operation on the lane of its kind."""
+        """The plan of `graph` with each operation on the lane of its kind and device."""
         return build(graph, _by(lambda op: op.resource, graph))
 
 
@@ -43,13 +43,13 @@ class Overlapped:
 class SharedCores:
     """Compute, copies and the optimizer one after the other; the network, reads and writes on lanes of their own.
 
-    The default on a CPU. There these share the cores: lanes of their own would not make them faster, each brings a
-    team of OpenMP threads, and every barrier of a team waits for a thread whose core another has. What waits for
-    other ranks or for drives leaves the cores free meanwhile.
+    The default on a CPU. There compute, copies and optimizer share the cores: separate lanes would not be faster,
+    each brings a team of OpenMP threads, and every barrier of a team waits for a thread whose core another team
+    uses. Operations that wait for other ranks or for drives leave the cores free meanwhile.
     """
 
     def __call__(self, graph: Graph) -> Plan:
-        """Put what waits on the lane of its kind, and everything else on one."""
+        """The plan of `graph` with a lane each for network, reads and writes, and one for all other operations."""
 
         def lane(op: Op) -> str:
             _, at, stage = op.resource.partition("@")  # another rank has other cores
@@ -60,16 +60,17 @@ class SharedCores:
 
 @frozen
 class Interleaved:
-    """One lane for each kind; compute in graph order, all others by depth: about as they become ready.
+    """One lane for each kind of operation; compute in graph order, others by depth: about when ready.
 
     On a FIFO lane in graph order, the all_gather of one bucket, which waits for its Adam, blocks the reduce_scatter
     of the next, which is ready. The depth of an operation is the length of the longest chain of dependencies before
-    it, in which one of the host counts twice. So reduces and copies to the host precede the gathers and copies to
-    the device, which wait for the host. Depth grows along every dependency, so no order by depth can deadlock.
+    it, host operations counted twice. So reduces and copies to the host precede the gathers and
+    copies to the device, which wait for the host. Depth grows along every dependency, so no order by depth can
+    deadlock.
     """
 
     def __call__(self, graph: Graph) -> Plan:
-        """Put each operation on the lane of its kind, then sort all lanes but compute by depth."""
+        """The plan of `graph` with a lane for each kind of operation, all lanes but compute sorted by depth."""
         depth: list[int] = []
         computed: dict[int, int] = {}  # the last operation of compute of each device
         for i, op in enumerate(graph):

@@ -1,6 +1,6 @@
 """RoundPipe, with synchronous updates: stages dealt to the devices in turn, wherever their weights come from.
 
-Forward and backward are cut into stages of about equal time, each way otherwise; the next stage goes to the next
+Forward and backward are cut differently, each into stages of about equal time; the next stage goes to the next
 device (github.com/ITcarrot/RoundPipe).
 """
 
@@ -17,17 +17,18 @@ from .stages import Passes, cut_in_stages
 class RoundPipe:
     """Stages dealt to the devices one by one, forward, then backward; rounds of as many micro-batches as devices.
 
-    `forward` and `backward` are the segments of each stage, both from the first segment on; the last stage of
-    forward and the first of backward begin alike, as the last segment goes both ways on one device. Without them
-    each segment is a stage, and the last both ways. A stage is recomputed before its gradient arrives. Weights and
-    activations come from the host: params_on="host", activations_on="host".
+    `forward` and `backward` have the number of segments of each stage, both from the first segment on; the last
+    stage of forward and the first of backward begin at one segment, as the last segment goes both ways on one
+    device. Without them each segment is a stage, and the last segment a stage of both ways. A stage is recomputed
+    before its gradient arrives. Weights and activations come from the host: params_on="host",
+    activations_on="host".
     """
 
     forward: Sequence[int] = field(default=(), converter=tuple[int, ...])
     backward: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> Sequence[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in RoundPipe's order."""
         there = cut_in_stages(segments - 1, len(self.forward) or segments - 1, self.forward)
         back = cut_in_stages(segments, len(self.backward) or segments, self.backward)
         dealt, order = len(there) + len(back), [list[tuple[str, int, int]]() for _ in range(devices)]

@@ -20,20 +20,20 @@ from .plain import Interleaved, Overlapped, Serial
 
 @frozen
 class Search:
-    """The fastest of `schedules` on `hardware` that fits into its memory; by default of those for an accelerator.
+    """The fastest of `schedules`, by default those for an accelerator, whose plan fits into memory of `hardware`.
 
-    If none fits, the one that exceeds memory by the fewest bytes.
+    If none fits, the schedule whose plan exceeds memory by the fewest bytes.
     """
 
     hardware: Hardware = ROUND
     schedules: tuple[Callable[[Graph], Plan], ...] = field(default=(), converter=tuple)
 
     def __call__(self, graph: Graph) -> Plan:
-        """Plan and simulate with each schedule; of equals the first, which is the simplest."""
+        """The best plan of `graph` by simulation of all schedules; of equals the first, the simplest."""
         usual = (Serial(), Overlapped(), Interleaved(), CriticalPath(self.hardware))
         return min((schedule(graph) for schedule in self.schedules or usual), key=self._cost)
 
     def _cost(self, plan: Plan) -> tuple[int, float]:
-        """The bytes that exceed memory, then seconds."""
+        """Cost of `plan`, compared as a tuple: bytes over the memory of the hardware, then simulated seconds."""
         lacking = self.hardware.lacking({tier: peak.nbytes for tier, peak in peak_memory(plan).items()})
         return sum(lacking.values()), simulate(plan, self.hardware).seconds

@@ -16,7 +16,7 @@ Passes = Sequence[tuple[str, int, int]]
 
 
 def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) -> list[range]:
-    """The segments of each of `count` stages: of these lengths, or as equal as can be.
+    """The range of segments of each of `count` stages: as long as `lengths` says, or as equal as possible.
 
     >>> cut_in_stages(5, 2), cut_in_stages(5, 2, (4, 1))
     ([range(0, 2), range(2, 5)], [range(0, 4), range(4, 5)])
@@ -36,8 +36,8 @@ def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) ->
 
 
 def cuts_by_cost(costs: Sequence[float]) -> Iterator[list[int]]:
-    """The segments of each of 1 stage, of 2, and so on, whose largest costs as little as can be; then the squares
-    of all. Each cut is found from those in one stage fewer.
+    """For 1 stage, 2 and so on, the numbers of segments of the stages such that the most expensive stage costs
+    least; ties go to the least sum of squares. `costs` are those of the segments, in any unit.
 
     >>> [*cuts_by_cost([0, 1, 1, 1, 1, 1, 2])][:3]
     [[7], [4, 3], [3, 2, 2]]
@@ -54,8 +54,8 @@ def cuts_by_cost(costs: Sequence[float]) -> Iterator[list[int]]:
 
 
 def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -> Passes:
-    """The passes of device `d` one way, of `stages` dealt in turn: in rounds of as many micro-batches as there are
-    devices.
+    """The passes of device `d` forward or backward (`way`), with `stages` stages on each device, dealt in turn; in
+    rounds of as many micro-batches as there are devices.
 
     >>> in_rounds("B", 0, 2, 2, 3)
     [('B', 0, 2), ('B', 1, 2), ('B', 0, 0), ('B', 1, 0), ('B', 2, 2), ('B', 2, 0)]
@@ -66,15 +66,15 @@ def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -
 
 
 def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes]:
-    """The passes of segments on each device, for those of stages."""
+    """Each device's passes of segments, from `order`, its passes of stages; `stages` are ranges of segments."""
     down = [own[::-1] for own in stages]
     return [[(way, m, s) for way, m, k in own for s in (stages if way == F else down)[k]] for own in order]
 
 
 @frozen
 class RecomputeAhead:
-    """An order in which each device recomputes a segment just before it passes that back: where it would wait for
-    the gradient.
+    """The order `order` with each segment recomputed just before its backward, where the device would wait for the
+    gradient.
 
     >>> RecomputeAhead(lambda *_: [[("F", 0, 0), ("B", 0, 0)]])(1, 1, 1)
     [[('F', 0, 0), ('R', 0, 0), ('B', 0, 0)]]
@@ -83,6 +83,6 @@ class RecomputeAhead:
     order: Order
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, recomputation included."""
         order = self.order(devices, segments, micro_batches)
         return [[y for x in own for y in ((R, *x[1:]), x)[x[0] not in (B, I) :]] for own in order]

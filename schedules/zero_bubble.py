@@ -15,15 +15,15 @@ from .stages import Passes, cut_in_stages, in_rounds, of_segments
 class ZeroBubble:
     """ZB-H1, the paper's schedule with the memory of 1F1B; with more `stages` on each device its interleaved form.
 
-    A device is as many forwards ahead as devices follow, half as many as in 1F1B where backward is one, and as many
-    gradients of weights behind as devices precede it. `cut` are the segments of each stage.
+    A device is as many forwards ahead as devices follow, half as many as in 1F1B, whose backward is not split, and
+    as many gradients of weights behind as devices precede it. `cut` has the number of segments of each stage.
     """
 
     stages: int = field(default=1, converter=partial(whole, "ZeroBubble: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes of each device."""
+        """The passes `(way, micro-batch, segment)` of each device, in ZB-H1's order."""
         stages, order = len(self.cut) // devices or self.stages, list[Passes]()
         for d in range(devices):
             forwards, inputs = (in_rounds(way, d, devices, stages, micro_batches) for way in (F, I))

@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
 
 @cache
 def _homes() -> dict[str, tuple[str, str]]:
-    """The module of each name that is imported above, and what it is called there."""
+    """Public names of zfunc, each with the module that defines it and its name in that module."""
     tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [(x.module or "", x.names[0]) for x in block.body if isinstance(x, ast.ImportFrom)]

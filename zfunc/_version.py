@@ -1,3 +1,3 @@
-"""The version, as in pyproject.toml."""
+"""The version of zfunc, as in pyproject.toml."""
 
 __version__ = "0.1.0"

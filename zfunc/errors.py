@@ -8,15 +8,15 @@ from typing import NoReturn
 
 
 class PlanError(ValueError):
-    """A recipe or a plan that cannot run, or would give another result. The message shows the plan, marked."""
+    """A recipe or plan that cannot run or would change the result. The message shows the plan, its fault marked."""
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient is inf or NaN where no loss scale can help; the message says what became of the state."""
+    """A loss or gradient is inf or NaN where no loss scale can help; the message says what the State holds now."""
 
 
 class OutOfMemory(MemoryError):  # noqa: N818
-    """A plan needs more memory than there is; said before anything is allocated."""
+    """A plan needs more memory than the machine has; raised before anything is allocated."""
 
 
 class DonatedStateError(RuntimeError):
@@ -32,23 +32,23 @@ class ExecutionError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Ranks that have to be alike are not, or one is gone; raised on every rank that is left."""
+    """Ranks differ in what must be equal on all, or a rank is gone; raised on every rank that is left."""
 
 
 class LaneTimeout(RuntimeError):  # noqa: N818
-    """A lane waited too long; the message says for which operation of which lane."""
+    """A lane waited longer than its time limit; the message names the awaited operation and its lane."""
 
 
 class AbandonedCalls(KeyboardInterrupt):
-    """An interrupt did not wait for a drive that hangs: reads or writes are under way, and the state is lost."""
+    """An interrupt did not wait for a drive that hangs: reads or writes are under way, and the State is lost."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or what is read is not a whole one; the message names file and place."""
+    """A checkpoint cannot be written, or a read one is damaged or incomplete; the message names file and place."""
 
 
 class DiskError(OSError):
-    """A file cannot be made, read or written; the message names it and the bytes. `errno` is that of the system."""
+    """A file cannot be made, read or written; the message names file and bytes. `errno` is the system's code."""
 
 
 _NEXT = {
@@ -80,7 +80,7 @@ def _explained(
 def explain_os_errors(
     kind: type[Exception], path: Path, doing: str, advice: Mapping[int, str]
 ) -> Generator[None, None, None]:
-    """Turn an OSError into a `kind` that names `path`, what was being done to it, and what to do, by its errno."""
+    """Turn an OSError into a `kind` that names `path`, the failed action (`doing`) and, by errno, what to do."""
     try:
         yield
     except DiskError as error:  # says all that
@@ -92,12 +92,12 @@ def explain_os_errors(
 
 
 def refuse(name: str, got: str, expected: str, do: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise `kind` with what was got, what was expected, and what to do."""
+    """Raise exception `kind` about `name`: the value got, the values expected, and what the caller should do."""
     raise kind(f"{name}: got {got}, expected {expected}: {do}")
 
 
 def install(extra: str) -> str:
-    """The command that brings what an optional part of zfunc needs; no registry has zfunc under its own name.
+    """The command that installs the packages of the extra `extra` of zfunc, from a clone: no registry has zfunc.
 
     >>> install("hf")
     'pip install ".[hf]" in a clone of zfunc'
@@ -109,7 +109,7 @@ USE_ANOTHER = "use another checkpoint, or start anew in another folder"  # inste
 
 
 def did_you_mean(got: str, known: list[str], *, cutoff: float = 0.4) -> str:
-    """` (did you mean 'x'?)` for the known name nearest to `got`, or nothing if none is as alike as `cutoff`.
+    """` (did you mean 'x'?)` for the known name nearest to `got`; "" if no name is as similar as `cutoff` (0 to 1).
 
     >>> did_you_mean("fp61", ["fp32", "fp16"])
     " (did you mean 'fp16'?)"

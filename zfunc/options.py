@@ -1,8 +1,8 @@
 """What an option means on the command line, and the checks of its value. No torch here: help answers at once.
 
 The invariant: a check takes the name of a setting, or its flag, and a value, and raises ValueError with the name,
-what was got, what was expected and what to give instead. What one may choose from is said once: the check, the help
-of the command and the shell's completion read it.
+the value got, the values expected and what to give instead. The words to choose from are listed once: the check,
+the help of the command and the shell's completion read that list.
 """
 
 import json
@@ -28,12 +28,12 @@ GROUPS = (
 
 @frozen
 class Option:
-    """A field on the command line: its group, its help with the unit, and a check that raises.
+    """A field of settings on the command line: its group, its help with the unit, and a check that raises.
 
-    `metavar` stands for its value in the help; "" is that of its type. What of it is not in capitals is typed as it
-    is: `PATH|auto`. A `positional` one has no flag. `words` are those there are to choose from, if there are.
-    `alone` is the value of its flag without one, if that may be. `name` is the flag's, where it is not the field's.
-    A `common` one is in the short help.
+    `metavar` stands for the value in the help; "" means the one of the field's type. Parts in small letters are
+    typed literally: `PATH|auto`. A `positional` option has no flag. `words` are the values to choose from, empty if
+    any value may be typed. `alone` is the value of a flag that is typed without a value, "" if a value is required.
+    `name` is the flag's name where it is not the field's. A `common` option is in the short help.
     """
 
     group: str
@@ -51,7 +51,7 @@ class Option:
         return self.check.names if isinstance(self.check, OneOf) else ()
 
     def offering(self, words: Collection[str], note: str = "") -> "Option":
-        """The option with other words to choose from, which its help lists, and a note on them."""
+        """A copy of this option with other `words` to choose from; its help lists them and ends with `note`."""
         old, new = ", ".join(self.words), ", ".join(words)
         text = self.help.replace(old, new) if old else f"{self.help}: {new}"
         check = evolve(self.check, names=words) if isinstance(self.check, OneOf) else one_of(words)
@@ -62,7 +62,7 @@ Options = Mapping[str, Option]
 
 
 def flag(name: str) -> str:
-    """The flag of a field.
+    """The command-line flag of the settings field `name`.
 
     >>> flag("num_layers"), flag("with_")
     ('--num-layers', '--with')
@@ -71,7 +71,7 @@ def flag(name: str) -> str:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """A field with its value as a command-line flag.
+    """The settings field `name` with its value, as typed on the command line.
 
     >>> as_flag("offload_ratio", 0.5), as_flag("max", True)
     ('--offload-ratio 0.5', '--max')
@@ -90,12 +90,12 @@ probability = partial(number, least=0, below=1, hint="pass 0 for none")
 
 @frozen
 class OneOf:
-    """A check that the value is one of `names`; the error suggests the nearest."""
+    """A check that a setting's value is one of `names`; the error suggests the nearest name."""
 
     names: Collection[str]
 
     def __call__(self, name: str, value: Any) -> Any:
-        """The value; raises ValueError for another."""
+        """Return `value` if the allowed names contain it; raises ValueError otherwise. `name` is the setting's."""
         if value not in self.names:
             hint = did_you_mean(str(value), list(self.names)) or ": choose one of them"
             raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(self.names)}{hint}")
@@ -104,10 +104,10 @@ class OneOf:
 
 @frozen
 class SeveralOf(OneOf):
-    """A check that the value is one of `names`, or several joined by commas, or as a sequence; "auto" is alone."""
+    """A check that a value is one of `names`, or several, joined by commas or in a list; "auto" is alone."""
 
     def __call__(self, name: str, value: Any) -> Any:
-        """The value, several as a text; raises ValueError for another."""
+        """Return `value`, several names joined by commas; raises ValueError for a name that is not allowed."""
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, list | tuple) or not parts:
             parts = [value]
@@ -122,13 +122,13 @@ one_of = OneOf
 
 
 def path(name: str, value: Any) -> None:
-    """A path that names a file or a folder."""
+    """Check that the path `value` of setting `name` names a file or folder: "", "." and "/" raise ValueError."""
     if value.exists() and not value.name:  # "", "." and "/"
         raise ValueError(f"{name}: got {str(value)!r}, expected the path of a file or folder: name it")
 
 
 def json_object(name: str, value: Any) -> None:
-    """The text of a JSON object."""
+    """Check that `value` of setting `name` is the text of a JSON object; raises ValueError otherwise."""
     try:
         if not isinstance(json.loads(value), dict):
             raise ValueError("not an object")
@@ -139,7 +139,7 @@ def json_object(name: str, value: Any) -> None:
 
 
 def file_to_write(*suffixes: str) -> Check:
-    """A check that a path is a file, there or to be made, whose name ends in one of these; "" is no ending."""
+    """A check that a path is an old or new file in an existing folder with one of `suffixes` ("" for none)."""
 
     def check(name: str, value: Any) -> None:
         path(name, value)
@@ -153,14 +153,14 @@ def file_to_write(*suffixes: str) -> Check:
 
 
 def anything(_name: str, _value: Any) -> None:
-    """Nothing to check."""
+    """A check of a setting that accepts every value."""
 
 
 def option(
     default: Any, help: str, check: Check = anything, metavar: str = "", *, group: str, **more: Any
 ) -> Any:
-    """A field of a command's settings, with its Option, which checks it; `more` goes to that, and a `converter` to
-    the field."""
+    """An attrs field of a command's settings, checked by its Option; `more` are further arguments of the Option,
+    but for `converter`, which goes to the field."""
     converter = more.pop("converter", None)
     return _field(Option(group, help, check, metavar, **more), default=default, converter=converter)
 
@@ -175,7 +175,7 @@ def _checked(_settings: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
 
 
 def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[str, Option]:
-    """The options that `settings` have as metadata of their fields, by the names of the flags."""
+    """The Option of each field of the attrs class `settings` that has one, by flag name, `without` some names."""
     options = ((f.name, f.metadata["option"]) for f in attrs.fields(settings) if "option" in f.metadata)
     named = {x.name or name: x for name, x in options if x.group}
     return {name: x for name, x in named.items() if name not in without}
@@ -184,10 +184,10 @@ def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[st
 def flag_fields(
     settings: type[Any], base: type[Any], changed: Options, *, without: Collection[str] = (), **defaults: Any
 ) -> type[Any]:
-    """A class for a command to extend: the fields of `base`, and those of `settings` that have a flag, as typed.
+    """A class for a command to extend: the fields of `base`, and of `settings` those that have a flag, as typed.
 
-    `changed` are other options than a setting's; `defaults` are the command's own. What is a number or a word, or a
-    word among several, is typed as a text.
+    `changed` has options that replace those of `settings`, `defaults` the command's own default values, both by
+    flag name. Fields that may be a number or a word have the type str.
     """
     own: dict[str, Any] = {}
     for f in attrs.fields(settings):
@@ -207,14 +207,14 @@ def flag_fields(
 
 
 def values_of_flags(settings: type[Any], flags: Any) -> dict[str, Any]:
-    """The values of `settings` that the fields of `flags` give, by their names in `settings`."""
+    """The values that the parsed command line `flags` gives to fields of `settings`, by field name."""
     options = {f.name: f.metadata["option"] for f in attrs.fields(settings)}
     named = {name: x.name or name for name, x in options.items() if x.group}
     return {name: getattr(flags, flag) for name, flag in named.items() if hasattr(flags, flag)}
 
 
 def multiple(name: str, value: int, of: str, parts: int) -> None:
-    """Whether `value` of field `name` is a multiple of `parts`, the value of field `of`."""
+    """Raise ValueError unless `value` of field `name` is a multiple of `parts`, the value of field `of`."""
     if value % parts:
         near = max(parts, value // parts * parts)
         raise ValueError(

@@ -2,7 +2,7 @@
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes of memory, in the unit that suits them.
+    """`nbytes` of memory as text, in B, KiB, MiB or GiB, whichever suits the size.
 
     >>> format_bytes(900), format_bytes(3 << 20), format_bytes(40e9)
     ('900 B', '3.0 MiB', '37.3 GiB')
@@ -15,7 +15,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_parameters(count: float, trained: float) -> str:
-    """The elements of a model, and how many of them are trained.
+    """Text of a model's number of parameters (elements), and of how many of them are trained.
 
     >>> format_parameters(1000, 1000), format_parameters(1000, 8)
     ('1,000 parameters', '1,000 parameters, 8 of them trained')
@@ -25,7 +25,7 @@ def format_parameters(count: float, trained: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time in the unit that suits it.
+    """A duration in seconds as text, in the unit that suits its length.
 
     >>> format_seconds(0.0421)
     '42.1 ms'
@@ -35,12 +35,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def second_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which `seconds` is a number of 1 or more, where there is one."""
+    """Size in seconds, and name, of the largest unit (s, ms) in which `seconds` is 1 or more; else of us."""
     return next(((u, name) for u, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "us"))
 
 
 def format_clock(seconds: float) -> str:
-    """Seconds as one reads them off a clock.
+    """Seconds as text of minutes and seconds, with hours from 1 hour on.
 
     >>> format_clock(7.4), format_clock(125), format_clock(3725)
     ('0:07', '2:05', '1:02:05')

@@ -1,5 +1,5 @@
-"""Checks of plain values, made when a setting is born. Each returns the value as a plain Python one, or raises
-TypeError or ValueError with what was got, what was expected and what to do."""
+"""Checks of plain values, made when a settings object is created. Each returns the value as a plain Python one, or
+raises TypeError or ValueError with the value got, the values expected and what to do."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ def number(
     below: float = math.inf,
     hint: str = "pass a float in this range",
 ) -> float:
-    """A finite number as a float: an int, a float, a scalar of NumPy, or a tensor of one element; no bool.
+    """Setting `name` as a finite float in range: an int, a float, a NumPy scalar or a one-element tensor; no bool.
 
     >>> number("clip_norm", 1, positive=True)
     1.0
@@ -43,7 +43,7 @@ def _range(least: float, positive: bool, most: float, below: float) -> str:
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """An int from `least` to `most`; no bool.
+    """Setting `name` as an int from `least` to `most`, both included; a bool raises ValueError.
 
     >>> whole("keep", 2, least=1)
     2
@@ -59,14 +59,14 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
 
 def truth(name: str, value: Any) -> bool:
-    """True or False, and nothing that is only taken for one."""
+    """Setting `name` as a bool; every other type, 0 and 1 included, raises TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {value!r}, expected True or False: pass one of them")
     return value
 
 
 def of_type(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise TypeError, with what is `expected`, unless `value` is of that type."""
+    """Raise TypeError, which names the setting and what is `expected`, unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise TypeError(f"{name}: got {got}, expected {expected}")
