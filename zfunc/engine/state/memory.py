@@ -1,4 +1,4 @@
-"""The memory of regions: tensors, what slots have in turn, the state of every bucket on the disk, spilled bytes."""
+"""The memory of regions: flat tensors, slots that buckets take in turn, buckets' state on the disk, spill files."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -35,10 +35,10 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 @define(eq=False)
 class Flat:
-    """Flat memory of one bucket, or of one at a time in a slot, and its tensors by name.
+    """Flat memory of one bucket, or of one bucket at a time in a slot, and named `views` of it.
 
-    Of parameters these are views in their shapes, by full name, if it has all of the bucket: in a rank's slice a
-    parameter may have a part. Of a state that was paged in they are its parts.
+    For parameters, the views are the parameters in their shapes, by full name; a rank's slice of a bucket, in which
+    a parameter may be cut, has none. For paged optimizer state, the views are the state's buffers by name.
     """
 
     flat: Tensor
@@ -47,12 +47,12 @@ class Flat:
 
     @classmethod
     def of(cls, flat: Tensor, bucket: Bucket) -> "Flat":
-        """A Flat for the parameters of `bucket`, or for a rank's slice of them."""
+        """A Flat over the tensor `flat`, which has the parameters of `bucket`, or a rank's slice of them."""
         start, spans = bucket.start, bucket.spans if flat.numel() == bucket.numel else ()
         return cls(flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans})
 
     def hold(self, bucket: Bucket) -> Tensor:
-        """Let this slot have the parameters of `bucket` from now on; returns the memory that they take."""
+        """Set the views of this memory to the parameters of `bucket`; returns the part that these take."""
         if bucket.index not in self._held:
             self._held[bucket.index] = Flat.of(self.flat[: bucket.numel], bucket)
         held = self._held[bucket.index]
@@ -62,29 +62,29 @@ class Flat:
 
 @frozen(eq=False)
 class OnHost:
-    """A residual that a device's kernel keeps on the host, as fused attention does the seed of its dropout, and
-    reads there: it does not move."""
+    """A residual that a device's kernel keeps in host memory and reads there, such as the seed of fused
+    attention's dropout: copies of activations between tiers leave the tensor where it is."""
 
     value: Tensor
 
 
 @define(eq=False)
 class Squares:
-    """Sums of the squares of one bucket's gradient: SUM_PARTS numbers in fp64 for each row, a bucket's or a
-    parameter's. Or, with `rows`, norms in fp32 that begin `flat`, and the row of each, which the host squares."""
+    """Sums of squares of one bucket's gradient: a row of SUM_PARTS fp64 numbers for the bucket, or for each of its
+    parameters. With `rows`, `flat` begins with fp32 norms instead, one per entry: the row its square adds to."""
 
     flat: Tensor  # fp64
     rows: Sequence[int] | None = None
 
     @property
     def norms(self) -> Tensor:
-        """The fp32 norms on the device, one for each of `rows`."""
+        """Norms of parts of the bucket's gradient, in fp32, one for each entry of `rows`."""
         return self.flat.view(torch.float32)[: len(self.rows or ())]
 
 
 @define(eq=False)
 class ActivationSlot:
-    """Memory that has the tensors of one pytree at a time: what backward of a segment needs."""
+    """Flat memory for the tensors of one pytree at a time: what a segment's backward needs, its input included."""
 
     flat: Tensor  # uint8
     tree: Any = None
@@ -92,11 +92,11 @@ class ActivationSlot:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the slot."""
+        """The size of the activation slot in bytes."""
         return self.flat.numel()
 
     def hold(self, other: "ActivationSlot") -> None:
-        """From now on it has the tensors that `other` had, whose bytes have come here."""
+        """Take over the pytree of the slot `other`, whose bytes were copied into this slot's memory."""
         further = self.flat.storage_offset() - other.flat.storage_offset()
 
         def here(t: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class ActivationSlot:
         self.tree = tree_map_only(Tensor, here, other.tree)
 
     def put(self, tree: Any) -> None:
-        """Copy the tensors of `tree` here; on an accelerator without waiting. Those that share memory still do."""
+        """Copy the tensors of `tree` into this slot, on an accelerator without waiting; shared memory stays so."""
         leaves, structure = tree_flatten(tree)
         on_host = self.flat.device.type == "cpu"
         if on_host and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
@@ -131,16 +131,16 @@ class ActivationSlot:
         self.tree, self.used = tree_unflatten(leaves, structure), start
 
     def copied(self) -> "ActivationSlot":
-        """A copy of the pytree in this slot, in memory of its own."""
+        """A new slot with a copy of this slot's pytree, in newly allocated memory."""
         other = ActivationSlot(self.flat[: self.used].clone())
         other.hold(self)
         return other
 
 
 def _close_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in groups that are copied as one: those that overlap in memory, or lie in one unit of allocation.
+    """Group tensors that are copied as one: tensors that overlap in memory, or lie in one unit of allocation.
 
-    So a group takes no more room than its tensors alone, nor than the part of a storage that it is in.
+    So a group's copy is no larger than copies of its tensors alone, nor than the part of the storage that it spans.
     """
     group, storage, start, end = list[Tensor](), 0, 0, 0
     for t in sorted(tensors, key=lambda t: (storage_of(t), byte_range(t))):
@@ -158,7 +158,7 @@ def _close_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 @frozen(eq=False)
 class StateOnDisk:
-    """One bucket's state on the disk: an extent, and the dtypes of its parts."""
+    """One bucket's state in a swap space on the disk: its extent, and the dtype of each state buffer by name."""
 
     swap: SwapSpace = field(repr=False)
     b: int
@@ -166,25 +166,25 @@ class StateOnDisk:
     dtypes: Mapping[str, torch.dtype]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts by name, as views of the memory for a whole extent."""
+        """The bucket's state buffers by name, as views of `flat`, uint8 memory for the bucket's whole extent."""
         return {
             x.name: flat[x.start : x.start + x.nbytes].view(self.dtypes[x.name]) for x in self.extent.parts
         }
 
     def read(self, flat: Tensor, names: Sequence[str]) -> None:
-        """Read parts that follow one another into their places in `flat`."""
+        """Read consecutive state buffers of the bucket from the disk to their places in `flat`, as in `views`."""
         self.swap.read(self.b, names, self._places(flat, names))
 
     def write(self, flat: Tensor, names: Sequence[str]) -> None:
-        """Write parts that follow one another from their places in `flat`."""
+        """Write consecutive state buffers of the bucket to the disk from their places in `flat`, as in `views`."""
         self.swap.write(self.b, names, self._places(flat, names))
 
     def read_weights(self, page: Tensor | None = None) -> Tensor:
-        """Read the parameters, or this rank's slice of them, into the beginning of `page`, or into new memory."""
+        """Read a bucket's parameters, or this rank's slice of them, to the start of `page`, or into new memory."""
         return self.read_part(next(x for x in (PARAMS, FROZEN, HIGH_HALF) if x in self.all), page)
 
     def read_part(self, name: str, page: Tensor | None = None) -> Tensor:
-        """Read one part into the beginning of `page`, or into new memory."""
+        """Read the bucket's state buffer `name` from the disk to the start of `page`, or into new host memory."""
         (part,) = (x for x in self.extent.parts if x.name == name)
         size = part.stop - part.start
         page = alloc_host(size, torch.uint8) if page is None else page
@@ -193,7 +193,7 @@ class StateOnDisk:
 
     @property
     def moved(self) -> list[str]:
-        """The names of the parts that every update reads and writes."""
+        """The names of the bucket's state buffers that every update reads from the disk and writes back."""
         return [x.name for x in self.extent.parts[: self.extent.moved]]
 
     @property
@@ -203,12 +203,12 @@ class StateOnDisk:
 
     @property
     def in_memory(self) -> list[str]:
-        """The names of the parts that memory has as well, and only a commit writes."""
+        """The names of the bucket's state buffers that memory has as well, and only a commit writes to the disk."""
         return self.all[self.extent.moved :]
 
     @property
     def all(self) -> list[str]:
-        """The names of all parts of the bucket's state on the disk."""
+        """The names of all state buffers of the bucket on the disk."""
         return [x.name for x in self.extent.parts]
 
     def _places(self, flat: Tensor, names: Sequence[str]) -> list[memoryview]:
@@ -216,7 +216,7 @@ class StateOnDisk:
 
 
 def states_on_disk(spec: StepSpec, swap: SwapSpace) -> dict[int, StateOnDisk]:
-    """The state of each bucket in `swap`."""
+    """The state of each bucket that the swap space `swap` has, as a `StateOnDisk` by bucket index."""
 
     def dtypes(b: int) -> dict[str, torch.dtype]:
         kinds = spec.places[b].buffers
@@ -228,7 +228,7 @@ def states_on_disk(spec: StepSpec, swap: SwapSpace) -> dict[int, StateOnDisk]:
 
 @define(eq=False)
 class SpilledBytes:
-    """A part of files that nobody else sees, and that are gone when their process ends."""
+    """Room on the disk for one region: stripes of unnamed files, which are gone when their process ends."""
 
     files: Sequence[DirectFile] = field(repr=False)
     stripes: Sequence[Stripe]
@@ -238,13 +238,13 @@ class SpilledBytes:
     held: Any = None  # of activations: the slot that they were written from, as it was then
 
     def write(self, page: Tensor) -> None:
-        """Write the bytes of `page`, which has at least as many."""
+        """Write the first `nbytes` bytes of `page` to the region's spill files, and keep their checksums."""
         self.checksums, new = None, [0] * num_checksums(self.stripes)
         write_striped(self.files, [self._buffer(page, new)])
         self.checksums = new
 
     def read(self, page: Tensor) -> None:
-        """Read them back into `page`, if a write has ended. Raises DiskError for others than were written."""
+        """Read the spilled bytes into `page`, if a write has ended. Raises DiskError if a checksum differs."""
         if self.checksums is None:
             return
         try:
@@ -257,9 +257,9 @@ class SpilledBytes:
 
 
 def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Region, SpilledBytes]:
-    """Room on the disk for these regions, each in equal parts on all folders.
+    """Reserve room on the disk for `regions`, each in equal parts in all `folders`.
 
-    Raises DiskError where there is none, and CheckpointError for a folder that is missing or in memory.
+    Raises DiskError where a disk is full, and CheckpointError for a folder that is missing or in memory.
     """
     if not (regions := sorted(regions, key=lambda r: r.index)):
         return {}
@@ -278,9 +278,9 @@ HOLDERS = {"params": Flat, "paged": Flat, "act": ActivationSlot, "squares": Squa
 def allocate_regions(
     regions: Iterable[Region], devices: Sequence[torch.device], folders: Sequence[str]
 ) -> dict[Region, Any]:
-    """Zeroed memory, one allocation for each buffer and tier, or device, whose regions may be of different dtypes.
+    """Zeroed memory for each region, in one allocation for all regions of a buffer on one tier or device.
 
-    What is on the disk has room in files of its own in `folders`.
+    Regions of one buffer may differ in dtype. Regions on the disk get room in spill files in `folders`.
     """
     groups: dict[tuple[str, Tier], list[Region]] = {}
     for r in regions:
@@ -299,7 +299,7 @@ def allocate_regions(
 
 
 def _allocate_flat(r: Region, nbytes: int, device: torch.device) -> Tensor:
-    """One zeroed allocation of `nbytes` for regions of the place of `r`, as uint8."""
+    """One zeroed uint8 allocation of `nbytes` bytes in the memory of region `r`: device, pinned or host memory."""
     # Updated by the host kernel.
     on_host = r.tier != "device" or (r.role == "state" and not on_accelerator(device))
     if not on_host:

@@ -39,12 +39,11 @@ def fill_state(
     *,
     strict: bool = True,
 ) -> list[str]:
-    """Read what this rank keeps. Trained parameters on the device are not written.
+    """Read this rank's part of a checkpoint into the buffers of a State, but for trained parameters on the device.
 
-    Moving averages that are not there begin as the weights; those of frozen parameters are kept. Unless `strict`,
-    trained parameters that were frozen, or whose moments the optimizer cannot read, begin with moments of 0: it
-    returns the names of those of which this rank has a slice. Raises CheckpointError, naming file, tensor and
-    offset, for bytes that are not what was written.
+    Moving averages that the checkpoint lacks begin as the weights. Unless `strict`, trained parameters that were
+    frozen when saved, or whose saved moments the optimizer cannot read, begin with moments of 0; returns their
+    names, if this rank has a slice. Raises CheckpointError with file, tensor and offset for damaged bytes.
     """
     # 1. What this rank keeps, and whether it was saved as it is kept.
     manifest, world = checkpoint.manifest, ranks.world
@@ -88,7 +87,7 @@ def fill_state(
 
 
 def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
-    """Read modules' buffers by full name. Raises CheckpointError for one of another type, and for damage."""
+    """Read a checkpoint's module buffers into `buffers`, by full name. CheckpointError for other dtypes, damage."""
     manifest = checkpoint.manifest
     with CheckpointReader(checkpoint) as reader:
         for name, into in buffers.items():
@@ -104,8 +103,8 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
 
 
 def kept_frozen(manifest: Manifest, spec: StepSpec) -> dict[str, frozenset[int]]:
-    """What a State keeps of frozen buckets, by the field of `StepSpec`: weights that the checkpoint has in another
-    type than a step reads, if that rounds, and averages that the checkpoint has, if the program keeps any."""
+    """Frozen buckets of which a State keeps more, by field of `StepSpec`: fp32 weights, where a step reads them
+    rounded from the checkpoint's; moving averages, where the checkpoint has them and the program keeps any."""
 
     def rounded(entry: ParameterEntry, dtype: Dtype) -> bool:
         pieces = entry.pieces.get(FROZEN, ())
@@ -120,7 +119,7 @@ def kept_frozen(manifest: Manifest, spec: StepSpec) -> dict[str, frozenset[int]]
 
 
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:
-    """The frozen parameters that this rank keeps: its slice of a bucket, or all of it."""
+    """The slices of frozen parameters that this rank keeps: its share of each bucket, or the whole bucket."""
     for bucket in layout.frozen_buckets:
         if buffers.homes.get(bucket.index, ranks.stage) != ranks.stage:
             continue
@@ -131,7 +130,7 @@ def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterat
 
 
 def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
-    """The memory of a slice: a part of one buffer of the State."""
+    """The State's memory for slice `x` of a parameter's state, frozen weights or average: a view of a buffer."""
     if x.kind == FROZEN and x.bucket in buffers.weights:
         flat = buffers.weights[x.bucket].flat
     elif x.kind == EMA.name:
@@ -143,13 +142,13 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
 
 
 def _parts(x: Slice) -> Iterator[tuple[int, int]]:
-    """The ranges of a slice in parts of bounded size, as elements of its parameter."""
+    """Split slice `x` into ranges (start, stop) of at most PART elements of its parameter."""
     for start in range(x.start, x.stop, PART):
         yield start, min(start + PART, x.stop)
 
 
 def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers) -> None:
-    """The state of one parameter before its first update; `slices` are this rank's, by kind."""
+    """Set one parameter's state to the saved weights, with moments of 0, in this rank's `slices`, by kind."""
     memory = {kind: slice_memory(buffers, x).zero_() for kind, x in slices.items()}
     first = slices["master" if "master" in slices else HIGH_HALF]
     for start, stop in _parts(first):
@@ -159,7 +158,7 @@ def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers)
 
 
 def _fill(reader: CheckpointReader, buffers: Buffers, slices: Iterable[Slice]) -> None:
-    """Fill these slices as they were saved, one on the device or of another type in bounded parts."""
+    """Read saved values into the State's memory of `slices`; on a device or to another dtype, PART at a time."""
     direct: list[tuple[WantedSlice, memoryview]] = []
     for x in slices:
         into = slice_memory(buffers, x)
@@ -181,9 +180,9 @@ def _convert(
     *,
     strict: bool,
 ) -> bool:
-    """Convert the state of one parameter of a bucket; `slices` are this rank's, by kind.
+    """Convert the saved state of one parameter to the state format of `bucket`; `slices` are this rank's, by kind.
 
-    Returns whether the optimizer can; if `strict`, raises CheckpointError where it cannot.
+    Returns whether the optimizer can read the saved format; if `strict`, raises CheckpointError where it cannot.
     """
     manifest = reader.manifest
     own = {x.name: x for x in STATE_FORMATS[bucket.state_format]}

@@ -53,9 +53,9 @@ class Ownership:
             )
 
     def settle(self, name: str, decision: StepDecision, norm: float, *, defers: bool) -> None:
-        """Record what a step that has ended decided: with `defers` its update is still to be made.
+        """Record the decision of a step that has ended; with `defers`, the step's update is still to be made.
 
-        Raises NonFiniteError if its updates did not wait for the norm of a gradient that is not finite.
+        Raises NonFiniteError for a gradient norm that is not finite if the updates did not wait for the norm.
         """
         if not math.isfinite(norm) and not decision.skip:
             self.lost = f"{name} had a gradient norm of {norm}, seen only after the updates"
@@ -68,20 +68,20 @@ class Ownership:
             self.deferred = decision
 
     def take_back(self) -> None:
-        """The State before a step that changed nothing owns the buffers again."""
+        """Give the buffers back to the State before the last step, which changed nothing."""
         self.generation -= 1
 
     @contextmanager
     def running(
         self, name: str, ops: Sequence[Op], *, defers: bool, donated: bool, way_on: str
     ) -> Iterator[dict[int, bool]]:
-        """A context in which `ops` run on the buffers: `donated` to the next State, or for the one that has them.
+        """A context in which `ops` run on a State's buffers, `donated` to the next State or changed in place.
 
         With `defers`, the operations before the decision make the deferred updates of the step before.
 
-        Yields a dict for the operations that have started, and whether they have ended. After a failure the State
-        owns the buffers again, unless an update of this step had begun, or a deferred one had not ended. What is
-        left of deferred updates is made later.
+        Yields a dict to be filled: by index, operations that have started, and whether they have ended. After a
+        failure the State owns the buffers again, unless an update of this step had begun, or a deferred update had
+        begun and not ended. Deferred updates that were not begun are made later.
         """
         started: dict[int, bool] = {}
         self.generation += donated
@@ -103,9 +103,9 @@ class Ownership:
             raise
 
     def _unfinished(self, ops: Sequence[Op], started: Mapping[int, bool], *, defers: bool) -> str:
-        """The first update after which the State cannot be used again, or ""; records deferred ones that ended.
+        """The name of the first update that makes the State unusable, or ""; records deferred updates that ended.
 
-        Of a deferred update only that of the optimizer's state and averages counts: copies to devices are repeated.
+        A deferred update counts by its changes of optimizer state and averages: copies to devices are repeated.
         """
         decide = next((i for i, op in enumerate(ops) if op.writes == (Region("decision"),)), len(ops))
         late = decide if defers else 0  # operations before are of the deferred updates
@@ -126,7 +126,7 @@ class Ownership:
 class Buffers:
     """The memory of a State: a tensor for each region, or a `Flat` for parameters.
 
-    Only the State that is its `owner` may use it.
+    Only the State that `owner` records may use this memory.
     """
 
     memory: dict[Region, Any] = field(repr=False)
@@ -149,7 +149,7 @@ class Buffers:
     _changed: bool = False
 
     def place(self, memory: Mapping[Region, Any], layout: Layout) -> None:
-        """Let the State have these regions in this memory."""
+        """Add `memory`, allocated for these regions, to the State; parameters are found by bucket as well."""
         self.memory |= memory
         for r, x in memory.items():
             if r.role == "params":
@@ -157,7 +157,7 @@ class Buffers:
                 self.weights[r.index[0]] = x
 
     def drop(self, regions: Iterable[Region]) -> None:
-        """Let the State have these regions in no memory: they were released."""
+        """Drop the State's references to the memory of `regions`, which were released from the device."""
         for r in regions:
             self.memory[r] = None
             if r.role == "params":
@@ -165,17 +165,17 @@ class Buffers:
 
     @cached_property
     def _in_memory(self) -> dict[tuple[Role | None, int], list[Region]]:
-        """The regions in memory by role and bucket."""
+        """The State's regions that are in memory, not on the disk, by role and bucket index."""
         found: dict[tuple[Role | None, int], list[Region]] = {}
         for r in (r for r in self.memory if r.tier != "disk"):
             found.setdefault((r.role, r.index[0]), []).append(r)
         return found
 
     def state(self, b: int, *, write: bool = False) -> dict[str, Tensor]:
-        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`; of a frozen one, its
-        parameters if they live on the disk.
+        """The optimizer state of bucket `b`, by the names in `zfunc.core.optimizer_state`; of a frozen bucket on
+        the disk, its parameters.
 
-        What the disk has of it is read; `close` writes it back if `write`. One bucket is in memory at a time.
+        State on the disk is read, of one bucket at a time; with `write`, `close` writes it back.
         """
         state = self.state_in_memory(b)
         if b not in self.on_disk or not self.on_disk[b].moved:
@@ -191,29 +191,29 @@ class Buffers:
         return state | {name: on_disk.views(flat)[name] for name in on_disk.moved}
 
     def state_in_memory(self, b: int) -> dict[str, Tensor]:
-        """The part of a bucket's state that is in memory, by name."""
+        """The buffers of a bucket's optimizer state that are in memory, not on the disk, by name."""
         return {r.buffer: self.memory[r] for r in self._in_memory.get(("state", b), ())}
 
     def parameters(self, b: int) -> Flat:
-        """The parameters of a bucket, trainable or frozen; read from the disk if they live there."""
+        """The parameters of bucket `b`, trainable or frozen; parameters that live on the disk are read."""
         if b in self.weights:
             return self.weights[b]
         self.close()
         return Flat(self.on_disk[b].read_weights(), {})
 
     def frozen_master(self, b: int) -> Tensor | None:
-        """This rank's slice of a frozen bucket as it was loaded, in fp32, if that is kept; read from the disk if it
-        is there."""
+        """This rank's slice of the fp32 weights that frozen bucket `b` was loaded from, in memory or read from the
+        disk; None where only the rounded parameters are kept."""
         if b not in self.masters:
             return None
         return self.on_disk[b].read_part(MASTER) if b in self.on_disk else self.memory[Region(MASTER, (b,))]
 
     def ema(self, b: int) -> Tensor | None:
-        """This rank's slice of the moving average of a bucket's weights, if there is one; see `averages_left`."""
+        """This rank's slice of the stored moving average of a bucket's weights, or None; see `averages_left`."""
         return self.memory.get(Region(EMA.name, (b,)))
 
     def close(self) -> None:
-        """Write back the state that was read from the disk, if it was changed."""
+        """Write the bucket's state that `state` read from the disk back, if it was changed, and free its memory."""
         opened, changed = self._opened, self._changed
         self._opened, self._changed = None, False
         if opened is not None and changed:
@@ -256,7 +256,7 @@ def allocate(
     swap: SwapSpace | None,
     folders: Sequence[str],
 ) -> Buffers:
-    """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`."""
+    """Zeroed buffers for one State; on the disk they are in the swap space `swap` or in spill files in `folders`."""
     layout, regions = spec.layout, [*Regions(spec).state()]
     memory = allocate_regions((r for r in regions if r.buffer != "extent"), devices, folders)
     on_disk = {} if swap is None else states_on_disk(spec, swap)

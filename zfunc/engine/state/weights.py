@@ -1,6 +1,6 @@
-"""fp32 weights: into a State and out of it, for any format of the state and any number of ranks.
+"""The fp32 weights of a State, set and read, in any format of the optimizer state and on any number of ranks.
 
-After `put_weights` the parameters are what a step with these weights would have left.
+After `put_weights` a State's parameters have the bits that a step which ends with these weights would have left.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,10 +22,10 @@ PART = 1 << 20  # elements
 
 
 def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: bool = False) -> Tensor:
-    """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
+    """The fp32 weights of a bucket [bucket.numel], gathered from the slices of all ranks: a collective.
 
-    With `ema` they are the weights' moving average. Those of a frozen bucket are its parameters, or what these were
-    rounded from if that is kept. Read only: on one rank the result may be the master itself.
+    With `ema`, the moving average of the weights. The weights of a frozen bucket are its parameters, or the fp32
+    values that these were rounded from, if kept. Read only: on one rank the result may be the master itself.
     """
     home = buffers.homes.get(bucket.index)
     if home is None:
@@ -35,7 +35,7 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: b
 
 
 def _of_home(ranks: RankGroup, home: int, bucket: Bucket, own: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A bucket's parameters from the stage that has them, on the host: a collective of all stages."""
+    """A bucket's parameters on the host, from pipeline stage `home`, which has them: a collective of all stages."""
     own = torch.empty(bucket.numel, dtype=dtype, device="cpu") if own is None else own
     return ranks.from_stage(home, own)  # pyright: ignore  # StageRanks
 
@@ -51,7 +51,7 @@ def _bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: 
 
 
 def _kept_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
-    """The fp32 weights of a bucket that this rank has, on the host: its slice, or all."""
+    """The fp32 weights that this rank has of a bucket, on the host: its slice, or the whole bucket."""
     state = buffers.state(bucket.index)
     if FROZEN in state and MASTER not in state:
         return state[FROZEN].float()
@@ -61,7 +61,7 @@ def _kept_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
 
 
 def averaged(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor | None:
-    """This rank's slice of the moving average of a bucket's weights as it is now, if one is kept."""
+    """This rank's slice of the up-to-date moving average of a bucket's weights; None where none is kept."""
     average = buffers.ema(bucket.index)
     if average is None or bucket.index not in buffers.averages:
         return average
@@ -70,13 +70,13 @@ def averaged(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor | Non
 
 
 def kept_of_frozen(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
-    """This rank's slices of a frozen bucket's fp32 weights and their average, of those that are kept, by kind."""
+    """This rank's slices of a frozen bucket's fp32 weights and of their moving average, by kind, where kept."""
     kept = {FROZEN: buffers.frozen_master(bucket.index), EMA.name: averaged(buffers, bucket, ranks)}
     return {kind: x for kind, x in kept.items() if x is not None}
 
 
 def rounded(name: str, weights: Tensor, dtype: Precision) -> Tensor:
-    """The weights of a parameter in this precision. Raises ValueError, with its name, where they are too large."""
+    """The weights of parameter `name`, rounded to `dtype`. Raises ValueError where a weight is too large for it."""
     given = weights.to(TORCH_DTYPES[dtype])
     if given is not weights and not torch.equal(given.isfinite(), weights.isfinite()):
         raise ValueError(f"{name!r}: got a weight too large for {dtype}: save as bf16 or fp32")
@@ -86,8 +86,8 @@ def rounded(name: str, weights: Tensor, dtype: Precision) -> Tensor:
 def parameter_weights(
     buffers: Buffers, layout: Layout, ranks: RankGroup, *, ema: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once: its full name and fp32 weights on the host, in its shape; read only. With `ema` their
-    moving average.
+    """Yield every parameter once: its full name, and its fp32 weights in its shape, on the host; read only. With
+    `ema`, the moving averages of the weights.
 
     Each bucket is a collective: all ranks have to exhaust the iterator.
     """
@@ -106,10 +106,10 @@ def put_weights(
     *,
     keep_moments: bool = False,
 ) -> None:
-    """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters. Its
-    moments have to be 0, unless `keep_moments`.
+    """Set the weights of one parameter: in this rank's slice of the state, and where the rank has its parameters.
+    The parameter's moments have to be 0, unless `keep_moments`.
 
-    A part at a time, because splitting a master allocates.
+    Works on PART elements at a time, because splitting a master allocates.
     """
     flat, bucket = value.flatten(), layout.bucket_of(span)
     state, params = buffers.state(bucket.index, write=True), buffers.weights.get(bucket.index)
@@ -140,7 +140,7 @@ def put_weights(
 
 
 def begin_again(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
-    """Zero this rank's moments of a trained parameter; its moving average, if there is one, begins as `value`."""
+    """Zero this rank's moments of a trained parameter, and set its moving average, if one is kept, to `value`."""
     bucket, piece = layout.bucket_of(span), layout.piece(span, ranks.rank, ranks.world)
     start, stop = piece.at, piece.at + piece.stop - piece.start
     state = buffers.state(bucket.index, write=True)
@@ -151,7 +151,7 @@ def begin_again(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
 
 
 def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) -> None:
-    """Send the fp32 weights of these buckets from the state to where parameters live, on every rank: a collective
+    """Set the parameters of these buckets from the fp32 weights in the optimizer state, on every rank: a collective
     for each bucket of which a rank has more than its slice."""
     for bucket in (x for x in buckets if buffers.homes.get(x.index, ranks.stage) == ranks.stage):
         on_disk = bucket.index not in buffers.weights
@@ -172,7 +172,7 @@ def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) 
 
 
 def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Set the moving averages of frozen weights to these weights, which do not move."""
+    """Bring the stored moving averages of frozen weights up to date, so that `averages_left` is 1 again."""
     for bucket in (x for x in layout.frozen_buckets if x.index in buffers.averages):
         average, now = buffers.ema(bucket.index), averaged(buffers, bucket, ranks)
         if average is not None and now is not None:
@@ -181,7 +181,7 @@ def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def begin_averages(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Set the moving averages of weights to the weights."""
+    """Set the moving average of the weights of every bucket, where one is kept, to these weights."""
     for bucket in layout.all_buckets:
         average = buffers.ema(bucket.index)
         if average is not None and bucket.index in buffers.averages:
@@ -196,8 +196,8 @@ def begin_averages(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 def gathered(
     buffers: Buffers, spec: StepSpec, bucket: Bucket, device: torch.device, ranks: RankGroup
 ) -> dict[str, Tensor]:
-    """The parameters of a bucket by full name: where they live, or on the device if each rank has a slice, which
-    is a collective then."""
+    """The parameters of a bucket by full name: where they live, or, if each rank has a slice or one pipeline stage
+    has them, gathered on `device` by a collective."""
     home = buffers.homes.get(bucket.index)
     if home is not None:
         own = _gathered(buffers, spec, bucket, device, ranks) if home == ranks.stage else None
@@ -224,9 +224,9 @@ def _gathered(
 def segment_weights(
     buffers: Buffers, spec: StepSpec, s: int, device: torch.device, ranks: RankGroup, *, ema: bool = False
 ) -> dict[str, Tensor]:
-    """The parameters of segment `s` by full name, on the device. A collective where each rank has a slice.
+    """The parameters of segment `s` by full name, on `device`. A collective where each rank has a slice.
 
-    With `ema` they are the moving averages of the weights, rounded as the weights are, and each rank has a slice.
+    With `ema`, the moving averages of the weights, rounded to the dtype of the parameters: always a collective.
     """
     weights: dict[str, Tensor] = {}
     for b in spec.layout.weights_of(s):
