@@ -84,8 +84,8 @@ class MeasuredStep:
 
 @frozen(eq=False)
 class Machine:
-    """A machine beside its steps: `figures` of a Profile without what steps tell, those of the node for all its
-    ranks. `grouped` and `unified` are the Profile's."""
+    """A machine before any step was measured: the `figures` of a Profile that no step gives; figures of the node
+    are for all its ranks. `grouped` and `unified` are as in Profile."""
 
     title: str
     precision: Precision
@@ -97,14 +97,14 @@ class Machine:
 
 
 def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
-    """Train `turns` steps of `program` on `batch`, and as many overlapped ones, and describe the machine by them.
+    """The Profile of this machine, by `turns` steps of `program` on `batch`, and as many with its lanes overlapped.
 
     The program's schedule has to be Serial. The profile's memory is what is free before the program takes any.
     `folder` is on the drive that is measured: half a GiB is written there and removed. All ranks have to call
-    this.
+    `calibrate`.
 
-    Raises ValueError for another schedule, and for steps without the operations that give a rate; OutOfMemory where
-    the model does not fit; DiskError where `folder` cannot be written.
+    Raises ValueError for another schedule than Serial, and for steps without operations that give a rate;
+    OutOfMemory where the model does not fit; DiskError where `folder` cannot be written.
     """
     machine = measure_beside(program, Path(folder))
     alone, spent = clocked(program)
@@ -126,8 +126,8 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
 
 
 def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[MeasuredStep]]:
-    """`turns` measured steps of each of `programs`, which take turns at one new State. A turn in which a gradient
-    overflowed does not count."""
+    """`turns` measured steps of each of `programs`, which take turns at training one new State. A turn in which a
+    gradient overflowed does not count."""
     plans = [specialize(program, batch).plan for program in programs]
     state, skipped, counted = init(programs[0]), 0, list[list[MeasuredStep]]()
     while len(counted) < WARM_UP + turns:
@@ -145,7 +145,7 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
 
 
 def middle_half(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """The middle half of `steps` by their length: those that were disturbed are left out."""
+    """The middle half of `steps` by duration; the fastest and slowest quarters count as disturbed."""
     ordered = sorted(steps, key=lambda step: step.seconds)
     quarter = len(ordered) // 4
     return ordered[quarter : len(ordered) - quarter]
@@ -154,7 +154,7 @@ def middle_half(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 def operation_costs(steps: Iterable[MeasuredStep]) -> tuple[Measured, ...]:
     """The mean seconds of operations of equal kind, FLOPs and bytes, in `steps` of a plan with one lane.
 
-    Raises ValueError for more lanes, or no step.
+    Raises ValueError for a plan with several lanes, or without a step.
     """
     spent: dict[tuple[Kind, int, int, int], list[float]] = {}
     for step in steps:
@@ -179,8 +179,8 @@ def operation_costs(steps: Iterable[MeasuredStep]) -> tuple[Measured, ...]:
 
 
 def handoff(steps: Iterable[MeasuredStep]) -> float | None:
-    """Seconds from the end of an operation to the start of one on another lane that waits for it alone: the mean of
-    the middle half of all in `steps`. None without any."""
+    """Seconds from the end of an operation to the start of an operation on another lane that waits for nothing
+    else: the mean of the middle half of such pairs in `steps`; None without a pair."""
     gaps: list[float] = []
     for step in steps:
         ops, events = step.plan.graph.ops, {e.op: e for e in step.timeline.events}
@@ -197,7 +197,7 @@ def handoff(steps: Iterable[MeasuredStep]) -> float | None:
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line:
-    """The line through (bytes, seconds) with the least squared relative error, latency and rate not negative.
+    """Latency (s) and rate (bytes/s), neither below 0, of the line through (bytes, seconds) of least squares.
 
     >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
     (2e-06, 1000000000.0)
@@ -213,13 +213,13 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 
 
 def _rounded(value: float, digits: int = 6) -> float:
-    """To as many digits: the rest is noise."""
+    """`value` rounded to `digits` significant digits: the rest of a measurement is noise."""
     return float(f"{value:.{digits}g}")
 
 
 def clocked(program: Program) -> tuple[Program, list[tuple[Op, float]]]:
-    """The program, and a list that receives each operation and the seconds of its thread on a core in its stage: on
-    a device, those in which Python issues it. On the CPU, where stages compute, the program is as it was."""
+    """A copy of `program` whose stages append each operation, with the CPU seconds of its thread, to the returned
+    list: the time in which Python issues the operation. On the CPU, where stages compute, `program` itself."""
     spent: list[tuple[Op, float]] = []
     if not on_accelerator(program.device):
         return program, spent
@@ -237,8 +237,8 @@ def clocked(program: Program) -> tuple[Program, list[tuple[Op, float]]]:
 
 
 def issue_seconds(spent: Iterable[tuple[Op, float]]) -> dict[str, float]:
-    """By the figure's name, the seconds in which Python issues an operation of a kind: the median. An update also
-    sweeps in that time, so of the host's it is what a line through those of each size leaves for none."""
+    """Median seconds in which Python issues an operation of a kind, by the name of the Profile's figure. Host
+    updates also sweep memory in that time: the host's figure is the line through all sizes, at 0 bytes."""
     found: dict[Kind, dict[int, list[float]]] = {}
     for op, seconds in spent:
         if op.nbytes and not op.flops:
@@ -253,8 +253,8 @@ def issue_seconds(spent: Iterable[tuple[Op, float]]) -> dict[str, float]:
 
 
 def measure_handoff(num_ops: int = 1000) -> float:
-    """Seconds to wake a lane: what operations that do nothing take longer on two lanes, of which each waits for the
-    other, than on one."""
+    """Seconds to wake a lane: by how much longer `num_ops` empty operations take on two lanes that wait for each
+    other than on one lane, an operation."""
     x = Region("x")
     graph = Graph(tuple(Op(f"nothing{i}", (), "host", reads=(x,), writes=(x,)) for i in range(num_ops)))
     executor, device = Executor(torch.device("cpu")), torch.device("cpu")
@@ -272,7 +272,7 @@ def measure_handoff(num_ops: int = 1000) -> float:
 
 
 def measure_beside(program: Program, folder: Path) -> Machine:
-    """The system's description of the machine before the program takes memory, and what is timed alone."""
+    """The machine as the system describes it before the program takes memory, with arithmetic and drives timed."""
     device, precision = program.device, program.settings.precision
     has_own_memory, ranks = on_accelerator(device), min(local_ranks(), program.ranks.world)
     cores, host, callers = physical_cores(allowed_cpus()), available_host_bytes(), torch.get_num_threads()
@@ -311,12 +311,13 @@ def measure_beside(program: Program, folder: Path) -> Machine:
 
 
 def measured(how: str, values: Mapping[str, float]) -> dict[str, Figure]:
-    """Figures that were measured so; a latency is at most what a profile may have."""
+    """Figures of a Profile with `values`, by key, to 5 digits; `how` says how each was measured."""
     return {key: Figure(_rounded(value, 5), measured=how) for key, value in values.items()}
 
 
 def measure_disk(folder: Path) -> dict[Kind, Line]:
-    """Latency and rate of reading past the page cache, and of writing until the drive has it. Raises DiskError."""
+    """Latency (s), rate (bytes/s) of `folder`'s drive: reads past the page cache, synced writes. Raises
+    DiskError."""
     speeds = measure(folder)
     with (
         closing(DirectFile.unnamed(folder, ALIGNED)) as file,
@@ -339,7 +340,7 @@ def _median_seconds(call: Callable[[], Any]) -> float:
 
 
 def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of a product of square matrices, and of causal attention, forward and backward, of 16 heads of 128.
+    """FLOP/s of `device` in a product of square matrices, and in causal attention, both ways, of 16 heads of 128.
 
     Sizes double from 512 until the work takes `ENOUGH_SECONDS`, beside which a launch is nothing."""
 
@@ -372,8 +373,8 @@ def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float,
 
 
 def measure_launch(device: torch.device) -> float | None:
-    """Seconds of the host for one launch on `device`: those of forward and backward of a block so small that the
-    device waits for its host. None on the CPU, where nothing is launched."""
+    """Seconds of the host for one launch on `device`, from forward and backward of a block so small that the device
+    waits for its host. None on the CPU, where nothing is launched."""
     if not on_accelerator(device):
         return None
     with torch.device(device):
@@ -408,12 +409,12 @@ def make_profile(
     how: str,
     spent: Sequence[tuple[Op, float]] = (),
 ) -> Profile:
-    """The Profile of a machine, by the `operations` of its steps and the seconds of a `handoff`; `how` says how
-    these were measured. `spent` are those of `clocked`: where there are any, a hand-over is measured apart, as the
-    lanes of a step also wait for Python's lock.
+    """The Profile of `machine`, from the measured `operations` of its steps and the seconds of a `handoff`; `how`
+    says how both were measured. `spent` is the list of `clocked`: unless it is empty, a hand-over between lanes is
+    measured apart, as the lanes of a step also wait for Python's lock.
 
-    A rate of the node is that of each of its ranks, all running at once, times their number. Raises ValueError
-    where no operation gives the rate of a kind.
+    A rate of the node is the rate of one of its ranks, while all run, times their number. Raises ValueError where
+    no operation gives the rate of a kind.
     """
     ranks, rates, seconds = machine.local_ranks, dict[str, float](), {"handoff": min(1.0, handoff)}
     for kind in ("compute", "host", "d2h", "h2d", *(["network"] if machine.world > 1 else [])):

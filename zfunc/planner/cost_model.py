@@ -24,7 +24,7 @@ from zfunc.planner.profile import Profile
 
 
 def precision_for(machine: Profile | Hardware, precision: str) -> str:
-    """The precision; for "auto" bf16 where a profile has it, else fp16; fp32 where the device is the host."""
+    """The precision to plan with; for "auto" bf16, else fp16, as `machine` has them, and fp32 on a CPU."""
     if precision != AUTO:
         return precision
     if isinstance(machine, Hardware):
@@ -35,7 +35,7 @@ def precision_for(machine: Profile | Hardware, precision: str) -> str:
 
 @frozen
 class StepCosts:
-    """The costs of a micro-batch in each segment, as a `StepSpec` has them."""
+    """The costs of a micro-batch in each segment, the bytes of its targets and the names of auxiliary outputs."""
 
     costs: tuple[SegmentCost, ...] = field(converter=tuple[SegmentCost, ...])
     target_bytes: Count
@@ -48,9 +48,9 @@ Tracer: TypeAlias = Callable[[StepSettings, StepSpec, bool, bool], StepCosts]
 
 @frozen(eq=False)
 class SegmentCosts:
-    """Segments by their `parameters`, an optimizer, and one rank's batch of so many `rows`; `tokens` are the
-    elements of its targets. `trace` is asked for the costs; the bytes are as in `make_spec`, `tile_counts`
-    those to try; `resized` has the costs of another number of rows, where these are known."""
+    """A model's segments by their `parameters`, an optimizer, and one rank's batch of `rows` rows, whose targets
+    have `tokens` elements. `trace` returns the costs of passes; the bytes are as in `make_spec`; `tile_counts` are
+    numbers of tiles to try; `resized(rows)` has the costs of a batch of another size, where these can be known."""
 
     parameters: Sequence[Sequence[Parameter]]
     optimizer: Optimizer
@@ -64,7 +64,7 @@ class SegmentCosts:
     resized: Callable[[int], "SegmentCosts"] | None = None
 
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
-        """The spec of these settings, with costs of 0."""
+        """The StepSpec of the segments under `settings`, with costs of 0."""
         return make_spec(
             self.parameters,
             with_moments(self.optimizer, settings),
@@ -76,14 +76,14 @@ class SegmentCosts:
         )
 
     def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
-        """The spec with the costs of a micro-batch, on `grouped` Hardware or not. Segments recompute alike."""
+        """The StepSpec under `settings`, with traced costs of a micro-batch; `grouped` is as in Hardware."""
         spec = self.untraced(settings, on_gpu=on_gpu)
         return evolve(spec, **asdict(self.trace(settings, spec, on_gpu, grouped), recurse=False))
 
 
 @frozen(eq=False)
 class CostModel:
-    """A model, its batch and a machine, to plan with any settings. Keeps costs by the settings they need."""
+    """A model, its batch and a machine, to plan with any settings. Caches traced costs and planned steps."""
 
     segments: SegmentCosts
     machine: Profile | Hardware
@@ -91,19 +91,19 @@ class CostModel:
     _steps: dict[StepSettings, PlannedStep] = field(factory=dict[StepSettings, PlannedStep])
 
     def hardware(self, settings: StepSettings) -> Hardware:
-        """One rank's share of the machine."""
+        """One rank's share of the machine, as Hardware, for the precision and number of devices of `settings`."""
         if isinstance(self.machine, Hardware):
             return self.machine
         return self.machine.hardware(settings.precision, self.segments.world, settings.devices)
 
     def step(self, settings: StepSettings) -> PlannedStep:
-        """The step of these settings; kept, for who asks again. Raises ValueError for settings that cannot work."""
+        """The planned step of `settings`, cached. Raises ValueError for settings that cannot work together."""
         if settings not in self._steps:
             self._steps[settings] = PlannedStep(self.spec(settings), self.hardware(settings))
         return self._steps[settings]
 
     def spec(self, settings: StepSettings) -> StepSpec:
-        """The spec of these settings, with the costs of its segments."""
+        """The StepSpec of `settings`, with the traced costs of each segment in its own mode of recomputation."""
         spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
         modes = settings.recompute.split(",")
         by_mode = {x: self._traced(evolve(settings, recompute=x), spec.parts) for x in modes}
@@ -121,7 +121,7 @@ class CostModel:
         return not self.hardware(settings).unified
 
     def _traced(self, settings: StepSettings, parts: Parts) -> StepSpec:
-        """A spec with the costs of segments that all recompute the same, those of the `parts` of backward."""
+        """StepSpec with the costs of segments that all recompute alike; `parts` are those of backward. Cached."""
         key = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings, parts)
         if key not in self._costs:
             on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped

@@ -1,8 +1,8 @@
 """What a plan reads of a Hugging Face model, kept on the disk: the next plan of it needs no torch and no trace.
 
-A file has one answer: what a config describes, or what a batch costs. Its name is the hash of the question, in
-which is everything that the answer depends on. A file that is missing, damaged or of another question is answered
-anew and replaced. The latest MOST files stay. ZFUNC_CACHE=off turns this off.
+A file has one answer: what a config describes, or what a batch costs. Its name is the hash of the question, which
+includes everything that the answer depends on. If a file is missing, damaged or of another question, the answer is
+computed again and the file replaced. The latest MOST files stay. ZFUNC_CACHE=off turns this off.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 
 def cache_folder() -> Path:
-    """The folder of what zfunc keeps from run to run: `$XDG_CACHE_HOME/zfunc`, or `~/.cache/zfunc`."""
+    """The folder of zfunc's caches, kept from run to run: `$XDG_CACHE_HOME/zfunc`, or `~/.cache/zfunc`."""
     home = os.environ.get("XDG_CACHE_HOME")
     return Path(home or Path.home() / ".cache") / "zfunc"
 
 
 @cache
 def _versions() -> str:
-    """A hash of what costs depend on: the versions of other packages, and the sources of zfunc."""
+    """Hash of the code that traced costs depend on: versions of Python, torch and others, and zfunc's sources."""
     digest = hashlib.sha256(sys.version.encode())
     for name in ("torch", "transformers", "peft"):
         with suppress(metadata.PackageNotFoundError):
@@ -53,7 +53,7 @@ def _versions() -> str:
 
 
 def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
-    """`answer()`, or what it returned to the same `question` before: a value of JSON or of an attrs class."""
+    """`answer()`, of type `kind`, or from the disk the value it had for the same `question` in an earlier run."""
     if os.environ.get(VARIABLE) == OFF:
         return answer()
     asked = json.dumps([*question, _versions()])
@@ -77,7 +77,7 @@ def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
 
 @frozen
 class ModelFacts:
-    """The facts of a model that a plan reads beside its costs; parameters and buffer bytes by segment.
+    """Facts of a Hugging Face model that a plan reads beside its costs; parameters and buffer bytes by segment.
 
     `longest` is as in `zfunc.cli.simulated_model.SimulatedModel`.
     """
@@ -93,12 +93,12 @@ class ModelFacts:
 
     @property
     def owned(self) -> list[Parameter]:
-        """Every parameter; tied ones once."""
+        """Every parameter of the model; tied parameters once."""
         return [*{p.name: p for own in reversed(self.parameters) for p in own}.values()]
 
 
 def kept_trace(asked: Sequence[Any], trace: Tracer) -> Tracer:
-    """`trace`, where its costs of this batch and model, `asked` of it before, are not kept."""
+    """A Tracer that calls `trace` only for costs that are not on disk; `asked` identifies the model and batch."""
 
     def costs(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kinds = settings.precision, settings.fp32_params, settings.micro_batches

@@ -33,8 +33,8 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 
 def work_of(step: PlannedStep) -> Work:
-    """The time of a pass through each segment, which no order changes. Backward has what it recomputes, which takes
-    about as long as forward, and its half for the weights makes about as many products as that."""
+    """Time in units of 1 ns of a pass of each kind through each segment, in any order. Backward includes
+    recomputation, which takes about as long as forward; gradients of weights alone take about as long, too."""
     work: list[dict[str, int]] = []
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)
@@ -52,9 +52,9 @@ def work_of(step: PlannedStep) -> Work:
 def best_orders(
     step: PlannedStep, micro_batches: Sequence[int], places: Iterable[Mapping[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Changes to orders, with numbers of micro-batches, of which one may be the fastest: those whose passes take
-    least time of each kind, within what is worth a change, and with each number of micro-batches; of these also
-    what other `places` allow."""
+    """Changes of settings to an `order` and a number of `micro_batches` that may be the fastest: by arithmetic, the
+    best of each kind of order and of each number of micro-batches, each also with the changes of settings in
+    `places` that allow it."""
     settings, work = step.settings, work_of(step)
     counts = [*dict.fromkeys((settings.micro_batches, *micro_batches))]
     found = {(x, m): _least_makespan(step, x, m, work) for x in {*_orders(step, work)} for m in counts}
@@ -81,8 +81,8 @@ def best_orders(
 
 
 def shifted(step: PlannedStep) -> list[str]:
-    """The order with one segment in the stage beside its own: from the device that lacks memory; where none does,
-    the two whose passes take least time."""
+    """Up to two orders, the fastest first, like that of `step` but with one segment moved to the next stage, from a
+    device that lacks memory, if there is one."""
     name, _, cut = str(step.settings.order).partition(":")
     if not cut or "/" in cut:
         return []
@@ -100,7 +100,7 @@ def shifted(step: PlannedStep) -> list[str]:
 
 
 def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
-    """Published orders with stages that are cut by cost; and by number, where copies take longer than compute."""
+    """Names of published orders with stages cut by cost in `work`; also by number if copies outlast compute."""
     devices, costs = step.settings.devices, [x[F] + x[B] for x in work]
     if step.work["compute"] < max(step.work.values()):
         yield from STAGES
@@ -135,7 +135,7 @@ def _largest(costs: Sequence[float], cut: Sequence[int]) -> float:
 
 
 def _allowed(step: PlannedStep, there: Mapping[str, str], order: str, micro_batches: int) -> bool:
-    """Whether an order fits where things are, and other settings."""
+    """Whether `order` is valid with the settings of `step`, changed to the places `there` and `micro_batches`."""
     with suppress(ValueError):
         settings = evolve(step.settings, **there, order=order, micro_batches=micro_batches)
         evolve(step.spec, order=make_order(settings.order), settings=settings)
@@ -144,8 +144,8 @@ def _allowed(step: PlannedStep, there: Mapping[str, str], order: str, micro_batc
 
 
 def _least_makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
-    """What no device can be faster than: its passes, after what comes before the first of them, and before what
-    follows the last, of one micro-batch; infinite where there is no such order."""
+    """A lower bound, in units, of the time of `order`: the largest, over the devices, of a device's passes plus the
+    passes of one micro-batch before its first pass and after its last; infinite for an invalid order."""
     with suppress(PlanError):
         listed, one, trained, _ = _passes(step, order, micro_batches, work)
         forward = [0, *accumulate(x[F] for x in one)]
@@ -162,7 +162,7 @@ def _least_makespan(step: PlannedStep, order: str, micro_batches: int, work: Wor
 
 
 def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
-    """The time of the passes of that order, in units; infinite where there is none of so many segments."""
+    """The time of all passes under `order`, in units; infinite for an order that is invalid for the segments."""
     with suppress(PlanError):
         listed, one, trained, hops = _passes(step, order, micro_batches, work)
         return passes_in(listed, trained, one, hops)[-1][0]
@@ -172,9 +172,9 @@ def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> 
 def _passes(
     step: PlannedStep, order: str, micro_batches: int, work: Work
 ) -> tuple[list[list[Pass]], list[dict[str, int]], list[int], list[int]]:
-    """The passes of each device, the time of one through each segment, the trained ones, the time of hops.
+    """By device the passes under `order`, by segment the times of a pass, trained segments, times of hops.
 
-    Those of more micro-batches are as much shorter: nothing is known of what each takes beside its rows.
+    The time of a pass is taken to be in proportion to the rows of a micro-batch.
     """
     settings, spec, count = step.settings, step.spec, step.spec.num_segments
     trained = [x for x in range(count) if spec.layout.buckets_of(x)]

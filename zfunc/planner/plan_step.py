@@ -79,12 +79,12 @@ def plan(
     - `hardware`: the name of a profile, the path of one that `zfunc calibrate` wrote, a Profile or a Hardware.
     - `world`: ranks. `advice`: also plan changes that may help, which takes longer.
 
-    The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
+    The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, where names win. Also,
     `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
     deferral, where parameters and activations live, what each share of the segments recomputes, and
     the order of micro-batches. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the
-    device is the host. `offload_ratio`, `recompute` and the places of "auto" are the fastest that fit; the disk is
-    one where the host is full; `tiles` as few as fit.
+    device is the host. `offload_ratio`, `recompute` and places that are "auto" become the fastest that fit; the
+    disk is a place where the host is full; `tiles` become as few as fit.
 
     {settings}
 
@@ -114,8 +114,8 @@ def plan(
 def plan_settings(
     model: CostModel, settings: StepSettings, *, advice: bool = True, watch: Watch | None = None
 ) -> Planned:
-    """Plan `settings`, of which some may be "auto", as in `plan`. A search may have a `watch`; one that is stopped
-    gives no advice."""
+    """Plan a step of `model` under `settings`, of which some may be "auto", as in `plan`. A `watch` follows the
+    search and may stop it; after a stopped search there is no advice."""
     if settings.pp > 1:
         raise PlanError(
             f"pp: got {settings.pp}, expected 1 in a plan: devices={settings.pp} plans the same passes on the "
@@ -154,7 +154,7 @@ def plan_settings(
 
 
 def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSettings:
-    """The settings, with weights that several devices use on the host if that may be."""
+    """`settings`, with parameters on the host if the step is impossible otherwise and the search may move them."""
     try:
         model.step(settings)
     except PlanError:
@@ -164,8 +164,8 @@ def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSet
 
 
 def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
-    """The suggestion with the least host memory, or drives, that one can buy and with which it fits; None where it
-    lacks anything else."""
+    """The suggestion `lacking` plus the least host memory, or drives, on sale with which the step fits; None where
+    the step lacks memory of another tier."""
     step, profile = lacking.step, model.machine
     for tier, sizes in SOLD.items() if isinstance(profile, Profile) else ():
         for size in sizes if {*step.lacking} == {tier} else ():
@@ -181,7 +181,7 @@ def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
 
 
 def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """Advice beyond settings: a larger batch where the device waits, or another card."""
+    """Advice beyond settings: a larger batch for a `step` that fits and whose device waits, else another card."""
     if step.fits:
         yield from _larger_batch(model, step)
     if isinstance(model.machine, Profile) and not step.fits:
@@ -199,14 +199,14 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
 
 
 def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """The batch, doubled as long as that gains: in larger micro-batches, or in more where these have no room; with
-    activations, and parameters, on the host where the device has none."""
+    """Suggest a larger batch, doubled while tokens/s grow: by larger micro-batches, or more of them where those do
+    not fit; with activations, then parameters too, on the host where the device has no room."""
     settings, segments = step.settings, model.segments
     if _same_for_any_rows(step) <= WORTH_SAYING * step.seconds:
         return
 
     def larger(times: int, gain: float) -> Iterator[PlannedStep]:
-        """Steps of so many times the batch that fit and by arithmetic may gain so much, the fastest last."""
+        """Steps with `times` the batch that fit and may train `gain` times the tokens/s; the fastest last."""
         ways = [(model, times * settings.micro_batches)]
         if segments.resized is not None:
             bigger = CostModel(segments.resized(times * segments.rows), model.machine)
@@ -230,7 +230,7 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
                     most = new.seconds * (1 - WORTH_SAYING)
 
     def most_gained(times: float) -> float:
-        """What so many times the batch gain at most: it takes no less than the step, and its own compute."""
+        """Upper bound of the gain in tokens/s of `times` the batch, from the step's time and its compute."""
         return times * step.seconds / max(step.seconds, times * step.work["compute"])
 
     # First the largest up to which each may gain on what the one before it gains at most; if it does, none of them
@@ -251,8 +251,8 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
 
 
 def _same_for_any_rows(step: PlannedStep) -> float:
-    """The most seconds of a step that do not grow with the rows of a micro-batch: those in which the device waits,
-    those of its launches, and those in which it passes what it keeps and parameters."""
+    """Upper bound of the seconds of `step` that do not grow with the rows of a micro-batch: the device waits,
+    launches kernels, or reads and writes parameters and other kept memory."""
     spec, kept = step.spec, step.kept["device"]
     kept += sum(x.numel * x.element_bytes for x in spec.places)
     passed = step.settings.micro_batches * PASSED * kept / step.hardware.rates["compute"]
@@ -265,11 +265,11 @@ def most_that_fit(
     watch: Watch | None = None,
     told: Callable[[int], str] = str,
 ) -> int:
-    """The largest count from 1 to `most`, of layers, sequences or tokens, whose step fits; 0 if not even that of 1.
-    With a `watch` that is stopped, the largest that was found to fit; it is `told` of a count by these words.
+    """The largest count from 1 to `most`, of layers, sequences or tokens, whose step fits; 0 if none does. If
+    `watch` is stopped, the largest count found to fit so far; `told(count)` is the watch's text for a count.
 
-    The step of the result was planned and fits; that of one more was planned and does not, or is not asked for. A
-    step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count is
+    The step of the result was planned and fits; the step of one more was planned and does not, or is above `most`.
+    A step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count is
     read off the line through two that are known.
     """
     known: dict[int, PlannedStep] = {}
@@ -281,7 +281,7 @@ def most_that_fit(
         return known[count].fits
 
     def too_much(count: int) -> bool:
-        """Whether it does not fit where memory is on the line through the nearest known steps."""
+        """Whether `count` does not fit, its memory estimated on the line through two planned steps."""
         a, b = sorted((low, high if high in known else max(x for x in known if x < low)))
         at_a, at_b = known[a].memory, known[b].memory
         needed = {tier: n + (at_b[tier] - n) * (count - a) // (b - a) for tier, n in at_a.items()}
@@ -303,7 +303,7 @@ def most_that_fit(
 
 
 def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Space | None:
-    """The settings that a search varies: all for `schedule` "auto", else those that are "auto"; None if none is."""
+    """Values of the settings that a search varies: all for `schedule` "auto", else of those that are "auto"."""
     space: dict[str, tuple[Any, ...]] = {**SPACE, "tiles": tuple(tile_counts)}
     ordered: dict[str, tuple[Any, ...]] = {"order": ()} if settings.order == AUTO else {}
     if ordered and settings.micro_batches == 1:
@@ -319,6 +319,6 @@ def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Spa
 
 
 def search_start(settings: StepSettings) -> StepSettings:
-    """The settings where a search begins: those that are "auto" at their defaults."""
+    """`settings` with those that are "auto" at their defaults: the point where a search begins."""
     auto = {f.name: f.default for f in fields(StepSettings) if getattr(settings, f.name) == AUTO}
     return evolve(settings.at(**auto), swap=())

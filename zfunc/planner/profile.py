@@ -4,8 +4,8 @@ A figure is a peak from a data sheet, an assumption with its reason, or a measur
 share of each peak that is counted on, so what is assumed is in the profile, in words, and not in this code.
 `profiles/` has those that come with zfunc, `zfunc calibrate` writes others.
 
-The invariant: a Profile has every figure it needs, each of a plausible size in its table's unit, with its origin;
-one that is written reads back as the same.
+The invariant: a Profile has every required figure, each of a plausible size in its table's unit, with its origin;
+a Profile that is written to a file reads back equal.
 """
 
 import json
@@ -109,10 +109,10 @@ class Profile:
     """A machine: `figures[table][key]`, in the unit that the table is named after (see TABLES).
 
     `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
-    device is the host; `grouped` is the Hardware's. Tables "shared.RESOURCE" are what kinds of operations compete
-    for (see `Hardware`), on all devices or on so many `devices`, one after the other. Unless one is shared by all,
-    or the device is the host, copies compete with the host's work for host memory, too. Drives that read and write
-    at once are shared in proportion, unless there is a "shared.disk".
+    device is the host; `grouped` is as in Hardware. A table "shared.RESOURCE" has the shares of a resource that
+    kinds of operations take (see `Hardware`); all devices share the resource, or groups of `devices` neighbours.
+    Unless a resource is shared by all, or the device is the host, copies compete with the host's work for host
+    memory, too. Drives that read and write at once are shared in proportion, unless there is a table "shared.disk".
     `measured` are operations timed on the machine.
 
     Raises ValueError with the profile, the table and the key for a figure that is missing or implausible.
@@ -151,32 +151,32 @@ class Profile:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions with known FLOP/s."""
+        """The precisions whose FLOP/s the profile has."""
         return tuple(p for p in PRECISIONS if p in self.figures.get("flops_per_s", {}))
 
     def value(self, table: str, key: str) -> float:
-        """A figure's value. Raises ValueError where it is unknown."""
+        """Value of the figure `key` of `table`, in the table's unit. Raises ValueError for a missing figure."""
         return self._figure(table, key).value
 
     def reached(self, table: str, key: str) -> float:
-        """A peak times its share that is counted on."""
+        """The peak `key` of `table` times the share of it that is counted on, in the table's unit."""
         share = f"{key}_bytes" if table == "bytes" else key
         return self.value(table, key) * self.value("reached", share)
 
     @property
     def given(self) -> dict[str, float]:
-        """The figures that `replace_figures` replaced, by table and key."""
+        """Values of the figures that `replace_figures` replaced, by "table.key"."""
         of = ((f"{x}.{key}", f) for x, figures in self.figures.items() for key, f in figures.items())
         return {place: figure.value for place, figure in of if figure.assumed == GIVEN}
 
     @property
     def device_bytes(self) -> float:
-        """A device's bytes for tensors: those that are counted on, less the context of the process."""
+        """Bytes of a device that tensors may use: its counted-on memory less the context of the process."""
         context = self.figures["bytes"].get("context")
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
     def hardware(self, precision: str, world: int = 1, devices: int = 1) -> Hardware:
-        """One rank's share of the machine, of `world` ranks that compute in `precision` on so many devices each.
+        """One rank's share of the machine; `world` ranks compute in `precision` on `devices` devices each.
 
         The ranks of a node share its cores, host memory, bandwidth and disk evenly. Collectives run at the rate
         inside the node while all ranks are in one; between nodes at that of all ports of a node together, as
@@ -237,7 +237,7 @@ class Profile:
         )
 
     def _collectives(self, world: int, local: int) -> Iterator[tuple[float, float]]:
-        """Latency and rate of an all-gather or a reduce-scatter by each algorithm, the plain ring first.
+        """Latency (s) and rate (bytes/s) of an all-gather or reduce-scatter by algorithm, the plain ring first.
 
         A ring has world - 1 hops, of which one fewer than there are nodes are between nodes.
         """
@@ -306,7 +306,7 @@ class Profile:
 
 
 def replace_figures(profile: Profile, values: Mapping[str, float]) -> Profile:
-    """`profile` with other values of some figures, by table and key; a figure that changes is assumed.
+    """A copy of `profile` with new values of some figures, by "table.key"; a replaced figure counts as assumed.
 
     Raises ValueError for a table or a key that is not known, and for an implausible value.
 
@@ -327,7 +327,7 @@ def replace_figures(profile: Profile, values: Mapping[str, float]) -> Profile:
 
 @cache
 def profile_names() -> tuple[str, ...]:
-    """The profiles that come with zfunc.
+    """Names of the profiles that come with zfunc.
 
     >>> "v100-32gb" in profile_names()
     True
@@ -336,9 +336,9 @@ def profile_names() -> tuple[str, ...]:
 
 
 def load_profile(name: str | PathLike[str]) -> Profile:
-    """The profile of that name, or in a file of that path.
+    """The profile that comes with zfunc under this name, or the profile in the file at this path.
 
-    Raises FileNotFoundError where there is neither, and ValueError for a file that is not a profile.
+    Raises FileNotFoundError for an unknown name or path, and ValueError for a file that is not a profile.
 
     >>> load_profile("h100").value("count", "devices")
     8
@@ -356,7 +356,7 @@ def load_profile(name: str | PathLike[str]) -> Profile:
 
 
 def box_of(name: str, gpus: int) -> str:
-    """The profile of the smallest machine that is known to have so many of a profile's cards, else its own name.
+    """Name of the profile of the smallest machine with at least `gpus` cards of profile `name`; else `name`.
 
     >>> box_of("rtx4090", 2), box_of("rtx4090", 4), box_of("h100", 8), box_of("t4", 2)
     ('rtx4090x2', 'rtx4090x8', 'h100', 't4')
@@ -374,8 +374,8 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 @frozen
 class _File:
-    """The tables that a profile's file may have; with a profile as `base`, figures that are left out, `unified`
-    and `grouped` are as there."""
+    """The tables that a profile's file may have; figures, `unified` and `grouped` that the file leaves out are
+    taken from the profile named as `base`."""
 
     base: str = ""
     title: str = ""
@@ -421,7 +421,7 @@ def parse_profile(text: str, name: str) -> Profile:
 
 
 def profile_text(profile: Profile) -> str:
-    """The file of a profile; `parse_profile` reads it back."""
+    """The TOML text of the file of `profile`; `parse_profile` reads the same profile from it."""
     return "\n".join(_lines(profile)) + "\n"
 
 
@@ -447,7 +447,7 @@ def _lines(profile: Profile) -> Iterator[str]:
 
 
 def _plain(value: str | float) -> str:
-    """A value as TOML: a number in as few digits as are exact."""
+    """`value` as TOML text; a number in the fewest digits that read back exactly."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     short = f"{value:g}"

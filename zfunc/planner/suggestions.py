@@ -1,7 +1,7 @@
-"""Changes that make a step fit, or make it faster: each a step of the search from where it is, planned.
+"""Changes of settings that make a step fit, or make a step faster: each one move of the search, planned.
 
 A change is one move of the search (`zfunc.planner.search`), here also of settings that change numbers. Where no
-single one is enough, the search goes on, and what was not needed of its result is taken back.
+single change is enough, the search goes on, and changes of its result that are not needed are taken back.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ FOLDERS = "needs folders for it: swap"
 
 @frozen(eq=False)
 class Suggestion:
-    """Settings to change, by name, the step with them, and what that gains and costs."""
+    """Settings to change, by name, with their new values; the step so planned; its gains and costs as text."""
 
     changes: Mapping[str, Any] = field(converter=dict[str, Any])
     step: PlannedStep
@@ -42,12 +42,12 @@ class Suggestion:
         return brief(self, "changes", "effect")
 
     def __str__(self) -> str:
-        """The changes as Python arguments, and their effect."""
+        """The changes of settings as Python arguments, a colon, and their effect."""
         return f"{self.arguments}: {self.effect}"
 
     @property
     def arguments(self) -> str:
-        """The changes as Python arguments, such as "micro_batches=2, offload_ratio=1.0"."""
+        """The changes of settings as Python arguments, such as "micro_batches=2, offload_ratio=1.0"."""
         return ", ".join(f"{name}={value!r}" for name, value in self.changes.items())
 
 
@@ -60,13 +60,14 @@ def suggest(
     settable: Collection[str] | None = None,
     buy: Callable[[Suggestion], Suggestion | None] = lambda _: None,
 ) -> tuple[Suggestion, ...]:
-    """Changes that help `step`, the best first. `rows` is the size of a rank's batch, `tile_counts` are the tiles
-    of a row to try; `step_of` plans others, and `buy` adds the memory that a suggestion lacks, if that is sold.
+    """Changes of settings that help `step`, the best first. `rows` is the size of a rank's batch, `tile_counts` are
+    numbers of tiles of a row to try; `step_of` plans other settings, and `buy` adds the memory that a suggestion
+    lacks, if such memory is sold.
 
-    Where `step` does not fit: every setting that alone makes it fit, changed as little as that takes, the fastest
-    first; if there is none, of what a search finds, what cannot be left out; if that is not enough, what it
-    found; and the least memory to buy. Where it fits: changes that make it faster and still fit. Only settings in
-    `settable` change, if it is given.
+    If `step` does not fit: every setting that alone makes the step fit, changed as little as possible, the fastest
+    first; if there is none, the changes a search finds, without those not needed; and the least memory to buy. If
+    `step` fits: changes with which it is faster and still fits. Only settings in `settable` change, unless it is
+    None.
     """
     advisor = _Advisor(step_of, step, rows, tile_counts, settable)
     return tuple(advisor.faster()[:MOST] if step.fits else advisor.fitting(buy))
@@ -74,7 +75,7 @@ def suggest(
 
 @frozen(eq=False)
 class _Advisor:
-    """A step, and how others are planned."""
+    """Finds suggestions for `step`; `step_of` plans the step of other settings."""
 
     step_of: Callable[[StepSettings], PlannedStep]
     step: PlannedStep
@@ -92,7 +93,7 @@ class _Advisor:
 
     @cached_property
     def space(self) -> Space:
-        """The values of a search, and of settings that change numbers those that take less memory or time."""
+        """Values to try by setting: a search's values, and values with less memory or time that alter numbers."""
         now, fits = self.settings, self.step.fits
         formats, moments = {b.state_format for b in self.step.spec.layout.buckets}, dict[Any, Any]()
         for x in VALUES["moments"][VALUES["moments"].index(now.moments) :]:
@@ -108,7 +109,7 @@ class _Advisor:
         return {x: of for x, of in space.items() if self.settable is None or x in self.settable}
 
     def moves(self) -> dict[str, list[Any]]:
-        """The moves of a search's first round that change one setting: its values in their order."""
+        """For each setting that a single move of a search's first round changes, its new values in order."""
         values: dict[str, list[Any]] = {"order": [*shifted(self.step)]}
         for changes in (x for coordinate in COORDINATES for x in coordinate(self.step, self.space, True)):
             new = [(name, value) for name, value in changes.items() if value != getattr(self.settings, name)]
@@ -117,8 +118,8 @@ class _Advisor:
         return values
 
     def planned(self, changes: Mapping[str, Any] | None) -> Suggestion | None:
-        """The step with these changes and all that they need; None where they are not possible or not settable, or
-        where by arithmetic it is not faster than one that fits, or lacks more than one that does not."""
+        """The step with `changes` and further ones they need; None where these are impossible or not settable, or,
+        by arithmetic, the step is no faster (if the old step fits) or lacks more memory (if it does not)."""
         new = moved(self.settings, self.step.spec.world, **changes) if changes else None
         found = differing(new, self.settings) if new is not None else {}
         if new is None or not found or not (self.settable is None or found.keys() <= {*self.settable}):
@@ -139,7 +140,7 @@ class _Advisor:
     # --- to make it faster ---------------------------------------------------------------------------------
 
     def faster(self) -> list[Suggestion]:
-        """The fastest value of each setting that fits, with activations on the host or not, and is faster."""
+        """For each setting the fastest value that fits and speeds up the step, activations on the host or not."""
         found: list[Suggestion] = []
         waits = self.step.work["compute"] < self._enough
         for name, values in self.moves().items():
@@ -157,7 +158,7 @@ class _Advisor:
     # --- to make it fit ------------------------------------------------------------------------------------
 
     def fitting(self, buy: Callable[[Suggestion], Suggestion | None]) -> list[Suggestion]:
-        """Single changes after which it fits, or of a search's result what is needed; and the least to buy."""
+        """Single changes with which the step fits, else a search's changes; and the least memory to buy."""
         found: list[Suggestion] = []
         short = [Suggestion({}, self.step, "")]
         for name, values in self.moves().items():
@@ -177,7 +178,7 @@ class _Advisor:
         return [x for x in fitting if x.changes]
 
     def _searched(self) -> Suggestion:
-        """What is needed of a search's result, which changes numbers only where nothing else fits."""
+        """The needed changes of a search's result; results of training change only where nothing else fits."""
 
         def planned(settings: StepSettings) -> PlannedStep:
             if self.settable is not None and not differing(settings, self.settings).keys() <= {
@@ -204,18 +205,18 @@ class _Advisor:
 
 
 def _shortage(suggestion: Suggestion) -> tuple[int, float]:
-    """The bytes that are lacking; the less, and the faster, the better."""
+    """Sort key of a suggestion, the best least: bytes of memory that its step lacks, then its seconds."""
     return sum(suggestion.step.lacking.values()), suggestion.step.seconds
 
 
 def _once(found: Sequence[Suggestion]) -> list[Suggestion]:
-    """The fastest of those that change the same settings, the fastest first."""
+    """Of suggestions that change the same settings only the fastest; the fastest of all first."""
     by_speed = sorted(found, key=lambda x: x.step.seconds)
     return [*{frozenset(x.changes): x for x in reversed(by_speed)}.values()][::-1]
 
 
 def effect(changes: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
-    """The gains and costs of the `new` step against the `old` one, with notes on the changes between them."""
+    """Text on the gains and costs of the `new` step against the `old` one, with notes on the `changes`."""
     fits = "fits, " if new.fits and not old.fits else ""
     shortage = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
     notes = [NOTES[name] for name in changes if name in NOTES]
