@@ -256,7 +256,7 @@ def allocate(
     swap: SwapSpace | None,
     folders: Sequence[str],
 ) -> Buffers:
-    """Zeroed buffers for one State; on the disk they are in the swap space `swap` or in spill files in `folders`."""
+    """Zeroed buffers for one State; on the disk they are in the swap space `swap` or spill files in `folders`."""
     layout, regions = spec.layout, [*Regions(spec).state()]
     memory = allocate_regions((r for r in regions if r.buffer != "extent"), devices, folders)
     on_disk = {} if swap is None else states_on_disk(spec, swap)
