@@ -764,7 +764,8 @@ def test_what_passes_between_ranks_is_in_pinned_memory(
 
     ranks = SimpleNamespace(send=lambda _, __, *message: wire.extend(message), receive=receive)
     one = torch.device(device, 0)
-    step: Any = SimpleNamespace(ranks=ranks, devices=[one], calls=[None], device_of=lambda *x: x[-1])
+    spec = SimpleNamespace(device_of=lambda *x: x[-1])
+    step: Any = SimpleNamespace(ranks=ranks, devices=[one], calls=[None], spec=spec)
     monkeypatch.setattr(move_stages, "wait_for_copies", lambda _: torch.accelerator.synchronize())
     mem: Any = {"made": {"x": torch.arange(6.0, device=one)}}
     for name, source, target in ((verb, "made", "wire"), (verb.replace("send", "recv"), "wire", "arrived")):
