@@ -197,7 +197,7 @@ def handoff(steps: Iterable[MeasuredStep]) -> float | None:
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line:
-    """Latency (s) and rate (bytes/s), neither below 0, of the line through (bytes, seconds) of least squares.
+    """Latency (s) and rate (bytes/s), 0 or more, of the line through (bytes, seconds) of least relative error.
 
     >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
     (2e-06, 1000000000.0)
@@ -316,7 +316,7 @@ def measured(how: str, values: Mapping[str, float]) -> dict[str, Figure]:
 
 
 def measure_disk(folder: Path) -> dict[Kind, Line]:
-    """Latency (s), rate (bytes/s) of `folder`'s drive: reads past the page cache, synced writes. Raises
+    """Latency (s) and rate (bytes/s) of a drive's reads past the page cache, and synced writes. Raises
     DiskError."""
     speeds = measure(folder)
     with (

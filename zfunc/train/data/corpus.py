@@ -29,13 +29,13 @@ _ROUNDS = 3  # of the Feistel network; each mixes both halves
 
 @frozen(eq=False)
 class TokenStream:
-    """Tokens one after another, memory-mapped. Sequences are windows of them; or of whole documents, in the order
-    of the data, as many in each as fit, and the rest is padding.
+    """A memory-mapped stream of tokens. Sequences are windows of the stream, or whole documents in the order of the
+    data, as many in a sequence as fit, the rest padding.
 
     A document longer than a sequence is cut into pieces, each like a document of its own, or dropped, or its end is
-    kept. Pieces without a label are left out. `bounds` [pieces + 1] are where pieces begin and the last one ends
-    among those that are there, `starts` [pieces] where they begin in `tokens`; sequence r has the pieces from
-    `firsts[r]` up to `firsts[r + 1]`. The place of a sequence is where its window begins, or its number r.
+    kept. Pieces without a label are left out. `bounds` [pieces + 1] are the edges of the pieces, joined together,
+    `starts` [pieces] the beginnings of pieces in `tokens`; sequence r has the pieces from `firsts[r]` up to
+    `firsts[r + 1]`. The place of a sequence is the position of its window, or its number r.
 
     >>> stream = TokenStream(np.arange(1000, dtype=np.uint16))
     >>> inputs, targets = stream.read(stream.order(10, 4, seq_length=8, seed=0), seq_length=8)
@@ -60,12 +60,12 @@ class TokenStream:
 
     @property
     def weighted(self) -> bool:
-        """Whether sequences may have unequally many tokens of which the loss counts."""
+        """Whether sequences of the stream may differ in the number of tokens of which the loss counts."""
         return self.loss_mask is not None or self.firsts is not None
 
     def of_whole_documents(self, ends: np.ndarray, seq_length: int, long: str = "cut") -> "TokenStream":
-        """With sequences of whole documents, which end at `ends` [documents], ascending; `long`, one of LONG, says
-        what becomes of a longer one."""
+        """A copy of the stream with sequences of whole documents, which end at `ends` [documents], ascending;
+        `long`, one of LONG, is the treatment of documents longer than `seq_length`."""
         starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
         fits = ends - starts <= seq_length
         if long == "refuse" and not fits.all():
@@ -94,7 +94,7 @@ class TokenStream:
         return evolve(self, bounds=bounds, starts=starts, firsts=np.array(firsts, np.int64))
 
     def _labels(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """How many labels each of these pieces has, which follow each other: of all its tokens but the first."""
+        """The number of labels in each piece from `starts` to `stops`: one for each token but the first."""
         if self.loss_mask is None or not len(starts):
             return stops - starts - 1
         edges = np.stack([starts, stops], axis=1).ravel()[:-1]
@@ -102,14 +102,14 @@ class TokenStream:
         return sums - self.loss_mask[starts]
 
     def unlearned(self, seq_length: int) -> int:
-        """How many sequences of an epoch have no label: windows, where these begin at the first token."""
+        """The number of sequences without a label among an epoch's windows; 0 for whole documents."""
         if self.loss_mask is None or self.firsts is not None:
             return 0
         starts = np.arange(self.num_sequences(seq_length)) * seq_length
         return int((self._labels(starts, starts + seq_length + 1) == 0).sum())
 
     def num_sequences(self, seq_length: int) -> int:
-        """The number of sequences in an epoch. Raises ValueError for data shorter than `seq_length + 1`.
+        """The number of sequences in an epoch. Raises ValueError for windows of fewer than `seq_length + 1` tokens.
 
         One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and
         the epoch of a position is a plain division.
@@ -124,10 +124,10 @@ class TokenStream:
         return max(1, (len(self) - seq_length) // seq_length)
 
     def order(self, position: int, count: int, *, seq_length: int, seed: int) -> list[int]:
-        """The places of the `count` sequences from `position` on, counted since the start of training.
+        """The places of `count` sequences from `position` on, in sequences since the start of training.
 
-        An epoch visits each sequence once; each has its own order, and its own offset of the windows. Raises what
-        `num_sequences` raises.
+        An epoch visits each sequence once; each epoch has its own order, and its own offset of the windows. Raises
+        ValueError for too few tokens.
         """
         total, places = self.num_sequences(seq_length), list[int]()
         for epoch, index in (divmod(p, total) for p in range(position, position + count)):
@@ -139,7 +139,7 @@ class TokenStream:
         return places
 
     def spread(self, limit: int, *, seq_length: int) -> list[int]:
-        """The places of at most `limit` evenly spaced sequences. Raises what `num_sequences` raises."""
+        """The places of at most `limit` evenly spaced sequences. Raises ValueError for too few tokens."""
         total, unit = self.num_sequences(seq_length), 1
         if self.firsts is None:
             total, unit = (len(self) - 1) // seq_length, seq_length
@@ -149,7 +149,7 @@ class TokenStream:
     def read(
         self, places: Sequence[int], *, seq_length: int, vocab_size: int | None = None
     ) -> tuple[Any, Tensor]:
-        """The sequences at these places: inputs, and labels, int64 [sequences, seq]; -100 where no loss counts.
+        """Inputs and labels of the sequences at `places`, int64 [sequences, seq]; -100 where no loss counts.
 
         Inputs of whole documents have `position_ids` too, which start at 0 in each. Raises ValueError for a token
         of `vocab_size` or more.
@@ -179,7 +179,7 @@ class TokenStream:
         starts: np.ndarray,
         firsts: np.ndarray,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The label of a token is the next one of its document: there is none at its end, and in the padding."""
+        """Inputs and labels of the sequences of whole documents `numbers`; no label after a document's end."""
         shape = (len(numbers), seq_length)
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions = np.zeros(shape, np.int64)
@@ -200,8 +200,8 @@ class TokenStream:
         return inputs, torch.from_numpy(labels)
 
     def first_prompt(self, seq_length: int) -> list[int]:
-        """Tokens to continue in a sample: the first prompt, of at most three quarters of a sequence; without
-        prompts, the beginning.
+        """Tokens for a sample to continue: the first prompt of the data, at most three quarters of a sequence;
+        without prompts in the data, its first tokens.
         """
         mask = np.ones(1, bool) if self.loss_mask is None else self.loss_mask[:_CHUNK] != 0
         if mask.all() or not mask.any():
@@ -212,7 +212,7 @@ class TokenStream:
 
 
 def _permute(index: int, size: int, seed: int, epoch: int) -> int:
-    """Map range(size) onto itself: a Feistel network on a rectangle barely larger, walked until inside."""
+    """A permutation of range(size), by `seed` and `epoch`, of `index`: a Feistel network, walked into the range."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     while True:
@@ -234,7 +234,7 @@ def _draw(*key: int) -> int:
 
 @frozen(eq=False)
 class Corpus:
-    """Tokens to train on and tokens held out, and a description of what was read."""
+    """Tokens to train on and held-out tokens of some data, and a description of what was read."""
 
     name: str
     train: TokenStream
@@ -248,11 +248,11 @@ class Corpus:
 
     @property
     def unit(self) -> str:
-        """The word for a token of the data: "byte" or "token"."""
+        """The word for one token of this corpus: "byte" or "token"."""
         return "byte" if self.train.tokens.dtype.itemsize == 1 else "token"
 
     def evaluated_on(self, other: "Corpus") -> "Corpus":
-        """All of this to train on; all of another corpus, or its own held-out split, held out."""
+        """This corpus, with all of `other`, or the held-out split that `other` has, as held-out tokens."""
         if self.unit != other.unit:
             raise ValueError(
                 f"eval_data: got {other.name}, which is read as {other.unit}s, with `data` that is {self.unit}s, "
@@ -267,7 +267,7 @@ class Corpus:
 
 
 def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: RankGroup) -> Batch:
-    """This rank's rows of the batch at `position`, in sequences since the start."""
+    """The rows of the batch at `position` (sequences since the start of training) that this rank trains on."""
     stream, rows = corpus.train, settings.batch_size // ranks.world
     own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
     # Weights are relative to the whole batch, which every rank reads for them.
@@ -283,7 +283,7 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
 def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) -> tuple[Batch, ...]:
     """The held-out sequences, the same for any batch size, micro-batches and ranks, in batches of micro-batch size.
 
-    What fits in training fits here. The last batch may be smaller: losses are weighted by rows.
+    So an evaluation fits in memory where training does. The last batch may be smaller: losses are weighted by rows.
     """
     stream, rows = corpus.held_out, settings.batch_size // (settings.micro_batches * ranks.world)
     sizes = {"seq_length": settings.seq_length}
@@ -304,11 +304,11 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
 
 
 def _tokens_per_row(labels: Sequence[Tensor]) -> float:
-    """Tokens that count in a row, on average; infinitely many if there are none, so that no row weighs anything."""
+    """Mean count of labels per row of `labels`; infinite if there is no label, so that no row weighs anything."""
     count = sum(int((x != IGNORE_INDEX).sum()) for x in labels)
     return count / sum(len(x) for x in labels) or math.inf
 
 
 def without_labels(batch: Batch) -> bool:
-    """Whether no rank's rows of this batch have a label: every rank has the weight of the whole batch."""
+    """Whether `batch` has no label in the rows of any rank, known from the weight of the whole batch."""
     return isinstance(batch[1], tuple) and not batch[1][1].any()

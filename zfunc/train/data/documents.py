@@ -64,8 +64,8 @@ Parts = Iterator[tuple[bool, Iterator[Document]]]
 
 @frozen(eq=False)
 class DocumentSource:
-    """The documents of some data. `parts(counts)` has those of each file or split, those held out last, and counts
-    what is left out.
+    """The documents of some data. `parts(counts)` yields the documents of each file or split, held-out ones last,
+    and counts in `counts` what is left out.
     """
 
     files: list[File]  # which are as they were where their sizes and times are
@@ -76,7 +76,7 @@ class DocumentSource:
 
     @property
     def tokenized(self) -> bool:
-        """Whether its documents are tokens."""
+        """Whether the documents of this source are already tokens."""
         return IDS in self.columns
 
 
@@ -104,7 +104,7 @@ def stdlib_files() -> list[File]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file of this relative name is held out: 8 % of names are, the same on every machine.
+    """Whether the file with the relative name `name` is held out: 8 % of names are, the same on every machine.
 
     >>> is_held_out("turtle.py"), is_held_out("ast.py")
     (True, False)
@@ -114,10 +114,10 @@ def is_held_out(name: str) -> bool:
 
 
 def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSource:
-    """Documents of a file, or of a folder: of its files of records, if there are any, else of its texts.
+    """The documents of one file, or of a folder: of its files of records, if there are any, else of its text files.
 
-    Held out is a split, where names of files have it, or a share of the files. With `text` a text must be UTF-8,
-    else it is bytes.
+    Held out is a split, where names of files name one, or a share of the files. With `text` a text file must be
+    UTF-8, else its document is bytes.
     """
     holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in files}
     told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
@@ -157,9 +157,9 @@ def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSo
 
 def first_look(path: Path) -> list[Document]:
     """The first documents of a file, folder or dataset of records (all of a small one), and the last line of each
-    file of lines. No torch, no tokenizer: a chat that ends badly is told at once.
+    file of lines, read without torch or tokenizer, so that a damaged chat is reported at once.
 
-    Raises ValueError, with file and line, for one that is no document.
+    Raises ValueError, with file and line, for a record that is no document.
     """
     if not (path.is_file() or path.is_dir()) or holds_tokens(path):
         return []
@@ -195,13 +195,13 @@ def _text_of(path: Path, content: bytes, *, as_text: bool) -> Document:
 
 
 def _split_of(name: str) -> str | None:
-    """The split that a file's name says it is of."""
+    """The split (train, validation, ...) whose name is a word of the file name `name`; None if there is none."""
     words = {*re.split("[^a-z]+", name.lower())}
     return next((x for x in (TRAIN, *HELD_OUT) if x in words), None)
 
 
 def named(names: Iterable[str], most: int = 5) -> str:
-    """Some names, and how many more there are.
+    """The first `most` of `names` as text, and how many more there are.
 
     >>> named("abcdefg", most=3)
     'a, b, c and 4 more'
@@ -215,7 +215,7 @@ def named(names: Iterable[str], most: int = 5) -> str:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder that `save_to_disk` wrote, of a Dataset or a DatasetDict, or has Parquet files."""
+    """Whether `path` is a folder written by `save_to_disk`, a folder with Parquet files, or a Parquet file."""
     if path.is_file():
         return path.suffix == PARQUET
     return _from_disk(path) or any(
@@ -228,14 +228,14 @@ def _from_disk(path: Path) -> bool:
 
 
 def holds_tokens(path: Path) -> bool:
-    """Whether `path` is a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized."""
+    """Whether `path` holds tokens: a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized."""
     if is_saved_dataset(path):
         return open_saved(path).tokenized
     return path.suffix == ".bin" or (path / "train.bin").is_file()
 
 
 def open_saved(path: Path) -> DocumentSource:
-    """The dataset at `path`. Raises ValueError for other columns or splits, and for what cannot be read."""
+    """The documents of the saved dataset at `path`. Raises ValueError for unknown columns or splits, or damage."""
     splits = _splits(path)
     train = TRAIN if TRAIN in splits else next(iter(splits), None)
     if train is None or (train != TRAIN and len(splits) > 1):
@@ -289,8 +289,8 @@ def _splits(path: Path) -> dict[str, Any]:
 
 @frozen(eq=False)
 class _ParquetRows:
-    """The rows of a split of Parquet files, as one of `datasets` has them. A few are in memory at a time, and no
-    other columns: a group of rows, which `datasets` reads whole, may have all the rows of a file.
+    """The rows of a dataset's split in Parquet files, a few in memory at a time, without other columns (`datasets`
+    itself reads a whole group of rows, which may be a whole file).
     """
 
     files: list[str]
@@ -323,7 +323,7 @@ class _ParquetRows:
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
-    """A value without the keys that Arrow adds to an object because others of the column have them."""
+    """`value` without the null keys that Arrow adds to an object because other objects of its column have them."""
     if isinstance(value, dict) and isinstance(feature, Mapping):  # not what is JSON, which has its own
         return {k: _without_nulls(x, feature[k]) for k, x in value.items() if x is not None}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)

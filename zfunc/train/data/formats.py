@@ -32,7 +32,7 @@ _PACKED = re.compile(  # gzip, bzip2, xz, zip, zstd, 7z, rar, lz4, Parquet
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix of a file's name that says its format, in small letters, without the suffix of its compression.
+    """The suffix of a file's name that tells its format, in small letters, without the suffix of its compression.
 
     >>> suffix_of(Path("train.JSONL.gz")), suffix_of(Path("book.txt"))
     ('.jsonl', '.txt')
@@ -42,7 +42,7 @@ def suffix_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Generator[BinaryIO]:
-    """A file opened to read, decompressed as its suffix says. Raises ValueError for a file that is damaged."""
+    """The file at `path`, open to read bytes, decompressed by its suffix. Raises ValueError for a damaged file."""
     try:
         with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
             yield file
@@ -53,12 +53,12 @@ def opened(path: Path) -> Generator[BinaryIO]:
 
 
 def is_packed(content: bytes) -> bool:
-    """Whether the bytes of a file, or the first 16 of them, are of a compressed format, or of Parquet."""
+    """Whether `content`, a file's bytes or first 16 bytes, is of a compressed format or of Parquet."""
     return _PACKED.match(content) is not None
 
 
 def holds_records(path: Path) -> bool | None:
-    """Whether a file has records that are documents; None for a table, or an array of objects, of other keys."""
+    """Whether the records of a file are documents; None for a table, or an array of objects, with other keys."""
     if (suffix := suffix_of(path)) not in FORMATS or suffix in LINES:
         return suffix in LINES
     where, first = "", None
@@ -71,7 +71,7 @@ def holds_records(path: Path) -> bool | None:
 
 
 def records_of(path: Path) -> Placed:
-    """The records of a file, each after its place. Raises ValueError, with the place, for a damaged record."""
+    """The records of a file, each after its place (path and line). Raises ValueError for a damaged record."""
     with opened(path) as file:
         yield from FORMATS[suffix_of(path)](path, file)
 
@@ -83,9 +83,9 @@ def _lines(path: Path, file: BinaryIO) -> Placed:
 
 
 def last_line(path: Path) -> Placed:
-    """The last record of a file of lines, if it is not long; none of a file that is compressed or of other records.
+    """The last record of a file of lines, with its place; none for a long record, or a compressed or other file.
 
-    Raises ValueError for a damaged one, as of a file that was not copied whole.
+    Raises ValueError for a damaged record, as of a file that was not copied whole.
     """
     if path.suffix.lower() not in LINES:
         return
@@ -97,7 +97,7 @@ def last_line(path: Path) -> Placed:
 
 
 def _array(path: Path, file: BinaryIO) -> Placed:
-    """The records of a JSON array, or of a file of that name with a JSON object a line."""
+    """The records of a `.json` file, each after its place: of a JSON array, or of an object on each line."""
     content = file.read()
     if content.lstrip().startswith(b"["):
         yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(_parsed(content, str(path)), 1))

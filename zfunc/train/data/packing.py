@@ -62,12 +62,12 @@ def open_data(
     A `.bin`, or a folder with a `train.bin`, has tokens of the `dtype`, compared with `vocab_size` batch by batch,
     and a `val.bin` beside it is held out. All else is documents, with the tokenizer's end token after each: text,
     records (JSONL, JSON, CSV), a folder of them, Parquet or a saved dataset (docs/finetuning.md has their keys).
-    Without a tokenizer, bytes are the tokens, and zero is the end. Sequences are cut from that regardless of
-    documents, or, of so many tokens, made of `whole_documents`; `long_documents` says what becomes of longer ones.
+    Without a tokenizer, bytes are the tokens, and zero is the end. Sequences are cut regardless of
+    documents, or have whole documents, up to `whole_documents` tokens; `long_documents` tells how to treat longer.
 
     Held out are a dataset's split validation or test; or about 8 % of the files, by a hash of their names, where
-    that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only what the data itself
-    has as a split is. `cache` is the folder of packed documents.
+    that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only a split of
+    the data itself is held out. `cache` is the folder of packed documents.
 
     Raises OSError for what cannot be read, and ValueError, with file and line, for what is not a document.
     """
@@ -106,7 +106,7 @@ def open_data(
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) -> Corpus:
-    """The corpus of a file of tokens as they are; a `val.bin` beside a `train.bin` is held out, else its end."""
+    """The corpus of a file of tokens, memory-mapped; held out is `val.bin` beside a `train.bin`, else its end."""
 
     def opened(path: Path) -> np.ndarray:
         size = path.stat().st_size
@@ -135,7 +135,7 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) ->
 def _streams(
     name: str, tokens: Iterable[np.ndarray], masks: Iterable[Any] = (None, None)
 ) -> list[TokenStream]:
-    """The tokens to train on and those held out, of data with a name."""
+    """The TokenStreams of training and of held-out `tokens`, each with its mask, named after the data's `name`."""
     names = (name, f"the held-out part of {name}")
     return [TokenStream(*part) for part in zip(tokens, masks, names, strict=True)]
 
@@ -151,7 +151,7 @@ def _packed(
     split: bool,
     rows: tuple[int, str] | None,
 ) -> Corpus:
-    """The corpus of the documents of `source`, which are packed unless they are already."""
+    """The corpus of the documents of `source`, which are tokenized into a folder of `cache` unless one has them."""
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
     key = repr((FORMAT, vocabulary.digest, stats, source.columns, source.held_out_split, bool(rows)))
     folder = cache / f".packed-{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
@@ -191,7 +191,7 @@ def _packed(
 
 
 def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> list[str]:
-    """Lines for the log on sequences of whole documents. Raises ValueError if there are none."""
+    """Lines for the log on sequences of whole documents. Raises ValueError if `stream` has no sequence."""
     count, used = stream.num_sequences(seq_length), 0 if stream.bounds is None else int(stream.bounds[-1])
     longer = np.count_nonzero(np.diff(ends, prepend=0) > seq_length)
     if not count:
@@ -216,7 +216,7 @@ def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> 
 def _write(
     folder: Path, name: str, source: DocumentSource, vocabulary: Vocabulary, whole_documents: bool
 ) -> None:
-    """Write a folder of packed documents. Raises ValueError if there are none."""
+    """Write the documents of `source` as a packed folder of NumPy files. Raises ValueError without a document."""
     counts, train, of_bytes = Counter[str](), 0, not whole_documents
     dtypes = {"tokens": vocabulary.dtype, "mask": np.dtype(bool), "offsets": np.dtype(np.int64)}
     paths, lengths = {x: folder / f"{x}.npy" for x in dtypes}, Counter[str]()
@@ -293,7 +293,7 @@ def _write(
 
 
 def _encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[tuple[str, Encoded]]:
-    """The kind and the tokens of each document that has some; those of one kind are tokenized together."""
+    """The kind and the tokens of each document that is not empty; documents of one kind are tokenized together."""
     rest = iter(documents)
     while some := list(_some(rest)):
         for kind, group in groupby(some, lambda x: x.kind):
@@ -315,7 +315,7 @@ def _bytes(documents: list[Document], _: Vocabulary) -> Iterator[Encoded]:
 
 
 def _tokens(documents: list[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
-    """Padding is dropped; labels are the tokens themselves, or say where no loss counts."""
+    """Tokens of each tokenized document without padding, and a mask: false where its labels exclude the loss."""
     for document in documents:
         columns, where = document.values, document.where
         for name, value in columns.items():

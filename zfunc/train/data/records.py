@@ -34,7 +34,7 @@ _ROLES = {  # of ShareGPT
 @frozen(eq=False)
 class Document:
     """A document before it is tokenized. `values` are a `Chat`, the bytes of a text file, or the values of a record
-    by the keys that are read; `where` is the file and line, for errors.
+    by key, without the keys that zfunc does not read; `where` is the file and line, for errors.
     """
 
     kind: str  # CHAT, "bytes", or the first key in RECORDS of the record
@@ -53,7 +53,7 @@ class Chat:
 
 
 def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
-    """The keys of a record, or columns of a table, that are read; none if these names make no document of `kinds`.
+    """The keys of a record, or columns of a table, that zfunc reads; () if `names` make no document of `kinds`.
 
     >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
     (('text',), ('messages',), ())
@@ -63,7 +63,7 @@ def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
 
 
 def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a preference, whose rejected half is not to be learned."""
+    """Raise ValueError if `record` is a preference, whose rejected half must not be learned."""
     keys = ("completion", "label") if isinstance(record.get("label"), bool) else ("chosen", "rejected")
     if {*keys} <= record.keys():
         raise ValueError(
@@ -73,7 +73,7 @@ def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
 
 
 def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
-    """The document of a record. `counts` gets the keys that are not read and messages after the last turn.
+    """The document of a record. `counts` gets the keys that are not read and the messages after the last turn.
 
     Raises ValueError, with the place `where`, for a record that is no document.
     """
@@ -120,7 +120,7 @@ def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
 
 
 def _message(given: Mapping[str, Any], where: str) -> Message:
-    """A message of any format with the keys of OpenAI's: a role, a text, and calls whose arguments are objects."""
+    """A chat message of any format, with the keys of OpenAI's: role, text, and calls with arguments as objects."""
     m = {k: x for k, x in given.items() if x is not None}  # no value is no key
     if "from" in m:
         m = {"role": _ROLES.get(str(m.pop("from"))), "content": m.pop("value", None), **m}
@@ -142,7 +142,7 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
 
 
 def _call(function: Any, where: str) -> dict[str, Any]:
-    """A call of a tool with its arguments as an object, which OpenAI has as JSON text."""
+    """A call of a tool with its arguments as an object; in OpenAI's format the arguments are JSON text."""
     (function,) = _objects([function], where)
     arguments = _of_json(function.get("arguments") or {}, where)
     if not isinstance(arguments, Mapping):
@@ -153,7 +153,7 @@ def _call(function: Any, where: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, where: str, *other: type) -> list[Any]:
-    """A list of objects, which may be JSON text."""
+    """`value` as a list of objects, parsed if `value` is JSON text; raises ValueError for anything else."""
     value = _of_json(value, where)
     if not isinstance(value, list) or not all(isinstance(x, (Mapping, *other)) for x in value):
         raise ValueError(

@@ -34,7 +34,7 @@ _ENDS = re.compile(r"(\{%[-+]?\s*)endgeneration\b")
 
 @frozen(eq=False)
 class Vocabulary:
-    """Tokens below `vocab_size`. Data that is tokenized already has only this.
+    """The token ids below `vocab_size`. Data that is tokenized already has a Vocabulary, but no Tokenizer.
 
     >>> Vocabulary("below 50257", 50257).dtype
     dtype('uint16')
@@ -45,7 +45,7 @@ class Vocabulary:
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """The type its tokens are stored in. Only bytes take 8 bits, which marks them as bytes.
+        """NumPy dtype in which tokens are stored. Only bytes take 8 bits, which marks them as bytes.
 
         >>> BYTES.dtype
         dtype('uint8')
@@ -55,9 +55,9 @@ class Vocabulary:
 
 @frozen(eq=False)
 class Tokenizer(Vocabulary):
-    """Text to tokens. `end` follows every document; a chat is as the template, `chat`, has it, if there is one.
+    """A tokenizer of texts. Token `end` follows every document; `chat` is the chat template, or None.
 
-    `locate(texts)` returns the tokens of each text, int64 [tokens], and each one's characters, [tokens, 2].
+    `locate(texts)` returns, by text, its tokens, int64 [tokens], and their ranges of characters, [tokens, 2].
     """
 
     name: str
@@ -69,19 +69,19 @@ class Tokenizer(Vocabulary):
     after: np.ndarray
 
     def document(self, text: np.ndarray) -> tuple[np.ndarray, int]:
-        """The tokens of a document from those of its text, and how many begin it; none is there twice."""
+        """`text` with the tokens that begin and end a document added where missing; how many begin it."""
         begun = len(self.before) and np.array_equal(text[: len(self.before)], self.before)
         before = self.before[: 0 if begun else None]
         after = self.after[1 if len(self.after) and text[-1:] == self.after[:1] else 0 :]
         return np.concatenate([before, text, after], dtype=text.dtype, casting="unsafe"), len(before)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each text, int64 [tokens]."""
+        """The tokens of each of `texts`, int64 [tokens]."""
         return [ids for ids, _ in self.locate(texts)]
 
     @property
     def stops(self) -> frozenset[int]:
-        """The tokens that end a document or a turn of a chat: in a sample nothing follows them."""
+        """The tokens that end a document or a turn of a chat: a sample stops after one of them."""
         asked, after = Chat(({"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "_|_"}), ""), ""
         with suppress(ValueError, ImportError):  # a template for other chats
             for text, _ in () if self.chat is None else self.chat.render(asked):
@@ -106,9 +106,9 @@ BYTES = Tokenizer("bytes", 256, "bytes", 0, _locate_bytes, _decode_bytes, None, 
 def open_tokenizer(
     path: Path, *, end: int | None = None, template_args: Mapping[str, Any] | None = None
 ) -> Tokenizer:
-    """The tokenizer of a local `tokenizer.json`, as transformers reads it with what is beside it.
+    """The tokenizer of a local `tokenizer.json`, as transformers reads it with the files beside it.
 
-    Beside a `tokenizer_config.json` that names its class, the tokens, special tokens and templates are those of
+    Beside a `tokenizer_config.json` that names a class, the tokens, special tokens and templates are those of
     `AutoTokenizer`; else those of the file itself. The end token is its `eos_token`, else `end`, else the first of
     END_TOKENS that it has. `template_args` are variables of the chat template. Raises ValueError for a file that is
     not a tokenizer or has no end token, ImportError without the library.
@@ -165,10 +165,10 @@ def open_tokenizer(
 
 
 def in_calls(locate: Callable[[Sequence[str]], list[Located]], texts: Sequence[str]) -> list[Located]:
-    """`locate` of texts in calls of CALL characters and a text more, at most.
+    """Call `locate` on `texts` in several calls, each of at most CALL characters and one text more.
 
-    So memory is bounded, and an interrupt is heard between two calls. A text longer than CALL is cut before a space
-    where it has one: tokens beside a cut may be others than those of the whole.
+    So memory is bounded, and an interrupt is heard between two calls. A text longer than CALL is cut, if possible
+    before a space: tokens beside a cut may differ from the tokens of the whole text.
     """
     parts = [[*_parts(text)] for text in texts]
     each = [part for own in parts for part in own]
@@ -215,8 +215,8 @@ def _end_token(path: Path, loaded: Any, default: int | None) -> int:
 
 
 def check_template(folder: Path) -> str | None:
-    """The only chat template of a folder, None for none or several. Raises ValueError for one that is no Jinja. No
-    torch, no transformers."""
+    """The only chat template of a tokenizer's folder; None for none or several. Raises ValueError for a template
+    that is no Jinja. Needs neither torch nor transformers."""
     from jinja2 import Environment, TemplateSyntaxError
 
     path, text = folder / "chat_template.jinja", None
@@ -240,7 +240,7 @@ def check_template(folder: Path) -> str | None:
 
 
 def check_chats(template: str, chats: Sequence[Chat], variables: Mapping[str, Any]) -> None:
-    """Raise ValueError for one of the first chats, or the last, that the template refuses. No torch."""
+    """Raise ValueError if `template` refuses one of the first chats or the last one. Needs no torch."""
     from jinja2 import TemplateError
 
     for chat in (*chats[:_TRIED], *chats[-1:]):
@@ -255,19 +255,19 @@ def check_chats(template: str, chats: Sequence[Chat], variables: Mapping[str, An
 
 @frozen(eq=False)
 class ChatTemplate:
-    """The templates of a tokenizer of transformers, and other variables of theirs."""
+    """The chat templates of a transformers `tokenizer`, and further `variables` of the templates."""
 
     tokenizer: Any
     variables: Mapping[str, Any] = field(factory=dict[str, Any])
 
     def render(self, chat: Chat) -> Iterator[tuple[str, list[Span]]]:
-        """Texts of a chat, each with the ranges of its characters that are learned, in ascending order. It is one
-        text, or one for each turn of the assistant where the template writes earlier turns otherwise than the last
-        (as Qwen 3's, which drops their thoughts).
+        """Texts of a chat, each with the ascending ranges of characters that are learned: one text, or one for each
+        turn of the assistant where the template writes earlier turns unlike the last (Qwen 3's drops their
+        thoughts).
 
-        What is learned of a turn begins where the prompt that the model would be given ends, or where the turn is
-        written otherwise than it is asked for (as by prompts that open a thought). It ends with the turn, or with
-        the special token that ends it. Raises ValueError, with the record, for a chat that the template refuses.
+        The learned range of a turn begins at the end of the prompt that the model would be given, or where the turn
+        first differs from that prompt (as if a prompt opens a thought). The range ends with the turn, or with a
+        special token that ends the turn. Raises ValueError, with the record, for a chat that the template refuses.
         """
         learns = [*chat.weights] or [1.0] * len(chat.messages)
         turns = [n for n, m in enumerate(chat.messages) if m["role"] == ASSISTANT]
@@ -296,8 +296,8 @@ class ChatTemplate:
     def _text(
         self, chat: Chat, count: int, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
-        """The first `count` messages as text, with the beginning of the assistant's turn after a `prompt`; and the
-        ranges that the template itself marks as the assistant's, where it does and they are asked for.
+        """The first `count` messages as text, followed by the generation prompt if `prompt`; and, if `marks`, the
+        ranges of characters that the template itself marks as the assistant's.
         """
         source = self.tokenizer.get_chat_template(tools=chat.tools)
         how = {"return_assistant_tokens_mask": marks and _MARKS.search(source) is not None}
@@ -308,7 +308,7 @@ class ChatTemplate:
 def _rendered(
     source: str, chat: Chat, messages: Sequence[Message], variables: Mapping[str, Any], **how: bool
 ) -> tuple[str, list[Span]]:
-    """What a template makes of messages of a chat, and the ranges that it marks."""
+    """The text that template `source` makes of messages of a chat, and the character ranges that `source` marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [*messages]
@@ -327,7 +327,7 @@ def _rendered(
 
 
 def _shared(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The number of characters that two texts have in common at their beginning."""
     if b.startswith(a):
         return len(a)
     return next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(b))
