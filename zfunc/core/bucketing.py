@@ -13,7 +13,7 @@ MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a numb
 
 
 def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
-    """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload.
+    """The layout of `parameters` by segment in buckets of the size set, or smaller with partial offload.
 
     Raises ValueError where each of several ranks would keep all of its parameters off the device.
     """
@@ -38,7 +38,7 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
-    """The fields of a StepSpec that settings decide: they, the layout, and the place of each bucket's state."""
+    """The fields of a StepSpec that settings decide: settings, layout, and the place of each bucket's state."""
     share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
     on_disk = settings.disk_ratio if settings.state_on == DISK else 0.0
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
@@ -51,7 +51,7 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
 
 
 def default_bucket_size(world: int) -> int:
-    """Elements of a bucket among `world` ranks: in proportion to what a ring takes to pass all of many.
+    """Elements of a bucket on `world` ranks by default: from 32 ranks on in proportion to `world`, up to a limit.
 
     >>> [default_bucket_size(world) for world in (1, 16, 64, 1024)]
     [50000000, 50000000, 200000000, 500000000]
@@ -86,7 +86,7 @@ def paged_buckets(layout: Layout, disk_ratio: float, *, ascending: bool) -> froz
 
 
 def _share(buckets: Sequence[Bucket], share: float) -> frozenset[int]:
-    """The first of the buckets that make up a share of all, 0 to 1, rounded."""
+    """Indices of the first of `buckets` that make up `share` (0 to 1, rounded to whole buckets) of all elements."""
     left = share * sum(b.numel for b in buckets)
     chosen: set[int] = set()
     for bucket in buckets:

@@ -19,7 +19,7 @@ Bound = Kind | Literal["waiting"]
 
 @frozen
 class Link:
-    """An operation of the chain: after the link before it ended, it idled and then ran, in seconds.
+    """An operation of the critical path: after the link before it ended, the step idled, then ran it; in seconds.
 
     `after` is the reason that it follows that link: their "lane", a "wait", or "" for the first. If clocks
     disagree, `ran` leaves out the overlap.
@@ -32,7 +32,7 @@ class Link:
 
 
 def events_of(plan: Plan, timeline: Timeline) -> tuple[Event, ...]:
-    """The event of each operation, by position in the graph.
+    """The event of each operation of `plan` in `timeline`, by the operation's position in the graph.
 
     Raises ValueError unless the timeline has every operation of the plan once, on its lane.
     """
@@ -53,7 +53,7 @@ def events_of(plan: Plan, timeline: Timeline) -> tuple[Event, ...]:
 
 
 def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
-    """For each operation, the one that ended last of those it follows: on its lane, or by a wait; -1 if none.
+    """For each operation, that one of its predecessors, on its lane or by a wait, that ended last; -1 if none.
 
     `events` are those of `events_of`. Of two that end together, the one on its lane counts.
     """
@@ -66,12 +66,12 @@ def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
 
 
 def last_of(events: tuple[Event, ...]) -> int:
-    """The operation that ended last; -1 if there is none."""
+    """The position of the operation that ended last in a step; -1 if there is no operation."""
     return max(range(len(events)), key=lambda n: events[n].end, default=-1)
 
 
 def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
-    """The chain that led to the end of the step, in the order it ran.
+    """The chain of operations that led to the end of the step, in the order in which they ran.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -97,7 +97,7 @@ def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
 
 
 def bound_seconds(chain: Iterable[Link]) -> dict[Bound, float]:
-    """The seconds of the step that each kind of operation bounds, or "waiting"."""
+    """Seconds of the step that operations of each kind take in the critical path `chain`, and those "waiting"."""
     seconds: dict[Bound, float] = {}
     for link in chain:
         seconds[link.event.kind] = seconds.get(link.event.kind, 0.0) + link.ran
@@ -106,7 +106,7 @@ def bound_seconds(chain: Iterable[Link]) -> dict[Bound, float]:
 
 
 def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
-    """The share of the step that each kind of operation bounds, or "waiting", the largest first.
+    """Shares of the step that kinds of operations, or "waiting", take in the critical path `chain`, largest first.
 
     Shares add up to 1; there are none for a chain that took no time.
     """
@@ -114,14 +114,14 @@ def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
 
 
 def largest_shares(seconds: dict[Bound, float]) -> dict[Bound, float]:
-    """The seconds that each kind of work bounds a step, as shares of their sum, the largest first."""
+    """`seconds` by kind of work as shares of their sum (0 to 1), the largest first, without zeros."""
     total = sum(seconds.values())
     largest = sorted(seconds.items(), key=lambda item: -item[1])
     return {bound: part / total for bound, part in largest if part}
 
 
 def bounds_in_words(shares: dict[Bound, float]) -> str:
-    """The shares of `bound_by` as text.
+    """Text of the shares of a step by kind of operation, as `bound_by` returns them.
 
     >>> bounds_in_words({"compute": 0.75, "waiting": 0.25})
     'compute 75%, waiting 25%'

@@ -10,7 +10,7 @@ FIELD, WHOLE = 80, 400  # characters
 
 
 def brief(value: Any, *names: str) -> str:
-    """A value with those of its fields that are not at their defaults, or the fields of these names, cut short.
+    """Text of `value` with the fields that differ from their defaults, or the fields `names`, cut short.
 
     >>> from attrs import frozen
     >>> @frozen
@@ -32,7 +32,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things.
+    """A number of things as text: the number and the noun, in the plural unless the number is 1.
 
     >>> counted(1, "lane"), counted(2500, "operation")
     ('1 lane', '2,500 operations')
@@ -47,7 +47,7 @@ def html_table(
     kind: str = "",
     marked: Collection[str] = (),
 ) -> str:
-    """A table of a class `kind`, whatever text is in it. A row begins with its name; some are `marked`, as set.
+    """An escaped HTML table of CSS class `kind`; a row begins with its name, and rows `marked` have class "set".
 
     >>> html_table([], [["<b>", 1]])
     '<table><tbody><tr><th scope="row">&lt;b&gt;</th><td>1</td></tr></tbody></table>'

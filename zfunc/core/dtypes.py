@@ -16,7 +16,7 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int16", "uint8"]
 
 @frozen
 class DtypeInfo:
-    """Bytes of an element, and the dtype's names. NumPy has no bf16: uint16 holds its bits."""
+    """A dtype: bytes of an element, and its names elsewhere. NumPy has no bf16: uint16 holds its bits."""
 
     nbytes: int
     torch: str
@@ -37,12 +37,12 @@ SAFETENSORS_FLOATS: tuple[str, ...] = tuple(x.safetensors for x in DTYPES.values
 
 @frozen
 class OnePrecision(OneOf):
-    """A check that a value is a precision, by its name here or as torch's dtype."""
+    """A check that a value is a precision, given by its name in zfunc or as torch's dtype."""
 
     names: Collection[str] = PRECISIONS
 
     def __call__(self, name: str, value: Any) -> Any:
-        """The name of the precision; ValueError for anything else."""
+        """The name of the precision `value`; raises ValueError for anything else."""
         of_torch = {f"torch.{x.torch}": own for own, x in DTYPES.items()}
         return super().__call__(name, value if isinstance(value, str) else of_torch.get(str(value), value))
 

@@ -26,12 +26,12 @@ def whole_blocks(nbytes: int) -> int:
 
 
 def record_bytes(num_extents: int, num_checksums: int) -> int:
-    """The room for a record of a commit in a swap space."""
+    """Bytes of a commit's record in a swap space with these numbers of extents and checksums, in whole blocks."""
     return whole_blocks(_METADATA + 16 * num_extents + 4 * num_checksums)
 
 
 def cut_in_shares(nbytes: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Start and stop of the bytes that each drive has of a buffer: whole blocks, but for the last.
+    """Start and stop of each drive's bytes of a buffer of `nbytes`: whole blocks, but for the last drive's.
 
     >>> cut_in_shares(5 * BLOCK + 1, [2, 1])
     ((0, 16384), (16384, 20481))
@@ -43,7 +43,7 @@ def cut_in_shares(nbytes: int, shares: Sequence[int]) -> tuple[tuple[int, int], 
 
 @frozen
 class ExtentPart:
-    """One buffer in an extent: its name and size, and where it begins, in bytes."""
+    """One buffer in a bucket's extent: its name, its size in bytes, and its start, a byte offset in the extent."""
 
     name: str
     nbytes: int
@@ -51,16 +51,16 @@ class ExtentPart:
 
     @property
     def stop(self) -> int:
-        """The end of its last block."""
+        """Byte offset in the extent where this part ends, rounded up to a disk block."""
         return whole_blocks(self.start + self.nbytes)
 
 
 @frozen
 class Extent:
-    """The buffers of one bucket on the disk. The first `moved` of them are moved by every update.
+    """The buffers of one bucket on the disk. Every update of the bucket moves the first `moved` of them.
 
-    `moved` is not compared, because the header of a swap space does not have it. What one commit names and the next
-    one has anew needs two `generations`; what no step changes, one.
+    `moved` is not compared, because the header of a swap space does not have it. Buffers that each commit
+    writes anew need two `generations`; buffers that no step changes, one.
 
     >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
     >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes
@@ -75,7 +75,7 @@ class Extent:
     def of(
         cls, moved: Iterable[tuple[str, int]], others: Iterable[tuple[str, int]] = (), *, generations: int = 2
     ) -> "Extent":
-        """From names and sizes in bytes."""
+        """An extent with the buffers `moved`, then `others`, given by name and size in bytes."""
         moved = list(moved)
         sizes = [*moved, *others]
         starts = accumulate((whole_blocks(nbytes) for _, nbytes in sizes), initial=0)
@@ -84,10 +84,10 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """The size of all parts of one generation, in whole blocks."""
+        """Bytes of all parts of one generation of the extent, in whole blocks."""
         return self.parts[-1].stop if self.parts else 0
 
     @property
     def moved_bytes(self) -> int:
-        """The size of the parts that every update moves."""
+        """Bytes of the parts of the extent that every update moves, in whole blocks."""
         return self.parts[self.moved - 1].stop if self.moved else 0

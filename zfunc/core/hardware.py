@@ -23,8 +23,8 @@ CAPACITIES: tuple[Tier, ...] = ("device", "host", "disk")  # pinned memory is ho
 
 @frozen
 class Measured:
-    """The measured `seconds` of an operation of this kind, with these FLOPs (of which some are of attention) and
-    bytes, running alone."""
+    """The measured `seconds` of an operation of `kind` that runs alone, with `flops` FLOPs (`attention_flops` of
+    them in attention) and `nbytes` bytes."""
 
     kind: Kind = field(validator=validators.in_(KINDS))
     flops: int
@@ -33,7 +33,7 @@ class Measured:
     attention_flops: int = 0
 
     def __attrs_post_init__(self) -> None:
-        """Check that work is 0 or more and time above 0."""
+        """Check that FLOPs and bytes are 0 or more and seconds above 0; raises ValueError."""
         if self.flops < 0 or self.nbytes < 0 or not 0 < self.seconds < math.inf:
             raise ValueError(
                 f"got {self}, expected FLOPs and bytes of 0 or more and seconds above 0: measure it again"
@@ -41,7 +41,7 @@ class Measured:
 
 
 def _numbers(name: str) -> Callable[[Any], dict[Any, Any]]:
-    """A converter of figures by name to a dict of them; TypeError for what has none."""
+    """An attrs converter of a mapping of numbers by name to a dict; TypeError, with `name`, for anything else."""
 
     def convert(given: Any) -> dict[Any, Any]:
         of_type(
@@ -83,7 +83,7 @@ def _measured(given: Any) -> tuple[Measured, ...]:
 class Hardware:
     """The rates, latencies and memory of a machine.
 
-    - `flops`: FLOP/s that large matrix products reach, not those advertised; `attention`: those of fused attention,
+    - `flops`: FLOP/s that large matrix products reach, not advertised ones; `attention`: FLOP/s of fused attention,
       0 for as many. `rates`: bytes a second that an operation of each kind moves.
     - `latency`: seconds to start an operation; `latencies` for kinds that differ.
     - `handoff`: seconds from the end of an operation to the start of one on another lane that waits for it, to wake
@@ -141,7 +141,7 @@ class Hardware:
         return brief(self, "name", "flops", "rates", "memory")
 
     def __attrs_post_init__(self) -> None:
-        """Check every figure."""
+        """Check every figure of the machine; raises TypeError or ValueError."""
         for name in ("flops", "attention", "latency", "handoff", "launch"):
             of_type(name, getattr(self, name), Real, "a number: pass one")
         others = [("attention", self._attention), *(("collective", rate) for _, rate in self.collectives)]
@@ -188,11 +188,11 @@ class Hardware:
         raise ValueError(f"{self.name}: got {got}, expected {expected}")
 
     def seconds(self, op: Op) -> float:
-        """The seconds that `op` takes alone.
+        """The seconds that operation `op` takes when it runs alone.
 
-        The measured time of such an operation; else that of its work, and no less than the host's time to launch
-        it, since the device works off what has been launched so far meanwhile, nor than that of its copies, one
-        after the other.
+        The measured time of an equal operation; else the time of its work, and no less than the host's time to
+        launch it, since the device works off what has been launched so far meanwhile, nor than the time of its
+        copies, one after the other.
         """
         if self.measured and (known := self._known.get((op.kind, op.flops, op.nbytes))) is not None:
             return known
@@ -200,13 +200,13 @@ class Hardware:
         return max(self._seconds_of_work(op), op.launches * self.launch, copies)
 
     def issue_seconds(self, op: Op) -> float:
-        """The seconds in which Python issues `op`, 0 where that is not known."""
+        """The seconds in which Python issues operation `op`; 0 where the hardware does not tell."""
         own = self.issue.get(op.kind, 0.0)
         return own + op.launches * self.launch if own else 0.0
 
     def _seconds_of_work(self, op: Op) -> float:
-        """Interpolated (log-log) between measured operations of its kind by their time at these rates, if it counts
-        FLOPs; else latency, plus FLOPs and bytes over their rates."""
+        """Seconds of the work of `op`: if it counts FLOPs, interpolated (log-log) between measured operations of
+        its kind; else latency plus FLOPs and bytes over the hardware's rates."""
         if self.measured and op.flops and (curve := self._curves.get(op.kind)):
             return _interpolated(self._at_rates(op, self.rates[op.kind]), curve)
         ways = [(self.latencies.get(op.kind, self.latency), self.rates[op.kind])]
@@ -228,7 +228,7 @@ class Hardware:
 
     @cached_property
     def _curves(self) -> dict[Kind, list[tuple[float, float]]]:
-        """The (seconds at these rates, measured seconds) of each kind, ascending."""
+        """For each kind of operation, pairs (seconds at the hardware's rates, measured seconds), ascending."""
         curves: dict[Kind, dict[float, float]] = {}
         for m in self.measured:
             if m.flops:
@@ -236,7 +236,7 @@ class Hardware:
         return {kind: sorted(points.items()) for kind, points in curves.items()}
 
     def lacking(self, needed: Mapping[Tier, int]) -> dict[Tier, int]:
-        """The bytes of `needed` that exceed the memory of each tier; empty if everything fits.
+        """Bytes by tier by which `needed` exceeds the hardware's memory; empty if everything fits.
 
         >>> Hardware("small", flops=1.0, rates=ROUND.rates, memory={"host": 10}).lacking({"host": 8, "pinned": 5})
         {'host': 3}
@@ -251,7 +251,7 @@ class Hardware:
 
 
 def _interpolated(work: float, curve: list[tuple[float, float]]) -> float:
-    """Seconds for `work`, between its neighbours on `curve`; beyond the ends, at the rate of the last point."""
+    """Measured seconds for `work` by log-log interpolation on `curve`; beyond its ends, at the rate of the end."""
     at = bisect_left(curve, (work, 0.0))
     if at in (0, len(curve)):
         nearest_work, seconds = curve[min(at, len(curve) - 1)]

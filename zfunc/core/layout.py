@@ -27,7 +27,7 @@ Kind = tuple[
 
 @frozen
 class UpdateWork:
-    """The work of a parameter's update beside the element-wise pass; zero where that pass is all.
+    """The work of a parameter's update beside the element-wise pass; zero for an element-wise optimizer.
 
     Of a whole matrix FLOPs, bytes and launches on the device.
     """
@@ -41,13 +41,13 @@ ELEMENTWISE = UpdateWork()  # no more than that pass
 
 
 def _tuple(shape: Any) -> Any:
-    """An iterable as a tuple; `Parameter` checks its items."""
+    """An attrs converter of an iterable to a tuple; `Parameter` checks the items."""
     return tuple(cast("Iterable[Any]", shape)) if isinstance(shape, Iterable) else shape
 
 
 @frozen
 class Parameter:
-    """One parameter: full name, shape, whether it is trained, and what its optimizer says of it.
+    """One parameter of a model: full name, shape, whether it is trained, and what its optimizer says of it.
 
     `group` is the number of the settings that the optimizer has for it (`zfunc.optim.base.Optimizer.group`). A name
     that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both.
@@ -80,13 +80,13 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a scalar."""
+        """Number of elements of the parameter; 1 for a scalar."""
         return prod(self.shape)
 
 
 @frozen
 class Span:
-    """Elements `start` to `stop` of the flat buffer, which hold one parameter of this shape."""
+    """Elements `start` to `stop` of the flat buffer, which hold one parameter with shape `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the span."""
         return self.stop - self.start
 
 
@@ -106,9 +106,9 @@ class Bucket:
     """Elements `start` to `stop` of the flat buffer, the spans in it, and the segments with gradients for it.
 
     `deliveries` groups these segments by the slot that their gradients share, in backward order. An ordinary bucket
-    has one group. A tied bucket has one for each segment, because a slot would be occupied too long between them.
-    A `persistent` one has parameters that are not streamed, one `in_fp32` those that are fp32 on the device in any
-    precision. The optimizer state of all its spans has one format.
+    has one group. A tied bucket has one for each segment, because a slot would be occupied too long between them. A
+    `persistent` bucket has parameters that are not streamed, an `in_fp32` bucket those that are fp32 on the device
+    in any precision. The optimizer state of all its spans has one format.
     """
 
     index: int
@@ -125,7 +125,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Number of elements, padding included; every rank's slice is aligned."""
+        """Number of elements of the bucket, with the padding that aligns every rank's slice."""
         return self.stop - self.start
 
     def slice_of(self, rank: int, world: int) -> tuple[int, int]:
@@ -136,24 +136,24 @@ class Bucket:
     def runs_within(
         self, start: int, stop: int, unused: Collection[str] = ()
     ) -> tuple[tuple[int, int, int], ...]:
-        """The `runs` clipped to `start` and `stop`; those of `unused` parameters are of the group LEFT."""
+        """The bucket's `runs` clipped to `start` and `stop`; `unused` parameters are of the group LEFT."""
         runs = self._runs_beside({*unused}) if unused else self.runs
         clipped = ((max(start, a), min(stop, b), group) for a, b, group in runs)
         return tuple(run for run in clipped if run[0] < run[1])
 
     def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int, Span], ...]:
-        """The parameters between `start` and `stop`, relative to the bucket, each with its range."""
+        """`(start, stop, span)` of each parameter of the bucket, clipped to elements `start` to `stop` of it."""
         edges = ((max(start, x.start - self.start), min(stop, x.stop - self.start), x) for x in self.spans)
         return tuple(part for part in edges if part[0] < part[1])
 
     def _ranks_of(self, span: Span, world: int) -> range:
-        """The ranks in whose slices a parameter lies."""
+        """The ranks, of `world`, whose slices of the bucket have elements of the parameter `span`."""
         size = self.numel // world
         return range((span.start - self.start) // size, -(-(span.stop - self.start) // size))
 
     def work(self, world: int) -> UpdateWork:
-        """The work of its update on the one of `world` ranks that has most. A rank with part of a matrix updates it
-        whole."""
+        """The work of the bucket's update on that one of `world` ranks that has most. Each rank that has part of a
+        matrix updates the whole matrix."""
         if all(x.work == ELEMENTWISE for x in self.spans):
             return ELEMENTWISE
         flops, launches = [0] * world, [0] * world
@@ -165,13 +165,13 @@ class Bucket:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:
-        """`(start, stop, span)` of each parameter, with its padding; relative to the bucket, which they tile."""
+        """`(start, stop, span)` of each parameter with its padding, in elements of the bucket, which they tile."""
         starts = [x.start - self.start for x in self.spans]
         return tuple(zip(starts, [*starts[1:], self.numel], self.spans, strict=True))
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Maximal `(start, stop, group)` runs of one group, relative to the bucket, that tile it."""
+        """Maximal `(start, stop, group)` runs of one settings group, in elements of the bucket, which they tile."""
         return self._runs_beside(set())
 
     def _runs_beside(self, unused: set[str]) -> tuple[tuple[int, int, int], ...]:
@@ -186,7 +186,7 @@ class Bucket:
 
 @frozen
 class Piece:
-    """Elements `start` to `stop` of a parameter, at offset `at` of a rank's slice of its bucket; maybe none."""
+    """Elements `start` to `stop` of a parameter, at element `at` of a rank's slice of its bucket; may be empty."""
 
     start: int
     stop: int
@@ -195,7 +195,7 @@ class Piece:
 
 @frozen
 class Layout:
-    """All buckets, and the parameter names of each segment.
+    """All buckets of a model's parameters, and the parameter names of each segment.
 
     Frozen parameters have a flat buffer and buckets of their own, numbered after the trainable ones: they are read
     and fetched as those are, but neither delivered nor updated.
@@ -221,7 +221,7 @@ class Layout:
 
     @property
     def state_format(self) -> str:
-        """The format of the optimizer state: that of the first bucket, where there are several."""
+        """The format of the optimizer state; if buckets have several formats, the first bucket's."""
         return self.buckets[0].state_format
 
     @property
@@ -231,7 +231,7 @@ class Layout:
 
     @cached_property
     def num_trainable(self) -> int:
-        """Trainable elements: tied parameters counted once, no padding."""
+        """Trainable elements of the model: tied parameters counted once, no padding."""
         return sum(span.stop - span.start for span in self.spans)
 
     @cached_property
@@ -241,7 +241,7 @@ class Layout:
 
     @cached_property
     def all_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets of trainable parameters and those of frozen ones, each at its number."""
+        """The buckets of trainable parameters, then those of frozen parameters, each at its index."""
         return (*self.buckets, *self.frozen_buckets)
 
     @cached_property
@@ -276,7 +276,7 @@ class Layout:
         return tuple(tuple(known[name] for name in names) for names in self.segments)
 
     def weights_of(self, segment: int) -> tuple[int, ...]:
-        """The ascending indices of the buckets that a segment reads: `buckets_of`, and the frozen ones.
+        """Ascending indices of the buckets that a segment reads, trainable (`buckets_of`) and frozen.
 
         >>> layout = make_layout([[Parameter("a", (4,), False)], [Parameter("b", (2,))]], bucket_size=64)
         >>> [(b.index, b.start, b.stop) for b in layout.frozen_buckets], layout.weights_of(0), layout.weights_of(1)
@@ -285,12 +285,12 @@ class Layout:
         return self._read[segment]
 
     def buckets_of(self, segment: int) -> tuple[int, ...]:
-        """The ascending indices of the buckets with parameters of segment number `segment`."""
+        """Ascending indices of the trainable buckets with parameters of segment number `segment`."""
         return self._used[segment]
 
     def contributions(self, segment: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """The buckets that a segment has gradients for, in the order in which these are delivered: for each, the
-        number of the delivery and all its segments.
+        """The buckets that a segment has gradients for, in the order of delivery: for each, its index, the number
+        of the delivery and all segments that share the delivery.
 
         The bucket that the segment above began comes first, the one that the segment below continues last. So at
         most one is incomplete at a time.
@@ -304,11 +304,11 @@ class Layout:
         return sorted(parts, key=lambda part: (segment == part[2][0], segment != part[2][-1], -part[0]))
 
     def bucket_of(self, span: Span) -> Bucket:
-        """The bucket that contains a parameter."""
+        """The bucket that contains the parameter `name`."""
         return self._bucket_of[span.name]
 
     def piece(self, span: Span, rank: int, world: int) -> Piece:
-        """The part of a parameter in the slice of `rank` of `world` ranks."""
+        """The part of the parameter `name` in the slice of `rank` of `world` ranks of its bucket."""
         bucket = self.bucket_of(span)
         first, last = (bucket.start + edge for edge in bucket.slice_of(rank, world))
         start, stop = max(span.start, first), min(span.stop, last)
@@ -316,7 +316,7 @@ class Layout:
 
     @cached_property
     def first_trainable(self) -> int:
-        """The first segment with a trainable parameter: backward stops there."""
+        """The first segment with a trainable parameter, at which backward stops."""
         return next(s for s, used in enumerate(self._used) if used)
 
 
@@ -403,7 +403,7 @@ def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int
 def _owned(
     segments: Sequence[Sequence[Parameter]], kind: Callable[[Parameter], Kind]
 ) -> list[list[Parameter]]:
-    """Each parameter under the first segment that declares it, by kind and group: so runs are few.
+    """Each parameter under the first segment that declares it, sorted by kind and group, so that runs are few.
 
     Of a group, matrices come before vectors, and a segment begins with the kind that the one before ended with:
     so buckets are few, and the same whether an optimizer has a group for vectors or not.
@@ -440,7 +440,7 @@ def _group(
         return used_by if len(used_by) > 1 else ()
 
     def joins(p: Parameter, group: list[Parameter]) -> bool:
-        """Whether one slot stays enough: no segment in the midst of a bucket may deliver a tied one."""
+        """Whether `p` may join the bucket `group`, so that one gradient slot suffices: of one kind and tie."""
         if kind(p) != kind(group[-1]):
             return False
         if tie(p) or tie(group[-1]):
@@ -483,7 +483,7 @@ def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ..
 
 
 def _room(p: Parameter) -> int:
-    """Elements from a parameter to the next: also an empty one has a place of its own."""
+    """Elements from the start of a parameter to the start of the next; an empty parameter takes a place, too."""
     return round_up(max(1, p.numel), ALIGNMENT)
 
 

@@ -23,8 +23,8 @@ Moment = tuple[int, int]  # of a lane: its number, and how many of its operation
 
 @frozen
 class Peak:
-    """The peak of a tier: `kept` bytes all the time, and `transient` bytes at operation `op` ("" if none), which
-    has just started at `moment`."""
+    """The peak memory of a tier: `kept` bytes all the time, plus `transient` bytes at operation `op` ("" if none),
+    which has just started at `moment`."""
 
     tier: Tier
     kept: int
@@ -34,19 +34,19 @@ class Peak:
 
     @property
     def nbytes(self) -> int:
-        """The peak in bytes."""
+        """The peak memory of the tier in bytes, kept and transient."""
         return self.kept + self.transient
 
 
 def bytes_by_tier(peaks: Mapping[Tier, Peak]) -> dict[Tier, int]:
-    """The bytes of the peak of each tier."""
+    """Peak memory of each tier in bytes, kept and transient."""
     return {tier: peak.nbytes for tier, peak in peaks.items()}
 
 
 def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
-    """The peaks of `init` while it fills the State: with the initial values of one segment, in fp32.
+    """Peak memory of `init` by tier while it fills the State with one segment's initial values at a time, in fp32.
 
-    Of a state on the disk one bucket is in memory. The staging is allocated afterwards.
+    Of a State on the disk one bucket is in memory. The staging buffers are allocated afterwards.
     """
     kept = Counter[Tier]()
     for r in Regions(spec).state():
@@ -60,8 +60,8 @@ def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
 
 
 def peak_memory(plan: Plan) -> dict[Tier, Peak]:
-    """The peak of every tier, and of each of several devices, in bytes: an upper bound for every timing that the
-    plan allows.
+    """Peak memory of `plan` by tier, and by device where there are several: an upper bound for every timing that
+    the plan allows.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -77,7 +77,7 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
 
 
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
-    """The bytes of the kept regions, by tier: no schedule needs less."""
+    """Bytes of the kept regions of `graph`, by tier: no schedule needs less."""
     nbytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for (place, _), size in _kept_buffers(graph).items():
         nbytes[place] = nbytes.get(place, 0) + size
@@ -85,7 +85,7 @@ def persistent_bytes(graph: Graph) -> dict[Tier, int]:
 
 
 def _kept_buffers(graph: Graph) -> Counter[tuple[Tier, str]]:
-    """Bytes of kept buffers, by place and name. A buffer is one allocation; those of a device are rounded up."""
+    """Bytes of a graph's kept buffers, by tier and name. On a device each is rounded up as one allocation."""
     nbytes = Counter[tuple[Tier, str]]()
     for r in graph.regions:
         if r.kept:
@@ -97,7 +97,7 @@ def _kept_buffers(graph: Graph) -> Counter[tuple[Tier, str]]:
 
 
 def peak_breakdown(plan: Plan, moments: Mapping[Tier, Moment] | None = None) -> dict[Tier, dict[str, int]]:
-    """The peak of every tier by buffer, the largest first, in bytes; the sum is `Peak.nbytes`.
+    """Peak memory of each tier by buffer, the largest first, in bytes; the sum is `Peak.nbytes`.
 
     `moments` are those of the peaks, if these are known.
 
@@ -123,7 +123,7 @@ def peak_breakdown(plan: Plan, moments: Mapping[Tier, Moment] | None = None) -> 
 
 
 def transient_bytes(plan: Plan) -> dict[Tier, list[list[int]]]:
-    """For each tier with transient allocations and each lane, the bytes that may be alive at each of its moments.
+    """For each tier with transient allocations and each lane, bytes that may be alive at each moment of the lane.
 
     Moment 0 is before the lane's first operation starts, moment n after its n-th has started. Every point in time
     lies in one moment of a lane, so the maximum over the moments of any lane is an upper bound.
@@ -142,7 +142,7 @@ def transient_bytes(plan: Plan) -> dict[Tier, list[list[int]]]:
 
 @frozen
 class _Lifetime:
-    """A transient allocation: the first operation that accesses it, and the last as (lane, position) a lane."""
+    """A transient allocation: its first accessing operation, and per lane the last, as (lane, position)."""
 
     buffer: str
     tier: Tier
@@ -185,7 +185,7 @@ def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
 
 
 def _known(plan: Plan) -> list[list[list[int]]]:
-    """For each lane and each other, the position there that each operation knows to have finished; ascending."""
+    """By lane and other lane: for each operation, the last position on the other lane known done; ascending."""
     clocks = plan.clocks
     return [
         [[clocks[op][other] for op in lane.ops] for other in range(len(plan.lanes))] for lane in plan.lanes
@@ -193,9 +193,9 @@ def _known(plan: Plan) -> list[list[list[int]]]:
 
 
 def _span(plan: Plan, known: list[list[list[int]]], lane: int, life: _Lifetime) -> tuple[int, int]:
-    """The first moment of a lane at which an allocation may be alive, and the first after it.
+    """The moments of `lane` at which allocation `life` may be alive: the first one, and the first after them.
 
-    It ends with the first operation that starts after the last access on every lane has finished.
+    The moments end with the first operation that starts after the last access on every lane has finished.
     """
     after = 0
     for other, p in life.last:

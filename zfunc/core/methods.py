@@ -11,10 +11,10 @@ FUNCTIONS: dict[str, str] = {}
 
 
 def above(name: str) -> Any:
-    """The function of this name; its module is imported at the first call."""
+    """The function `name` of a module above core, which is imported at the first call."""
     return getattr(import_module(FUNCTIONS[name]), name)
 
 
 def in_notebook(kind: str, value: Any) -> str:
-    """The picture of a value, a "plan" or a "timeline", as HTML."""
+    """HTML of the picture of `value`, which is of the `kind` "plan" or "timeline"."""
     return above(f"{kind}_html")(value)

@@ -18,7 +18,7 @@ from zfunc.core.spec import GRADIENT, PARAMS, StepSpec
 
 @frozen
 class Item:
-    """One bucket's thing, or one segment's of a micro-batch, at this point of a step."""
+    """A bucket's data, or a segment's data of a micro-batch, about to move to tier `to` of a step."""
 
     spec: StepSpec
     at: Regions
@@ -28,12 +28,12 @@ class Item:
 
     @property
     def place(self) -> BucketPlaces:
-        """The places of its bucket."""
+        """The places of the data of the item's bucket."""
         return self.spec.places[self.b]
 
     @property
     def in_group(self) -> int:
-        """The number of its micro-batch among those that pass a segment together."""
+        """The number of the item's micro-batch among the micro-batches that pass a segment together."""
         return self.m % self.spec.settings.in_flight
 
 
@@ -42,14 +42,14 @@ RegionsOf = Callable[[Item], tuple[Region, ...]]
 
 @frozen
 class Place:
-    """The place of a thing in a tier: an item is in its slot of the first of these rings that it passes through,
-    or, if it passes through none, in the regions that `otherwise` finds."""
+    """The place of a thing in a tier: the item's slot in the first of `rings` that the item passes through, or, if
+    it passes through none, the regions that `otherwise` returns."""
 
     rings: tuple[str, ...] = ()
     otherwise: RegionsOf | None = None
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
-        """The regions of an item there. One that arrives is given a slot of each ring that it passes through."""
+        """The regions of item `x` at this place. An item that `arrives` is given a slot of each of its rings."""
         passed = [ring for ring in self.rings if x.b in x.at.ring(ring)]
         if not passed and self.otherwise is not None:
             return self.otherwise(x)
@@ -59,17 +59,17 @@ class Place:
 
 @frozen
 class Thing:
-    """A kind of data that moves: the bytes of an item, and its place in each tier."""
+    """A kind of data that moves between tiers: the bytes of an item, and the item's place in each tier."""
 
     nbytes: Callable[[Item], int]
     places: dict[Tier, Place]
 
 
 class Move(NamedTuple):
-    """A verb: a thing, and the tiers that it moves from and to.
+    """A verb of copying: a thing, the tier that the thing moves from, and the tier it moves to.
 
-    A `numbered` one comes several times in a step, and the first of its index is its number. A `decided` one leaves
-    what was there where the step is skipped.
+    A `numbered` move comes several times in a step, and the first of its index is its number. A `decided` move
+    changes nothing where the step is skipped.
     """
 
     thing: str
@@ -89,7 +89,7 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 
 
 def _new_params(x: Item) -> tuple[Region, ...]:
-    """The new parameters of a bucket, unless they are the high half of its master, which memory or a slot has."""
+    """The regions with a bucket's new parameters: a slot, or its master's high half, in memory or a page."""
     if not x.place.sends_high_half:
         return (x.at.slot("param_slot", x.b),)
     return x.at.paged(x.b) if x.place.state == "disk" else (x.at.high_half(x.b),)
@@ -105,13 +105,13 @@ def _state_at_home(x: Item) -> tuple[Region, ...]:
 
 
 def _staged_bytes(x: Item) -> int:
-    """Bytes of the state of a bucket; with its gradient on the way there, and new parameters on the way back."""
+    """Bytes of a bucket's state, with its gradient on the way to the device, and new parameters on the way back."""
     stays = PARAMS if x.to == "device" else GRADIENT
     return sum(nbytes for name, nbytes in x.at.staged_bytes(x.b).items() if name != stays)
 
 
 def _made_and_sent(buffer: str) -> dict[Tier, Place]:
-    """The places of what a device makes and another reads: both, and pinned memory between them, or a network."""
+    """The places of data that one device makes and another reads: on both devices, and pinned memory in between."""
 
     def on_device(x: Item) -> tuple[Region, ...]:
         return (x.at(buffer if x.to == "device" else f"sent_{buffer}", x.m, x.b),)
@@ -216,9 +216,9 @@ MOVES: dict[str, Move] = {
 
 
 def move(at: Regions, number: int, verb: str, *index: int) -> Op:
-    """The operation of this verb on a bucket, or on a micro-batch, then a segment or bucket, then more.
+    """The operation of a copying `verb`; `index` is a bucket, or a micro-batch, then a segment or bucket, or more.
 
-    `number` is that of earlier ones of this verb and index.
+    `number` counts the earlier operations of this verb and index.
     """
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])

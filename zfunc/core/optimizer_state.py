@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 @frozen
 class StateBuffer:
-    """A buffer of the optimizer state: its dtype, and how many parameters share an element.
+    """A buffer of the optimizer state: its dtype, and how many parameters (elements) share an element of it.
 
-    The update of a `whole` one needs numbers of all of a parameter, that of a `matrix` one needs all of a matrix
-    (`zfunc.optim.base.Optimizer`). A moment without a sign is never below 0, as a mean of squares.
+    The update of a `whole` buffer needs numbers of all of a parameter, the update of a `matrix` buffer all of a
+    matrix (`zfunc.optim.base.Optimizer`). A moment without a sign is never below 0, as a mean of squares.
     """
 
     name: str
@@ -35,11 +35,11 @@ class StateBuffer:
     signed: bool = True
 
     def numel(self, parameters: int) -> int:
-        """The number of elements for `parameters`."""
+        """The number of elements of the buffer for `parameters` parameters (elements)."""
         return -(-parameters // self.shared)
 
     def nbytes(self, parameters: int) -> int:
-        """The size in bytes for `parameters`."""
+        """The size in bytes of the buffer for `parameters` parameters (elements)."""
         return self.numel(parameters) * DTYPES[self.dtype].nbytes
 
 
@@ -51,7 +51,7 @@ _MASTER = (StateBuffer("master", "fp32"),)
 def formats_of(
     kind: str, moments: tuple[str, ...], unsigned: tuple[str, ...] = (), *, matrix: bool = False
 ) -> dict[str, tuple[StateBuffer, ...]]:
-    """The formats of an optimizer with these moments beside the weights, each 4, 2 or 1.03 bytes a parameter.
+    """State formats of an optimizer `kind` with `moments` beside the weights, each 4, 2 or 1.03 bytes a parameter.
 
     >>> [x.name for x in formats_of("sgd", ("momentum_buffer",))["sgd-8bit"]]
     ['master_high', 'master_low', 'momentum_buffer', 'momentum_buffer_scale']
@@ -89,7 +89,7 @@ to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq doe
 
 
 def adam_format(moments: Moments, *, split_master: bool) -> AdamFormat:
-    """The format of Adam's state with these moments, with a split master where fp32 moments have the choice.
+    """The format of Adam's state with moments of this dtype; fp32 moments may have a split master.
 
     >>> adam_format("fp32", split_master=True), adam_format("8bit", split_master=False)
     ('fp32-split', '8bit')
@@ -98,7 +98,7 @@ def adam_format(moments: Moments, *, split_master: bool) -> AdamFormat:
 
 
 def format_with(name: str, moments: Moments) -> str:
-    """The format that the same optimizer has with other moments.
+    """The state format of the optimizer of format `name` with moments of another dtype.
 
     >>> format_with("adafactor-small-fp32", "8bit"), format_with("fp32-split", "16bit")
     ('adafactor-small-8bit', '16bit')
@@ -108,7 +108,7 @@ def format_with(name: str, moments: Moments) -> str:
 
 
 def owner_of(name: str) -> str:
-    """Whose state a format is of: formats of one owner are converted into each other. Adam's has no name.
+    """The optimizer whose state format `name` is, "" for Adam: formats of one owner convert into each other.
 
     >>> [owner_of(x) for x in ("adafactor-small-fp32", "lion-8bit", "fp32-split", "my_own")]
     ['adafactor-small', 'lion', '', 'my_own']
@@ -118,17 +118,17 @@ def owner_of(name: str) -> str:
 
 
 def updates_matrices(name: str) -> bool:
-    """Whether an update of this state needs all of a matrix."""
+    """Whether an update of optimizer state in format `name` needs all of a matrix."""
     return any(x.matrix for x in STATE_FORMATS[name])
 
 
 def updates_parameters(name: str) -> bool:
-    """Whether an update of this state needs all of a parameter."""
+    """Whether an update of optimizer state in format `name` needs all of a parameter."""
     return any(x.whole for x in STATE_FORMATS[name])
 
 
 def weight_buffers(name: str) -> tuple[str, ...]:
-    """The names of the buffers that the fp32 weights of a format are read from.
+    """The names of the buffers of state format `name` from which the fp32 weights are read.
 
     >>> weight_buffers("16bit"), weight_buffers("fp32-split")[2:]
     (('master_high', 'master_low'), ('exp_avg_sq',))
@@ -138,7 +138,7 @@ def weight_buffers(name: str) -> tuple[str, ...]:
 
 
 def moment_buffers(name: str) -> tuple[StateBuffer, ...]:
-    """The buffers of a format beside those of the weights.
+    """The buffers of state format `name` other than the weights.
 
     >>> [x.name for x in moment_buffers("8bit")]
     ['exp_avg', 'exp_avg_sq', 'exp_avg_sq_scale']
@@ -147,8 +147,8 @@ def moment_buffers(name: str) -> tuple[StateBuffer, ...]:
 
 
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:
-    """The state of parameters `start` (a multiple of 64) to `stop`, as slices of the buffers by name, those of them
-    that `state` has."""
+    """Slices, by name, of the buffers in `state` (of format `name`) for parameters `start`, a multiple of 64, to
+    `stop`."""
     return {
         x.name: state[x.name][x.numel(start) : x.numel(stop)]  # pyright: ignore
         for x in STATE_FORMATS[name]

@@ -69,7 +69,7 @@ class BucketPlaces:
 
     @property
     def trainable(self) -> bool:
-        """Whether steps update the bucket."""
+        """Whether steps update the parameters of the bucket."""
         return self.state is not None
 
     @property
@@ -79,12 +79,12 @@ class BucketPlaces:
 
     @property
     def staged(self) -> bool:
-        """Whether the state is copied to the device for its update, and back."""
+        """Whether the bucket's state is copied to the device for its update, and back."""
         return self.update == "device" and self.state != "device"
 
     @property
     def by_parameter(self) -> bool:
-        """Whether an update takes one parameter at a time, as it needs numbers of all of it."""
+        """Whether the bucket's update takes one parameter at a time, as it needs all of each."""
         return self.matrices or any(x.whole for x in self.buffers)
 
     @property
@@ -94,41 +94,41 @@ class BucketPlaces:
 
     @property
     def added(self) -> bool:
-        """Whether several gradients are added up in a step."""
+        """Whether a step adds up several gradients of the bucket."""
         return self.deliveries > 1
 
     @property
     def lands(self) -> bool:
-        """Whether gradients that leave the device arrive in a slot, to be applied or added at once."""
+        """Whether the bucket's gradients arrive off the device in a slot, to be applied or added at once."""
         return self.added or not self.waits
 
     @property
     def sends_high_half(self) -> bool:
-        """Whether the high half of the master weights is the device's copy of the parameters."""
+        """Whether the device's copy of the bucket's parameters is the high half of the master weights."""
         return self.dtype == "bf16" and any(x.name == HIGH_HALF for x in self.buffers)
 
     @property
     def keeps_high_half(self) -> bool:
-        """Whether the host has the parameters as the high half of the master weights, and nowhere else."""
+        """Whether the host has the bucket's parameters only as the high half of the master weights."""
         return self.params == "host" and self.sends_high_half
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a parameter, and of its gradient, on the device."""
+        """Bytes of an element of the bucket's parameters, and of their gradient, on the device."""
         return DTYPES[self.dtype].nbytes
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of a rank's slice of the parameters, as the device has them."""
+        """Bytes of a rank's slice of the bucket's parameters, in their dtype on the device."""
         return self.shard_numel * self.element_bytes
 
     def bytes_of(self, buffers: Iterable[StateBuffer]) -> int:
-        """Bytes of some buffers of a rank's slice of the state."""
+        """Bytes of `buffers` of the optimizer state for a rank's slice of the bucket."""
         return sum(x.nbytes(self.shard_numel) for x in buffers)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters, or of the slice of them that a rank keeps, as the device has them."""
+        """Bytes of the bucket's parameters, or of a rank's slice if `sharded`, in their dtype on the device."""
         return self.shard_bytes if self.sharded else self.numel * self.element_bytes
 
     @property
@@ -138,7 +138,7 @@ class BucketPlaces:
 
     @property
     def delivered_bytes(self) -> int:
-        """Bytes of a rank's slice of a gradient that leaves the device."""
+        """Bytes of a rank's slice of the bucket's gradient when it leaves the device."""
         return self.shard_numel * DTYPES[self.delivered_dtype].nbytes
 
 

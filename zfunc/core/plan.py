@@ -30,7 +30,7 @@ Clock = tuple[int, ...]
 
 
 def _tuple_of(what: str, item: Callable[[Any], Any], expected: str) -> Callable[[Any], tuple[Any, ...]]:
-    """A converter of what a schedule returns to a tuple of what `item` makes of each."""
+    """An attrs converter of an iterable that a schedule returned to a tuple, `item` applied to each element."""
 
     def convert(items: Any) -> tuple[Any, ...]:
         try:
@@ -59,7 +59,7 @@ _waits = _tuple_of("waits", _positions, "the waits of each operation: make a pla
 
 @frozen
 class Lane:
-    """A thread or stream that runs operations, given by position in the graph, in order.
+    """A lane of a plan: a thread or stream that runs operations in order, given by position in the graph.
 
     Raises PlanError for a name with spaces, or positions that are not integers.
     """
@@ -78,7 +78,7 @@ class Lane:
 
 @frozen
 class Plan:
-    """A graph on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
+    """A graph's operations on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
 
     `build` makes one and `zfunc.core.verifier.verify` checks it. Raises PlanError for arguments of other types.
     """
@@ -94,7 +94,7 @@ class Plan:
 
     @cached_property
     def place(self) -> dict[int, tuple[int, int]]:
-        """For each operation, the number of its lane and its position on it."""
+        """For each operation, by position in the graph, the number of its lane and its position on the lane."""
         return {op: (n, p) for n, lane in enumerate(self.lanes) for p, op in enumerate(lane.ops)}
 
     @cached_property
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def num_waits(self) -> int:
-        """The number of waits between lanes."""
+        """The number of waits between lanes in this plan."""
         return sum(map(len, self.waits))
 
     def verify(self) -> "Plan":
@@ -139,7 +139,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of the text."""
+        """A short hash of the plan's text, which ranks compare."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class Plan:
 
 
 def check_is_plan(plan: Any, origin: str = "") -> None:
-    """Raise PlanError for what is no Plan; `origin` says where it is from."""
+    """Raise PlanError unless `plan` is a Plan; `origin` says in the message where it comes from."""
     if isinstance(plan, Plan):
         return
     reason = ""
@@ -207,12 +207,12 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
 
 
 def project(plan: Plan, stage: int | None) -> Plan:
-    """What a rank of this pipeline stage executes of a plan of all: its own operations, in their order, and those
-    that all execute together, with its own regions of these. None is the plan itself.
+    """The part of `plan`, of all pipeline stages, that a rank of `stage` executes: the stage's operations, in
+    order, and the joint ones of all ranks, with the stage's regions. With stage None, `plan` itself.
 
-    All waits between its operations are derived anew, because what implied one may be another rank's. A receive
-    waits for its send by itself, so where the whole plan has no deadlock, the ranks have none. What all execute
-    together is on one lane with the stage's messages, in an order that the whole plan allows: so a rank that
+    All waits between its operations are derived anew, because what implied a wait may be another rank's. A
+    receive waits for its send by itself, so where the whole plan has no deadlock, the ranks have none. Joint
+    operations are on one lane with the stage's messages, in an order that the whole plan allows: so a rank that
     computes does not wait for others meanwhile, and one that hangs is not among those that wait.
     """
     if stage is None:
@@ -238,7 +238,7 @@ def project(plan: Plan, stage: int | None) -> Plan:
 
 
 def lane_errors(plan: Plan) -> Iterator[str]:
-    """Errors of the lanes alone: operations that are not in the graph or on the lanes twice, and repeated names."""
+    """Error texts on the lanes of `plan`: operations that are unknown or on lanes twice, repeated lane names."""
     expected = "expected every operation of the graph once"
     times = Counter(op for lane in plan.lanes for op in lane.ops)
     for i in sorted(times.keys() - range(len(plan.graph))):
@@ -318,14 +318,14 @@ def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -
 
 
 def _no_clocks(plan: Plan) -> list[Clock]:
-    """The clock of each lane before its first operation."""
+    """For each lane of `plan`, the vector clock before the lane's first operation."""
     return [(-1,) * len(plan.lanes)] * len(plan.lanes)
 
 
 def _tick(
     before: Clock, lane: int, position: int, waits: Sequence[int], clocks: Mapping[int, Clock]
 ) -> Clock:
-    """The clock of an operation; `before` is that of the one before it on its lane."""
+    """The vector clock of an operation; `before` is the clock of the operation before it on its lane."""
     for n in waits:
         if n in clocks:
             before = tuple(map(max, before, clocks[n]))
@@ -333,7 +333,7 @@ def _tick(
 
 
 def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
-    """The error text for a cycle: follow blocked operations until one comes again."""
+    """The error text for a deadlock: follow blocked operations until one comes again, and name that cycle."""
     op = next(iter(pending))
     path: list[int] = []
     while op not in path:
@@ -351,7 +351,7 @@ def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, 
 
 
 def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
-    """Why `op` has to follow `behind`: their lane, or a wait and its region."""
+    """Text on why operation `op` has to follow `behind`: their common lane, or a wait and its region."""
     name, before = plan.graph.ops[op].name, plan.graph.ops[behind].name
     lane, other = (plan.lanes[plan.place[i][0]].name for i in (op, behind))
     if not waits:
@@ -362,7 +362,7 @@ def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
 
 
 def plan_excerpt(plan: Plan, ops: Iterable[int]) -> str:
-    """The lanes as text, with "->" at the lines of `ops`; of a long plan only the lines near them."""
+    """The lanes of `plan` as text, "->" at the lines of `ops`; of a long plan only the lines near them."""
     names = {f"  {plan.graph.ops[i].name}" for i in ops}
     lines = [("->" if line.split("  after ")[0] in names else "  ") + line for line in _lane_lines(plan)]
     if len(lines) <= 60:
@@ -459,5 +459,5 @@ def _split(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _any(value: object) -> Any:
-    """A word for a field that validates it."""
+    """`value` itself: an attrs converter for a field that has a validator."""
     return value

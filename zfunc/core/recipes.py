@@ -29,7 +29,7 @@ PLAIN = {
 
 
 def recipe_of(spec: StepSpec) -> Recipe:
-    """The recipe of most steps of a spec."""
+    """The recipe of an ordinary training step of `spec`: `deferred` or `zero_offload`."""
     return deferred if spec.deferred else zero_offload
 
 
@@ -81,7 +81,7 @@ def plain(spec: StepSpec) -> Iterator[Op]:
 
 
 def _check_plain(spec: StepSpec) -> None:
-    """Raise PlanError for a step that has other operations than those of `plain`."""
+    """Raise PlanError for a spec whose step has other operations than those of the recipe `plain`."""
     changed = {f.name for f in fields(StepSettings) if getattr(spec.settings, f.name) != f.default}
     others = any(
         len(b.deliveries) > 1 or x.matrices for b, x in zip(spec.layout.buckets, spec.places, strict=False)
@@ -153,7 +153,7 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
 
 
 def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Iterator[Op]:
-    """The passes, and as many updates ahead of each parameter's reading as there are slots for their states.
+    """The passes, and before each first read of a parameter its update, as many updates ahead as there are slots.
 
     So reading parameters, on the lane of all that is read, waits for a few updates and not for all of them, as does
     the first forward, on the lane that makes matrices orthogonal.
@@ -185,19 +185,19 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
 
 
 def flush_recipe(spec: StepSpec) -> Iterator[Op]:
-    """Make the deferred updates."""
+    """The operations of the deferred updates alone, without a step."""
     yield from _update_offloaded(spec, OpBuilder(spec))
 
 
 def checkpoint(spec: StepSpec) -> Iterator[Op]:
-    """Write a checkpoint between two steps."""
+    """The operations that write a checkpoint between two steps."""
     emit = OpBuilder(spec)
     yield from _write(spec, emit)
     yield emit.publish()
 
 
 def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """Write the state before this step, in the order in which it is updated."""
+    """Write the State before this step to a checkpoint, bucket by bucket in the order of their updates."""
     trained, frozen = ([x for x in spec.places if x.trainable is y] for y in (True, False))
     for place in (*(trained if spec.deferred else reversed(trained)), *frozen):
         emit.at.device = place.home
@@ -211,7 +211,7 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 
 
 def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
-    """Forward and backward of all micro-batches. With `update` a bucket is updated once its gradient is complete.
+    """Forward and backward of all micro-batches. With `update`, a bucket is updated once its gradient is complete.
 
     The decision, which needs the losses of all, comes before the last backward unless it waits for the norm.
     """
@@ -233,7 +233,7 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
 
 
 def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iterator[Op]:
-    """Bring micro-batches to the device that begins with them, and their targets to the one that ends."""
+    """Copy inputs of micro-batches to the device of the first segment, and targets to that of the last segment."""
     here, last = emit.at.device, spec.num_segments - 1
     for m in micro_batches:
         for s in {0, last}:
@@ -244,7 +244,7 @@ def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iter
 
 
 def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
-    """A pass of segment `s`, the first of a backward with what has left the device back there."""
+    """A pass of segment `s`; ahead of a backward, activations that left the device are copied back."""
     first = way == R if (R, s) in spec.parts else way in (B, I)
     if first and spec.activations[s] == "disk":
         yield emit.unspill_act(m, s)
@@ -254,8 +254,8 @@ def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterato
 
 
 def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:
-    """What backward needs of forward leaves as soon as it is made, and after the last loss the step is decided if
-    that needs no norm."""
+    """After a forward, copy activations off the device and send the output on; after the last loss, decide the step
+    if the decision needs no norm."""
     last = spec.num_segments - 1
     if spec.activations[s] != "device":
         yield emit.stash(m, s)
@@ -273,14 +273,14 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
 
 
 def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """Keep the buffers that forward changed, on each device."""
+    """On each device, keep the module buffers that forward changed."""
     for device in sorted({spec.device_of(F, 0, s) for s in spec.stateful}):
         emit.at.device = device
         yield emit.keep_buffers()
 
 
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
-    """Bring the parameters of segment `s` to the device, as far as they are not in a slot there."""
+    """Bring those streamed parameters of segment `s` to the device that have no slot there."""
     streamed = [b for b in spec.layout.weights_of(s) if spec.places[b].streamed]
     for place in (spec.places[b] for b in emit.at.ring("weight_slot").take(streamed)):
         yield from _read_weights(emit, place)
@@ -291,14 +291,14 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
 
 
 def _read_weights(emit: OpBuilder, place: BucketPlaces) -> Iterator[Op]:
-    """Read the parameters of a bucket that lives on the disk, unless a page has them."""
+    """Read the parameters of a bucket that lives on the disk into pinned memory, unless a page there has them."""
     if place.params == "disk" and emit.at.ring("weight_page").take([place.index]):
         yield emit.page_in_weights(place.index)
 
 
 def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, update: bool) -> Iterator[Op]:
-    """The gradients of a segment, or of its input or its weights alone; each bucket is delivered as soon as it is
-    complete.
+    """After a backward, send on the gradient of the input, pack the gradients of the weights, and deliver each
+    bucket as soon as its gradient is complete.
 
     At most one bucket is incomplete at a time, so a single slot is enough.
     """
@@ -323,7 +323,7 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, 
 
 
 def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
-    """Stage 1: add to the bucket's sum on the device, and deliver that after the step's last contribution."""
+    """Stage 1: add a gradient to the bucket's sum on the device, which the step's last contribution delivers."""
     deliveries = spec.layout.buckets[b].deliveries
     if m == 0 and d == 0:
         yield emit.pack(m, b, s, first=s == deliveries[0][0])
@@ -334,7 +334,7 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 
 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
-    """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
+    """Reduce a bucket's gradient, sum its squares, and send it to where it is updated, or accumulated first."""
     place, last = spec.places[b], m == spec.settings.micro_batches - 1
     complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
     begins = d == 0 or place.apart  # a sum of its own
@@ -373,14 +373,14 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
 
 
 def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iterator[Op]:
-    """Update buckets whose gradients wait."""
+    """Update `buckets`, whose gradients wait, in this order."""
     for b in buckets:
         yield from _update(spec, emit, b)
     yield from _end_updates(spec, emit)
 
 
 def _at_home(made: Update) -> Update:
-    """The operations of a bucket's update, those on a device on the one where the bucket lives."""
+    """A decorator: `made` yields a bucket's operations for the device on which the bucket lives."""
 
     @wraps(made)
     def at_home(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
@@ -393,7 +393,7 @@ def _at_home(made: Update) -> Update:
 
 @_at_home
 def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-    """Update a bucket and its parameters on all devices.
+    """Update bucket `b`: its optimizer state, and its parameters on all devices.
 
     One of whole matrices only begins: the device makes them orthogonal while the host begins with the next bucket.
     """
@@ -417,14 +417,14 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
 
 
 def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0) -> Iterator[Op]:
-    """End the updates that have begun, but for so many of the last ones."""
+    """End the updates of matrix buckets that have begun, but for the last `left` of them."""
     while len(emit.begun) > left:
         yield from _end_update(spec, emit, emit.begun.pop(0))
 
 
 @_at_home
 def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-    """Make whole matrices orthogonal, update the weights, and send them to where they are used and kept."""
+    """Make matrices of bucket `b` orthogonal, update its weights, send them to where they are used and kept."""
     place = spec.places[b]
     if place.matrices:
         if spec.world > 1:
@@ -449,14 +449,14 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
 
 
 def _update_offloaded(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """Apply the gradients of the step before, in the order in which forward reads the parameters."""
+    """Apply the previous step's gradients to offloaded buckets, in the order in which forward reads them."""
     yield from _update_all(spec, emit, spec.offloaded)
     if spec.commit:
         yield emit.commit()
 
 
 def _decide(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """End a step whose gradient waits for the next one, but for what is on the device."""
+    """Tail of a deferred step: norm, decision, updates of resident buckets, module buffers, publish."""
     yield emit.global_norm()
     yield emit.decide()
     yield from _update_all(spec, emit, sorted(spec.resident, reverse=True))

@@ -68,7 +68,7 @@ def _check_hardware(asked: str, hardware: Any) -> None:
 
 
 def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
-    """The seconds that each operation takes alone."""
+    """For each operation of `graph`, the seconds that it takes on `hardware` when it runs alone."""
     known: dict[tuple[Kind, int, int, int, int, int], float] = {}  # equal work takes equal time
 
     def seconds(op: Op) -> float:
@@ -82,20 +82,20 @@ def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
 
 
 def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[float]:
-    """The seconds of each operation in which Python issues it, at most all that it takes."""
+    """For each operation, the seconds in which Python issues it, at most its seconds in `alone`."""
     if not hardware.issue:
         return [0.0] * len(graph)
     return [min(seconds, hardware.issue_seconds(op)) for op, seconds in zip(graph, alone, strict=True)]
 
 
 def _locks(graph: Graph) -> "list[Running]":
-    """The lock of Python with which each operation is issued: that of its process."""
+    """For each operation, the Python lock with which it is issued: one lock a process."""
     over_ranks = any(r.of_rank for r in graph.regions)
     return [("issue", op.device if over_ranks else 0) for op in graph]
 
 
 def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
-    """Seconds of the longest chain of dependencies, which no schedule can beat."""
+    """Seconds of the longest chain of dependencies of `graph` on `hardware`, which no schedule can beat."""
     _check_hardware("lower_bound", hardware)
     end: list[float] = []
     for seconds, before in zip(seconds_alone(graph, hardware), graph.predecessors, strict=True):
@@ -110,7 +110,7 @@ WAKING = -1  # in the place of an operation
 
 
 class Speeds:
-    """The speed of each kind of operation on each device, and of those with Python's lock, given how many run."""
+    """The speed of operations by kind and device, and of those with Python's lock, given how many of each run."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._shared: list[tuple[Mapping[Any, float], int | None]] = [
@@ -119,7 +119,7 @@ class Speeds:
         self._cache: dict[tuple[tuple[Running, int], ...], dict[Running, float]] = {}
 
     def of(self, counts: Mapping[Running, int]) -> dict[Running, float]:
-        """The speed of what runs, above 0 and at most 1, the speed of one alone.
+        """Speeds of running operations, given their counts; above 0 and at most 1, the speed of one alone.
 
         >>> on = Hardware("cpu", flops=1.0, rates=ROUND.rates, shared={"cores": {"compute": 1.0, "host": 0.5}})
         >>> Speeds(on).of({("compute", 0): 1, ("host", 0): 1})["compute", 0]
@@ -147,8 +147,8 @@ class Speeds:
 
 @define
 class _Running:
-    """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` it ends at `end`, or
-    has been issued then, where `rest` are the seconds that follow."""
+    """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` its work, or issuing
+    it, ends at `end`, and `rest` seconds follow."""
 
     op: int
     on: Running
@@ -204,7 +204,7 @@ class _Run:
         self.started[i] = now
 
     def wake(self, lane: int, now: float) -> None:
-        """Begin what `lane` waited for; where Python's lock is counted, first wake it."""
+        """Begin the operation that `lane` waited for; where Python's lock is counted, first wake the lane."""
         ops, at = self.plan.lanes[lane].ops, self.at[lane]
         if not self.hardware.issue:
             self.begin(lane, now)
@@ -221,7 +221,7 @@ class _Run:
         self.idle[lane] = False
 
     def advance(self) -> None:
-        """Advance to the next end or hand-off, start operations that it unblocks, and share the resources again."""
+        """Advance to the next end or hand-off, start the operations it unblocks, and share resources again."""
         now = self.handed[0][0] if self.handed else math.inf
         for r in self.running:
             if r.end < now:
@@ -256,7 +256,7 @@ class _Run:
         self.share(now)
 
     def share(self, now: float) -> None:
-        """Update the speed of every running operation."""
+        """Update the speed and the end of every running operation at time `now`."""
         speeds = self.speeds.of(self.counts)
         for r in self.running:
             speed = speeds[r.on]

@@ -23,8 +23,7 @@ ANYWHERE: Mapping[int, int] = {}
 
 
 def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[list[int]]:
-    """Items in classes of similar size, the largest first: a class has the sizes above half its largest, of one
-    kind where items have one.
+    """Items in classes of similar size, the largest first: a class has sizes above half its largest, of one kind.
 
     >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40}, {})
     [[0], [2, 1, 4], [3]]
@@ -42,7 +41,7 @@ def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[lis
 
 @define(eq=False)
 class Ring:
-    """Slots that items have in turn: the next one given is that of the item's class that was used longest ago.
+    """Staging slots given to items in turn: an item gets the slot of its class that was used longest ago.
 
     A slot is the `region` with its number and room, and the dtype of its items; one that is not kept has no memory,
     and only counts.
@@ -77,7 +76,7 @@ class Ring:
         depth: int,
         dtypes: Mapping[int, Dtype] = ALIKE,
     ) -> "Ring":
-        """Slots for items that are used again, with room for `depth` of the `groups` that are in use together.
+        """A ring for items that are used again, with slots for `depth` of the `groups` used together.
 
         >>> ring = Ring.reused(Region("slot"), {0: 64, 1: 64, 2: 64}, [[0], [1], [2]], depth=2)
         >>> [ring.take([item]) for item in (0, 1, 2, 2, 1, 0)]
@@ -99,8 +98,8 @@ class Ring:
         dtypes: Mapping[int, Dtype] = ALIKE,
         homes: Mapping[int, int] = ANYWHERE,
     ) -> "Ring":
-        """Slots for items that pass through in this `order`; any `depth` in a row have different ones. Items of two
-        `homes` share none.
+        """A ring for items that pass through in this `order`: any `depth` items in a row have different slots.
+        Items of two `homes` share no slot.
 
         Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
 
@@ -128,7 +127,7 @@ class Ring:
         return item in self._class_of
 
     def give(self, item: int) -> Region:
-        """Give an item a slot: the one that it has, if it stays there."""
+        """Give `item` a slot: the next of its class, or the slot that it has if the ring's items stay."""
         slots, kept = self._class_of[item], [self._held[x].index for x in self.kept]
         slot = next((x for x in slots if x.index not in kept), next(iter(slots)))
         slot = self._held.get(item, slot) if self.stays else slot
@@ -139,14 +138,14 @@ class Ring:
         return slot
 
     def take(self, items: Sequence[int]) -> list[int]:
-        """Give each item of a group a slot; returns those that no slot held. None takes another's."""
+        """Give each item of a group a slot of its own; returns the items that no slot had held."""
         new = [x for x in items if x not in self._held]
         for item in (*(x for x in items if x in self._held), *new):
             self.give(item)
         return new
 
     def slot(self, item: int) -> Region:
-        """The slot that has an item. Raises PlanError for none."""
+        """The slot that holds `item`. Raises PlanError if no slot does."""
         if item in self._held:
             return self._held[item]
         raise PlanError(
@@ -156,6 +155,6 @@ class Ring:
 
 
 def _most_in_a_row(items: set[int], order: Sequence[int], depth: int) -> int:
-    """The most of these items among any `depth` in a row of this order."""
+    """The most of `items` among any `depth` consecutive ones of `order`; at least 1."""
     sums = [*accumulate((x in items for x in order), initial=0)]
     return max([1, *(stop - start for start, stop in zip(sums, sums[depth:], strict=False))])

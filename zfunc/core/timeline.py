@@ -24,7 +24,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """The duration in seconds."""
+        """Duration of the operation in seconds."""
         return self.end - self.start
 
 
@@ -68,7 +68,7 @@ class Timeline:
         return tuple(dict.fromkeys(e.lane for e in self.events))
 
     def on(self, lane: str) -> Iterator[Event]:
-        """The events of one lane."""
+        """The events on the lane `lane`, in order of their start."""
         return (e for e in self.events if e.lane == lane)
 
     def busy(self, lane: str) -> float:
@@ -85,7 +85,7 @@ class Timeline:
         return sum(e.seconds for e in self._of(kind))
 
     def _of(self, *kinds: Kind) -> list[Event]:
-        """The events of these kinds. Raises ValueError for one that is none."""
+        """The events of operations of `kinds`. Raises ValueError for an unknown kind."""
         for kind in kinds:
             one_of(KINDS)("kind", kind)
         return [e for e in self.events if e.kind in kinds]
@@ -104,7 +104,7 @@ class Timeline:
 
 
 def _covered(events: Collection[Event]) -> float:
-    """The seconds in which one of the events ran, or several."""
+    """The seconds in which at least one of `events` ran."""
     seconds, until = 0.0, 0.0
     for e in sorted(events, key=lambda e: e.start):
         seconds += max(0.0, e.end - max(e.start, until))

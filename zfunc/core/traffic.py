@@ -9,7 +9,7 @@ Moved = Iterable[tuple[Hashable, int]]  # memory, and how many bytes of it
 
 @define
 class Traffic:
-    """Adds up the bytes that kernels move, one kernel after another.
+    """Adds up the bytes of device memory that kernels read and write, one kernel after another.
 
     Of a `compiled` pass, kernels in a row that can be fused are one: it reads what it is given once and writes what
     others read.
@@ -29,7 +29,7 @@ class Traffic:
     _at_hand: set[Hashable] = field(factory=set[Hashable])  # what the kernel that is being fused read or made
 
     def add(self, reads: Moved, writes: Moved, *, fusable: bool) -> None:
-        """The next kernel."""
+        """Count the next kernel: the memory that it reads and writes, and whether it can be fused."""
         fused = self.compiled and fusable
         if not fused:
             self._at_hand.clear()
@@ -46,10 +46,10 @@ class Traffic:
                 self.nbytes += nbytes
 
     def freed(self, memory: Hashable) -> None:
-        """Other memory may have this name from now on."""
+        """Record that `memory` was freed: its name may stand for other memory from now on."""
         self._unwritten.pop(memory, None)
         self._at_hand.discard(memory)
 
     def ended(self, results: Iterable[Hashable]) -> int:
-        """The bytes of all, `results` written."""
+        """The bytes that all kernels move, including the write of `results` by fused kernels."""
         return self.nbytes + sum(self._unwritten.get(memory, 0) for memory in results)

@@ -16,7 +16,7 @@ from zfunc.errors import PlanError
 
 
 def plan_with(schedule: Schedule, graph: Graph) -> Plan:
-    """The plan that a schedule makes of `graph`, verified. Raises PlanError for a wrong one, or none."""
+    """The verified plan of `graph` by a schedule. Raises PlanError for a wrong plan, or no plan."""
     if isinstance(schedule, type) or not callable(schedule):
         raise PlanError(
             f"schedule: got {schedule!r:.200}, expected a function Graph -> Plan: pass one, or an object such as "
@@ -35,7 +35,7 @@ def plan_with(schedule: Schedule, graph: Graph) -> Plan:
 
 
 def verify(plan: Plan) -> Plan:
-    """Return a correct plan. Raises PlanError with the operations, the region, the lanes and the marked plan.
+    """Return `plan` if it is correct; else PlanError with operations, region, lanes and the marked plan.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -89,7 +89,7 @@ def _count(plan: Plan) -> Iterator[str]:
 
 
 def _dropped(plan: Plan, i: int) -> str:
-    """Where a missing operation belongs, and the operation that needs its result, marked in the plan."""
+    """Text on where the missing operation `i` belongs, with the operation that needs its result marked."""
     kind = plan.graph.ops[i].kind
     alike = Counter(lane.name for lane in plan.lanes for n in lane.ops if plan.graph.ops[n].kind == kind)
     lane = next((name for name, _ in alike.most_common(1)), None)
@@ -102,8 +102,8 @@ def _dropped(plan: Plan, i: int) -> str:
 
 
 def _defined(plan: Plan) -> Iterator[str]:
-    """Errors for what is read before it is written: all but a State and inputs of the step, as staging is not valid
-    beyond one."""
+    """Error texts for regions that are read before they are written: all but a State and inputs of the step, as
+    staging is not valid beyond one step."""
     regions = plan.graph.regions
     written = {n for n, r in enumerate(regions) if r.lifetime in ("state", "value")}
     for i, (reads, writes) in enumerate(plan.graph.accesses):
