@@ -12,5 +12,5 @@
     segment                 nn.Module -> pure function; the segments of a model, checked together
     batches                 a batch, and its equal parts
 
-Nothing here knows a plan, or a State.
+No module of this package knows a plan, or a State.
 """

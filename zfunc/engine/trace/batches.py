@@ -1,4 +1,4 @@
-"""A batch: `(inputs, targets)` as trees of tensors, or a dict with labels; and its equal parts."""
+"""Batches of training, `(inputs, targets)` as trees of tensors or a dict with labels, and their micro-batches."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -28,15 +28,15 @@ class Whole:
 
 
 def unmarked(tree: Any) -> Any:
-    """The tree with the tensors that are `Whole` in it."""
+    """A copy of a pytree with the plain tensor in place of each `Whole`."""
     return tree_map_only(Whole, lambda x: x.tensor, tree)
 
 
 def unpacked(batch: Any, last: Segment) -> Batch:
-    """A batch as `(inputs, targets, ...)`: what is behind the inputs goes to the `last` segment.
+    """A batch as a tuple `(inputs, targets, ...)`; all elements after the inputs go to the `last` segment.
 
-    One that has `read_batch` reads it. A dict is unpacked by its `read_dict`, or into what is not "labels" and
-    these. Raises TypeError or ValueError for anything else.
+    `last.read_batch`, if given, unpacks any batch. Else `last.read_dict`, if given, unpacks a dict; without it the
+    targets are "labels", the inputs the rest. Raises TypeError or ValueError for other batches.
     """
     if last.read_batch is not None:
         return last.read_batch(batch)
@@ -60,13 +60,13 @@ def _labels_apart(batch: Mapping[str, Any]) -> Batch:
 
 
 def layout_of_leaves(batch: Batch) -> Any:
-    """The structure, shapes and dtypes of a batch, and its constants: batches with equal ones share a plan."""
+    """The pytree structure, shapes, dtypes and constants of a batch; batches with equal layouts share a plan."""
     leaves, structure = tree_flatten(batch)
     return structure, tuple((t.shape, t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves)
 
 
 def rows_in(batch: Batch) -> int:
-    """The number of rows. Raises TypeError or ValueError for a batch that has none, or several numbers of them."""
+    """The number of rows of a batch. TypeError for leaves of an unknown type, ValueError for no or unequal rows."""
     leaves = tree_leaves(batch)
     if others := {type(t).__name__ for t in leaves if not isinstance(t, (Tensor, Whole, *CONSTANTS))}:
         raise TypeError(
@@ -82,9 +82,9 @@ def rows_in(batch: Batch) -> int:
 
 
 def split_batch(batch: Batch, micro_batches: int) -> list[Batch]:
-    """`batch` in equal parts along the first dimension of every tensor, as views; TypeError or ValueError.
+    """Split `batch` into `micro_batches` equal parts along the first dimension of every tensor, as views.
 
-    Each part has tensors without dimensions, those that are `Whole`, numbers and None as they are.
+    Scalar tensors, `Whole` tensors, numbers and None go to every part. Raises TypeError or ValueError for bad rows.
     """
     rows = rows_in(batch)
     if rows % micro_batches:

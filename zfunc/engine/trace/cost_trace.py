@@ -1,7 +1,7 @@
-"""The cost of a segment, traced on fake tensors: shapes, FLOPs, peak memory, whether it draws random numbers.
+"""The cost of a segment, traced on fake tensors: shapes, FLOPs, peak memory, whether a pass draws random numbers.
 
 The code of training runs on tensors without data, and their allocations are counted, so the memory of a plan is
-known before it runs.
+known before the plan runs.
 """
 
 import math
@@ -27,7 +27,7 @@ from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-# They allocate, or look at memory in another shape, though their schemas do not say so.
+# Operations that launch no kernel: they allocate, or view memory in another shape; schemas do not say so.
 UNLAUNCHED = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -36,7 +36,7 @@ UNLAUNCHED = {
     torch.ops.aten.new_empty_strided,
     UNSAFE_VIEW.overloadpacket,
 }
-PRODUCTS = {  # matrix products, and which argument is their first factor
+PRODUCTS = {  # matrix products, and the index of the argument that is their first factor
     torch.ops.aten.mm: 0,
     torch.ops.aten.bmm: 0,
     torch.ops.aten.addmm: 1,
@@ -44,7 +44,7 @@ PRODUCTS = {  # matrix products, and which argument is their first factor
 }
 
 
-LOOKED_UP = {  # they read some rows or elements of their first argument
+LOOKED_UP = {  # operations that read only some rows or elements of their first argument
     torch.ops.aten.embedding,
     torch.ops.aten.gather,
     torch.ops.aten.index,
@@ -56,8 +56,8 @@ ATTENTION_BACKWARDS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 }
-MULTIPROCESSORS = 160  # of a GPU that is not here, at most
-UNFUSED = {  # by a compiler with their neighbours, as products are not
+MULTIPROCESSORS = 160  # at most, of a GPU that this machine does not have
+UNFUSED = {  # operations that a compiler does not fuse with their neighbours, beside products
     torch.ops.aten.cumsum,
     torch.ops.aten.embedding_dense_backward,
     torch.ops.aten.histc,
@@ -69,12 +69,12 @@ UNFUSED = {  # by a compiler with their neighbours, as products are not
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the FLOPs, the launches and the bytes of live storages allocated under it, now (`live`) and at most
-    (`peak`).
+    """Counts the FLOPs and launches of operations, and the bytes of the storages that they allocate: alive now
+    (`live`), and at most (`peak`).
 
-    `random` records whether an operation drew random numbers. What kernels allocate themselves counts too: the
-    CPU's, or CUDA's where this is a model of the operations `of_accelerator`. `compiled` is as in `Traffic`. What
-    is on the `host` instead is known there.
+    `random` records whether an operation drew random numbers. `peak` includes the workspace of kernels: of CUDA's
+    where the trace stands for passes `of_accelerator`, else of the CPU's. `compiled` is as in `Traffic`. `host`
+    counts the bytes that rows in tiles keep in host memory.
     """
 
     def __init__(self, *, of_accelerator: bool = False, compiled: bool = False) -> None:
@@ -97,7 +97,7 @@ class AllocationTracker(TorchDispatchMode):
         self.attention_flops += flops if formula(func._overloadpacket) is _attention_flops else 0
         self.launches += times * is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
-        # A view, or an argument returned, allocates nothing; of one, the schema does not say so.
+        # A view, or an argument returned, allocates nothing; of UNSAFE_VIEW the schema does not say so.
         if not any(r.alias_info for r in func._schema.returns) and func is not UNSAFE_VIEW:
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
@@ -111,12 +111,12 @@ class AllocationTracker(TorchDispatchMode):
         return out
 
     def cost(self, kept: int = 0) -> PassCost:
-        """What was counted, as the cost of a pass whose results are alive, of which so many bytes are regions."""
+        """The cost of a traced pass whose results are alive; `kept` bytes of the peak are no workspace."""
         return PassCost(
             self.flops,
             self._traffic.ended(self._sizes),
             max(0, self.peak - kept),
-            0 if self._compiled else self.launches,  # how much is launched is not known then
+            0 if self._compiled else self.launches,  # unknown of compiled passes
             self.attention_flops,
             self.host.copied_bytes,
         )
@@ -124,7 +124,7 @@ class AllocationTracker(TorchDispatchMode):
     def _move(self, func: Any, given: Any, out: Any) -> None:
         reads, writes = ([_moved(t) for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (given, out))
         packet = func._overloadpacket
-        if packet in LOOKED_UP:  # as much of the first argument as there is of the result
+        if packet in LOOKED_UP:  # of the first argument as many bytes as the result has
             reads[0] = (reads[0][0], min(reads[0][1], writes[0][1]))
         self._traffic.add(reads, writes, fusable=formula(packet) is None and packet not in UNFUSED)
 
@@ -149,10 +149,10 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
-    """The bytes that the CPU's kernel of an operation allocates beside its result.
+    """Bytes of workspace that the CPU's kernel of an operation allocates beside its result.
 
     A product of 16-bit matrices whose first factor is transposed is summed in fp32 (`gemm_transb_impl` in torch's
-    ATen/native/cpu/BlasKernel.cpp), those of a batch one by one.
+    ATen/native/cpu/BlasKernel.cpp), the products of a batch one after the other.
 
     >>> x = torch.ones(2, 3, dtype=torch.bfloat16)
     >>> [cpu_kernel_bytes(torch.ops.aten.mm.default, (a, a.mT), a @ a.mT) for a in (x, x.mT)]
@@ -161,28 +161,28 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
     factor = PRODUCTS.get(func._overloadpacket)
     if factor is None or out.device.type != "cpu" or out.dtype not in (torch.bfloat16, torch.float16):
         return 0
-    rows, columns = args[factor].stride()[-2:]
+    rows, columns = args[factor].stride()[-2:]  # of [..., rows, columns]
     return 4 * out.shape[-2] * out.shape[-1] if rows == 1 and columns != 1 else 0
 
 
 def cuda_kernel_bytes(func: Any, args: Any) -> int:
-    """The bytes that CUDA's kernel of an operation allocates beside its results.
+    """Bytes of workspace that CUDA's kernel of an operation allocates beside its results: 0 but for attention.
 
-    Backward of flash attention adds up dq in fp32, for heads of whole blocks, with a number for each row; a range
-    has room for 128 more rows. `deterministic` takes as many sums as keep every multiprocessor busy. It has dk and
-    dv of every query head where these share keys, as cuDNN has, and copies what is not contiguous (`mha_bwd` and
-    `mha_varlen_bwd` in torch's ATen/native/transformers/cuda/flash_attn/flash_api.cpp).
+    Backward of flash attention sums dq in fp32, in heads of whole blocks, with one number for each row; a range has
+    room for 128 more rows. Deterministic kernels take as many sums of dq as keep every multiprocessor busy. Where
+    query heads share keys, flash attention and cuDNN have dk and dv for every query head. Flash attention copies
+    arguments that are not contiguous (`mha_bwd`, `mha_varlen_bwd` in torch's flash_attn/flash_api.cpp).
     """
     if (packet := func._overloadpacket) not in ATTENTION_BACKWARDS:
         return 0
     of_ranges = packet is torch.ops.aten._flash_attention_backward
     given, q, k, _, out = (x if of_ranges else x.transpose(1, 2) for x in args[:5])
-    heads, size = q.shape[-2:]
+    heads, size = q.shape[-2:]  # of q [batch, tokens, heads, size], of ranges [tokens, heads, size]
     every = 2 * k.nbytes // k.shape[-2] * heads if k.shape[-2] < heads else 0
     if packet is torch.ops.aten._scaled_dot_product_cudnn_attention_backward:
         return every
     if of_ranges and args[6] is not None:
-        count = len(args[6]) - 1
+        count = len(args[6]) - 1  # ranges, of their ends [count + 1]
         rows = len(q) + 128 * count
     else:
         count = len(q)
@@ -216,22 +216,22 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 def formula(packet: Any) -> Callable[..., int] | None:
     """The function that counts the FLOPs of an operation, None where no matrices are multiplied.
 
-    It is one of this file, or of torch's registry, which lacks some and counts causal attention whole.
+    Formulas of this file go before torch's registry, which lacks some and counts causal attention whole.
     """
     name = packet.__name__
     if name.startswith(("_scaled_dot_product_", "_flash_attention_")):
         return _attention_flops
     if name.startswith(RECURRENT):
         return _recurrent_flops
-    functional = getattr(torch.ops.aten, name.rstrip("_"), packet)  # of one that writes in place
+    functional = getattr(torch.ops.aten, name.rstrip("_"), packet)  # of an operation in place
     return OWN_FLOPS.get(functional) or flop_registry.get(functional) or flop_registry.get(packet)
 
 
 def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
-    """Two products forward; five backward, which makes the scores again. A kernel skips what no position sees if it
-    knows that attention is causal, or of a window; what a mask hides it computes. Ranges count as one."""
-    q, k, v = (given[x] for x in ("query", "key", "value"))
-    ranges = func.name().startswith("aten::_flash_attention_")  # whose heads lie behind tokens
+    """FLOPs of attention: two products in forward, five in backward, which makes the scores again. A kernel skips
+    the keys hidden by causality or a window, not those hidden by a mask. Ranges count as one document."""
+    q, k, v = (given[x] for x in ("query", "key", "value"))  # [batch, heads, tokens, size]
+    ranges = func.name().startswith("aten::_flash_attention_")  # then [..., tokens, heads, size]
     (*batch, tokens, size), seen = (
         (q.transpose(-3, -2).shape, given["max_k"]) if ranges else (q.shape, k.shape[-2])
     )
@@ -245,26 +245,26 @@ def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
 
 
 def _recurrent_flops(func: Any, given: Mapping[str, Any]) -> int:
-    """The FLOPs of a recurrent layer: each row is multiplied by every matrix; twice in backward."""
-    rows = given["input"].shape[:-1]
+    """FLOPs of a recurrent layer: each input row times every weight matrix; in backward twice as many."""
+    rows = given["input"].shape[:-1]  # of [tokens, batch, features]
     matrices = [w.shape for name, x in given.items() if "weight" in name for w in tree_leaves(x)]
     times = 2 if "backward" in func._overloadpacket.__name__ else 1
     return times * 2 * math.prod(rows) * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
 
 
 def _vector_flops(*tensors: Any, **_: Any) -> int:
-    """Two for each element of the matrix, the largest of them, or of a vector."""
+    """FLOPs of a matrix or vector times a vector: two for each element of the largest of the `tensors`."""
     return 2 * max(t.numel() for t in tensors if isinstance(t, Tensor))
 
 
 def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
-    """Each row is multiplied by one matrix, or groups of columns by groups of rows; without groups, in pairs."""
+    """FLOPs of a grouped product: each row times one matrix, or groups of columns times rows, or matrix pairs."""
     pairs = len(rows) if rows.dim() == matrices.dim() == 3 else 1
     return 2 * pairs * math.prod(rows.shape[-2:]) * matrices.shape[-1]
 
 
 RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
-MADE_OF: dict[Any, Callable[..., Any]] = {}  # what is counted instead of operations of zfunc
+MADE_OF: dict[Any, Callable[..., Any]] = {}  # by operation of zfunc, the function that is counted instead
 OWN_FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_flops,
     torch.ops.aten.mv: _vector_flops,
@@ -276,7 +276,7 @@ OWN_FLOPS: dict[Any, Callable[..., int]] = {
 
 @cache
 def _made_of(func: Any) -> Callable[..., Any] | None:
-    """What counts instead of an operation that is made of others."""
+    """The function whose operations are counted instead of a composite operation, None for any other."""
     has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     composite = func.namespace == "aten" and has("CompositeImplicitAutograd") and not has("CPU")
     return MADE_OF.get(func, func.decompose if composite else None)
@@ -284,8 +284,8 @@ def _made_of(func: Any) -> Callable[..., Any] | None:
 
 @cache
 def is_launched(func: Any) -> bool:
-    """Whether an accelerator computes something for this operation: not for views, memory alone, or questions of
-    shape or device.
+    """Whether an accelerator launches a kernel for an operation: not for views, allocations, or queries of shape or
+    device.
 
     >>> [is_launched(f) for f in (torch.ops.aten.mm.default, torch.ops.aten.t.default, torch.ops.aten.add_.Tensor)]
     [True, False, True]
@@ -296,9 +296,9 @@ def is_launched(func: Any) -> bool:
 
 @frozen
 class Trace:
-    """The costs of a segment for one micro-batch, and its output: `out`, on meta, of `output_bytes`.
+    """Costs of a segment's passes for one micro-batch, and its output `out` on the meta device, of `output_bytes`.
 
-    Of the cost, the input's bytes and what of a backward's workspace is a result are not known here.
+    `cost.input_bytes` is 0 here, and the workspace of backward includes the gradients that backward returns.
     """
 
     out: Any
@@ -323,13 +323,13 @@ def trace(
     fake: FakeTensors | None = None,
     keys_on_host: bool = False,
 ) -> Trace:
-    """Trace the passes of one segment, backward if it is `pulled`, its halves if it is `split`, and what recomputes
-    `ahead` of it, on tensors of which only shape, strides and dtype matter. `guess(weights, inputs)` is the output,
-    by which the passes are prepared: what happens once is no cost.
+    """Trace forward of one segment, backward if `pulled`, the halves of backward if `split`, and the pass that
+    recomputes `ahead` of backward, on tensors of which only shape, strides and dtype matter. `guess(weights,
+    inputs)` is the output, by which the passes are prepared: tracing happens once and is no cost.
 
-    `buffers` are those that forward changes, which backward gets as forward read them. `of_accelerator` is whether
-    a trace on the CPU is for an accelerator, `compiled` as in `Traffic`; graphs are of one `fake`. With
-    `keys_on_host` rows in tiles have their keys there.
+    `buffers` are the module buffers that forward changes; backward reads their old values. `of_accelerator`: the
+    trace, on the CPU, stands for an accelerator. `compiled` is as in `Traffic`. Traces that share graphs share the
+    mode `fake`. With `keys_on_host` rows in tiles keep their keys in host memory.
     """
     ways = (F, *(R,) * ahead, *(B,) * pulled, *(I, W) * split)
     trackers = {x: AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for x in ways}
@@ -348,7 +348,7 @@ def trace(
             out = empty_like_strided(y, "meta")
             own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
-            # A residual outlives the output that it is.
+            # A part of the output that is a residual, too, outlives the output.
             own_bytes, before = _storage_bytes(own), first.live
             del y, own
             keeps_output = before - first.live < own_bytes
@@ -377,7 +377,7 @@ def trace(
 
 
 def _moved(t: Tensor) -> tuple[int, int]:
-    """Which memory a tensor is in, and its bytes; an expanded one has no more than its memory."""
+    """The identity of the storage of `t`, and the bytes of its elements, at most those of the storage."""
     storage = t.untyped_storage()
     return storage._cdata, min(t.numel() * t.dtype.itemsize, storage.nbytes())
 

@@ -1,7 +1,7 @@
-"""Whether two graphs return the same: operations on the same values have one number, in any graph.
+"""Whether two graphs return the same values: equal operations on equal values have one number, in any graph.
 
 `zfunc.engine.rows.check` compares the joint graph of a function with that of its forward's trace, because a trace
-of forward loses `torch.no_grad`, and the backward that a `torch.autograd.Function` has of its own.
+of forward loses `torch.no_grad`, and the custom backward of a `torch.autograd.Function`.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ NO_COPY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def expression(joint: GraphModule, known: dict[Any, int]) -> int:
-    """A number for what a graph returns: the same where the same operations make it."""
+    """A number for the results of a graph; of graphs that share `known`, equal if equal operations make them."""
     numbers = dict[Node, int]()
     for i, (node, needs) in enumerate(needs_of(joint.graph).items()):
         leaves, structure = tree_flatten((node.args, node.kwargs))

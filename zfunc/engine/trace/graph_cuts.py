@@ -1,6 +1,6 @@
 """What backward recomputes: forward and backward of a segment as one graph, cut in two.
 
-    recompute="all"         `repeat_forward`: backward is given what forward was given, and repeats what it needs
+    recompute="all"         `repeat_forward`: backward is given weights and inputs, and repeats nodes of forward
     recompute="none"        `keep_as_autograd`: backward is given all results of forward that it reads
     recompute="min-cut"     `min_cut`: backward is given the tensors that the min-cut partitioner chooses
 
@@ -36,12 +36,12 @@ class JointGraph:
 
     module: GraphModule
     leaves: list[Node]  # placeholders of weights and inputs
-    cotangents: list[Node]  # placeholders, too
+    cotangents: list[Node]  # placeholders of the output's gradients
     forward: list[Node]
     backward: list[Node]
     results: list[Any]  # nodes, or constants
-    gradients: list[Any]
-    forward_draws: int
+    gradients: list[Any]  # nodes or constants, of trained weights and then of the input
+    forward_draws: int  # draws of random numbers in forward
     out_spec: Any  # of the results
     strides: list[tuple[int, ...]]  # of the cotangents
 
@@ -55,8 +55,8 @@ _TRACING, _TRACES = Lock(), ContextVar("whether this context traces", default=Fa
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A context in which no other thread traces: make_fx and the partitioner patch the process. A trace within
-    another one, or in a copy of its context, does not wait."""
+    """A context in which no other thread traces, as make_fx and the partitioner patch the process. A trace within
+    another trace, or in a copy of the other's context, does not wait."""
     if _TRACES.get():
         yield
         return
@@ -69,7 +69,7 @@ def alone() -> Iterator[None]:
 
 
 def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
-    """The operations of a function of fake tensors, as a graph."""
+    """The graph of the operations of `function`, traced on `arguments` of fake tensors."""
     with alone():
         return make_fx(function, tracing_mode="fake")(*arguments)
 
@@ -77,7 +77,7 @@ def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
 def part_of_graph(
     module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
 ) -> GraphModule:
-    """Some nodes of a graph as a graph of their own, `given -> results`."""
+    """Copy `nodes` of a graph into a graph of their own, `given -> results`, in which `given` are placeholders."""
     part, copies = Graph(), dict[Node, Node]()
     for x in given:
         copies[x] = part.placeholder(x.name)
@@ -90,9 +90,9 @@ def part_of_graph(
 
 @frozen(eq=False)
 class GraphPiece:
-    """The part of a graph that makes some values of others."""
+    """A part of a graph as a graph of its own, with the names of the weights it reads and its random draws."""
 
-    run: GraphModule  # (*weights that it reads, *given) -> results
+    run: GraphModule  # (*weights that are read, *given) -> results
     reads: tuple[str, ...]
     draws: frozenset[Node]
 
@@ -105,8 +105,8 @@ def piece_of(
     results: Sequence[Any],
     end: Node,
 ) -> GraphPiece:
-    """The part of a graph that makes `results`, as node `end` reads or is them, of what is `given`, and of those
-    `weights` that it reads."""
+    """The part of a graph that computes `results` of the nodes `given` and of the `weights` that the part reads.
+    Node `end` reads or is the results: writes into their memory that `end` waits for belong to the part."""
     needed = needed_for([*results, *needs[end]], needs, given)
     reads = tuple(name for name, x in weights.items() if x in needed)
     inputs = dict.fromkeys([*(weights[name] for name in reads), *given])
@@ -117,7 +117,7 @@ def piece_of(
 
 
 def needs_of(graph: Graph) -> Needs:
-    """What each node of a graph needs: its inputs, and what has been written into their memory before."""
+    """The nodes that each node of a graph needs: its inputs, and earlier nodes that write into their memory."""
     needs, writers = dict[Node, list[Node]](), defaultdict[int, list[Node]](list)
     for node in graph.nodes:
         memory = [m for x in node.all_input_nodes for m in memory_of(x)]
@@ -129,8 +129,8 @@ def needs_of(graph: Graph) -> Needs:
 
 
 def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ()) -> set[Node]:
-    """The nodes that make `results` of what is `given`, and all of these that they use: not what is written into
-    their memory later, which who reads them needs."""
+    """The nodes that compute `results` of the nodes `given`, with those of `given` that are used. Later writes into
+    the memory of `results` are left out: nodes that read the results need those writes."""
     left, needed = [x for x in results if isinstance(x, Node)], set[Node]()
     while left:
         if (node := left.pop()) not in needed:
@@ -149,7 +149,7 @@ def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
 
 
 def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """Two graphs, of which backward repeats what it needs of forward."""
+    """Cut a joint graph in two: backward takes weights and inputs, and repeats nodes of forward."""
     forward = part_of_graph(joint.module, joint.leaves, joint.forward, joint.results)
     given, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
     backward = part_of_graph(joint.module, given, nodes, joint.gradients)
@@ -158,9 +158,9 @@ def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def _cast_again(graph: Graph, num_forward: int) -> None:
-    """Cast to a wider dtype once more where backward first reads the result: until then it holds the narrow tensor.
+    """Repeat casts to a wider dtype where backward first reads them: until then only the narrow tensor lives.
 
-    The first `num_forward` nodes are the forward's. What is written meanwhile keeps its first cast.
+    The first `num_forward` nodes of `graph` are the forward's. A cast from or into written memory is not repeated.
     """
     nodes, written = list(graph.nodes), of_written_memory(graph)
     for node in nodes[:num_forward]:
@@ -178,7 +178,7 @@ def _cast_again(graph: Graph, num_forward: int) -> None:
 
 
 def keep_as_autograd(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """Two graphs, of which backward is given all that it reads of forward."""
+    """Cut a joint graph in two: backward is given each tensor of forward that it reads, as autograd keeps them."""
     of_forward = {*joint.leaves, *joint.forward}
     reads = [x for node in joint.backward for x in node.all_input_nodes]
     reads += [x for x in joint.gradients if isinstance(x, Node)]
@@ -192,8 +192,8 @@ def keep_as_autograd(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """Two graphs whose residuals are chosen by the min-cut partitioner."""
-    # 1. It takes pure graphs: what is written in place is written out of place, where that gives the same bits.
+    """Cut a joint graph in two, with the residuals that torch's min-cut partitioner chooses."""
+    # 1. The partitioner takes pure graphs: writes in place become writes out of place, if the bits are the same.
     module = joint.module
     changes = [node for node in module.graph.nodes if mutates(node.target)]
     for node in changes:
@@ -212,7 +212,7 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
         number_draws(module.graph, joint.forward_draws)
         if _output_strides(module) != _output_strides(joint.module):
             raise ValueError("an operation in place gives other strides out of place")
-    # 2. Equal nodes are one, so that none is kept or made again twice; then the cut.
+    # 2. Equal nodes are merged, so that no value is kept or recomputed twice; then the cut.
     import torch._functorch.config as partitioning
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -223,8 +223,8 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """The cut with residuals for which room can be planned. Raises ValueError for the workspace of a recurrent
-    kernel: only the kernel knows its size, and it has no elements in a trace."""
+    """`min_cut` with residuals for which room can be planned. Raises ValueError if the workspace of a recurrent
+    kernel is a residual: only the kernel knows its size, and in a trace the workspace has no elements."""
     forward, backward = min_cut(joint)
     for x in list(forward.graph.nodes)[-1].args[0][len(joint.results) :]:
         value = x.meta["val"]
@@ -234,24 +234,24 @@ def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[GraphModule, GraphModule]:
-    """Two graphs of one whose first `trained` results are gradients of weights: `given -> (*others, *pending)` and
-    `pending -> gradients of weights`. The first `weights` of what is given, the second does not need.
+    """Split a backward, whose `trained` first results are gradients of weights: `given -> (*others, *pending)` and
+    `pending -> gradients of weights`. Only the first graph reads the first `weights` placeholders.
 
-    The second has the products of matrices, and what only they need. A gradient made without one, as that of a
-    norm's weight, is small, while what it is made of is not: it is made at once.
+    The second graph has the matrix products, and nodes that only they need. A gradient made without a product, as
+    of a norm's weight, is made in the first graph: the gradient is small, and the tensors it is made of are not.
     """
     *nodes, output = backward.graph.nodes
     results, needs = list(output.args[0]), needs_of(backward.graph)
     gradients, others = results[:trained], results[trained:]
     given, needed = [x for x in nodes if x.op == "placeholder"], needed_for([output], needs)
-    # 1. What reads weights, or memory that is written in place, comes between the same operations as before.
+    # 1. Reads of weights, or of memory that is written in place, stay in the first graph, in the same order.
     held = {m for x in given[:weights] for m in memory_of(x)}
     held = {x for x in nodes if memory_of(x) & held} | of_written_memory(backward.graph)
     early = [x for x in nodes if x in needed and not held.isdisjoint((x, *x.all_input_nodes))]
     first = needed_for([*others, *early], needs)
     early += [x for x in gradients if not any(map(_multiplies, needed_for([x], needs) - first))]
     first = {*given, *needed_for([*others, *early], needs)}
-    # 2. Of several results of a kernel the first graph has all that is needed: only tensors go on.
+    # 2. If the first graph has a kernel with several results, it also unpacks them: only tensors are pending.
     first |= {
         x
         for x in needed
@@ -274,8 +274,8 @@ def _multiplies(node: Node) -> bool:
 
 
 def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
-    """A copy of a pure graph where nodes that call one function with the same arguments are one node, but for draws
-    and for what shares memory with a result: in eager code those are apart."""
+    """A copy of a pure graph where nodes that call one function with the same arguments are one node. Random draws,
+    empty tensors, and nodes that share memory with a result stay apart, as in eager code."""
     *nodes, output = module.graph.nodes
     merged, known = part_of_graph(module, (), nodes, output.args[0]), dict[Any, Node]()
     merged.graph.eliminate_dead_code()
@@ -304,7 +304,7 @@ def mutates(target: Any) -> bool:
 
 
 def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation writes into."""
+    """The arguments of a call of the operation `func` that the call writes into."""
     declared = func._schema.arguments
     given = dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
     written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
@@ -312,12 +312,12 @@ def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def changed_by(node: Node) -> list[Node]:
-    """The nodes of a graph that an operation writes into."""
+    """The argument nodes that the operation of `node` writes into."""
     return [x for x in written_by(node.target, node.args, node.kwargs) if isinstance(x, Node)]
 
 
 def of_written_memory(graph: Graph) -> set[Node]:
-    """The nodes of a graph that share memory with what one of its operations writes into."""
+    """The nodes of a graph that share memory with a node that an operation of the graph writes into."""
     memory = {node: memory_of(node) for node in graph.nodes}
     changed = {m for node in graph.nodes if mutates(node.target) for x in changed_by(node) for m in memory[x]}
     return {node for node, own in memory.items() if own & changed}

@@ -1,4 +1,4 @@
-"""Host memory for keys and values of rows in tiles, which a pass finds there and a trace only counts."""
+"""Host memory for keys and values of rows in tiles: a pass keeps them there, a trace only counts their bytes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,21 +13,21 @@ from zfunc.engine.trace.tensor_memory import COUNTED
 
 @define(eq=False)
 class HostMemory:
-    """Host memory for the keys, values and sums of one row at a time, pinned for an accelerator; and what of it a
-    pass took and copied, by which a trace, which has none, knows the cost."""
+    """Host memory for keys, values and gradient sums of one row at a time, pinned for an accelerator, and the bytes
+    that a pass uses (`nbytes`) and copies (`copied_bytes`). In a trace, which only counts, `flat` is None."""
 
     flat: Tensor | None = None  # uint8
     nbytes: int = 0
     copied_bytes: int = 0
 
     def rows(self, start: int, count: int, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """`count` rows of `numel` elements, from the byte `start` of the memory on; None for a trace."""
+        """A view [count, numel] of `dtype` from byte `start` of the host memory on; None in a trace."""
         stop = start + count * numel * dtype.itemsize
         self.nbytes = max(self.nbytes, stop)
         return None if self.flat is None else self.flat[start:stop].view(dtype).view(count, numel)
 
     def count(self, *copied: Tensor) -> None:
-        """Add the bytes of tensors to those that a pass copied between this memory and the device."""
+        """Add to `copied_bytes` the bytes of the tensors `copied` between host memory and the device."""
         self.copied_bytes += COUNTED.get() * sum(x.nbytes for x in copied)
 
 
@@ -37,8 +37,8 @@ WAIT: ContextVar[Callable[[], None]] = ContextVar("what waits for the device", d
 
 @contextmanager
 def keys_in(host: HostMemory | None, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A context in which rows in tiles have their keys in `host`; with None on the device. They call `wait` before
-    they read on the host what the device has made."""
+    """A context in which rows in tiles keep keys and values in `host`, or with None on the device. Passes call
+    `wait`, which waits for the device, before they read its results on the host."""
     before = ON_HOST.set(host), WAIT.set(wait)
     try:
         yield

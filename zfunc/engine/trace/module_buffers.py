@@ -1,7 +1,7 @@
 """Buffers that a module's forward changes in training mode: running statistics, and spectral norm's vectors.
 
-They are part of the training state. A segment gets them as arguments and returns what they become, so a pass that
-is made again from the same buffers computes the same.
+Such buffers are part of the training state. A segment gets them as arguments and returns their new values, so a
+pass that is repeated from the same buffers computes the same results.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from zfunc.core.spec import ALLOCATION
 
 
 def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The names of the buffers that forward changes, of submodules in training mode; and by name which tensors
-    need the type of which.
+    """The names of the buffers that forward of a module changes in training mode; and, by the name of each tensor
+    to be cast, the name of the tensor whose dtype is needed.
 
-    Statistics stay in fp32 where the step computes in 16 bits, so the weight and bias beside them are widened, as
-    PyTorch's kernels expect. Vectors that are multiplied with a matrix have its type. Raises ValueError, with the
+    Running statistics stay in fp32 where the step computes in 16 bits, so a norm's weight and bias are widened, as
+    PyTorch's kernels expect. Vectors of spectral norm have the dtype of their matrix. Raises ValueError, with the
     name of the `segment`, for a SyncBatchNorm in training mode.
     """
     names, types = list[str](), dict[str, str]()
@@ -46,7 +46,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def buffer_views(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers in their memory `flat` [nbytes(like)] uint8, by name, in the layout of `like`."""
+    """Views of `flat` [nbytes(like)] uint8 as module buffers, by name, in the shapes and dtypes of `like`."""
     ends = accumulate((round_up(t.nbytes, ALLOCATION) for t in like.values()), initial=0)
     return {
         name: flat[start : start + t.nbytes].view(t.dtype).view(t.shape)
@@ -55,7 +55,7 @@ def buffer_views(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_buffers(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy buffers by name; ValueError where these are others."""
+    """Copy the module buffers `values` into the tensors `into` of the same names; other names raise ValueError."""
     if into.keys() != values.keys():
         raise ValueError(
             f"got the buffers {sorted(values)} from the function, expected {sorted(into)}: return (y, buffers) "
@@ -66,5 +66,5 @@ def copy_buffers(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
 
 
 def clone_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in memory of their own."""
+    """Contiguous copies of module buffers, by name, in memory of their own."""
     return {name: t.clone(memory_format=torch.contiguous_format) for name, t in buffers.items()}

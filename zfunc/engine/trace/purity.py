@@ -1,8 +1,8 @@
 """Checks that a segment is a pure function: calls on one input run the same operations and change no value.
 
-So backward recomputes what forward computed, and a trace of one call stands for all of them. What is compared
-between two calls: their operations, the attributes of the module, and the plain values (numbers, texts, tuples of
-them) that its functions read of closures and globals. The latter are compared again before every step.
+So backward recomputes what forward computed, and a trace of one call stands for all calls. Two calls are compared
+by their operations, the attributes of the module, and the plain values (numbers, texts, tuples of such) that the
+segment's functions read from closures and globals. Plain values are compared again before every step.
 """
 
 import inspect
@@ -42,8 +42,8 @@ Facts = dict[str, Any]  # what is compared of a value, by a name that the user k
 
 
 class _Same:
-    """An object that is equal to itself alone; a tensor, held weakly, while requires_grad and version are the same.
-    (The version of a parameter does not count.)"""
+    """A wrapper, for a comparison, that equals another wrapper of the same object only. A tensor is held weakly;
+    its requires_grad and, unless it is a parameter, its version must be the same, too."""
 
     def __init__(self, x: Any) -> None:
         self.ref, self.state = (lambda: x), ()
@@ -58,17 +58,17 @@ class _Same:
 
 
 def version_of(t: Tensor) -> int:
-    """How often a tensor was written; 0 where that is not counted."""
+    """How often a tensor was written in place; 0 for an inference tensor, of which torch counts no writes."""
     return 0 if t.is_inference() else t._version
 
 
 def _itself(x: Any) -> Any:
-    """An object for a comparison: by its own equality if that is permanent (it can be hashed), else by identity."""
+    """`x` for a comparison: itself if hashable, so of permanent equality; a tensor or unhashable by identity."""
     return _Same(x) if isinstance(x, Tensor) or type(x).__hash__ is None else x
 
 
 def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str, Any]]:
-    """The type and the attributes of a module and of those in it; with `tensors` parameters and buffers."""
+    """The types and attributes of a module and its submodules; with `tensors` also parameters and buffers."""
     for path, m in module.named_modules() if module is not None else ():
         yield f"attribute {path}" if path else "the module", type(m)
         slots = {**m._parameters, **m._buffers} if tensors else {}
@@ -78,16 +78,16 @@ def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str
 
 
 def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], Any] = _itself) -> Facts:
-    """The attributes of a module for a comparison, with `tensors` its parameters and buffers. A tensor, a function
-    and what else has no plain value are compared `by` identity, or by type alone. Modules of equal attributes
-    without tensors behave alike."""
+    """The attributes of a module and its submodules, by name, for a comparison; with `tensors` also parameters and
+    buffers. Tensors, functions and other values that are not plain are compared `by` identity, or by type alone.
+    Modules whose attributes without tensors are equal behave alike."""
     return {name: _compared(value, by, 0) for name, value in attributes(module, tensors=tensors)}
 
 
 def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plain: bool = True) -> Facts:
-    """The plain values that a module's forward, or a function, reads of its closure and its file; and what the
-    user's functions and methods do that it calls so. Unless `plain`, other values too, and those of classes, of
-    which a short look is compared: which tensor, and the plain values directly in an object or a dict."""
+    """The plain values, by name, that a module's forward (without a module `function`) and the user's functions and
+    methods called there read from closures and globals. Unless `plain`, also plain class attributes, and other
+    values by a `_glimpse`: their identity, and the plain values directly in an object, list or dict."""
     found: Facts = {}
     classes = {*map(type, module.modules())} if module else set[Any]()
     for own in (x for c in classes for x in c.__mro__ if not (plain or _of_library(x))):
@@ -112,7 +112,7 @@ def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plai
 
 
 def _glimpse(x: Any) -> Any:
-    """A look at a value that takes microseconds: which one it is, and the plain values directly in it."""
+    """The identity of `x` and the plain values directly in `x`, for a comparison that takes microseconds."""
     own = {} if callable(x) or _of_library(type(x)) else getattr(x, "__dict__", {})
     inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else own
     plain = [(k, repr(y)) for k, y in inside.items() if isinstance(y, PLAIN)] if len(inside) <= MOST else []
@@ -120,7 +120,7 @@ def _glimpse(x: Any) -> Any:
 
 
 def _of_library(x: Any) -> bool:
-    """Whether a function or a class is of torch, zfunc or Python, say, whose values are no part of a model."""
+    """Whether a function or a class belongs to one of LIBRARIES, whose values are no part of a model."""
     return str(x.__module__).partition(".")[0] in LIBRARIES
 
 
@@ -129,7 +129,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
-    """The part of a value that is compared: by its values where it has plain ones, else `by` such as its type."""
+    """The key by which `value` is compared: the plain values in it, and of others `by(value)`, such as the type."""
     if isinstance(value, PLAIN):
         return repr(value)  # so that a NaN equals itself, and 1 is not True
     if isinstance(value, np.ndarray):
@@ -149,7 +149,7 @@ def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
 
 
 def first_change(before: Facts, after: Facts) -> str:
-    """A description of the first value that is another one after than before, or ""."""
+    """A description of the first value that differs between the facts `before` and `after`, or ""."""
     for name in {**before, **after}:
         values = [x.get(name, "absent") for x in (before, after)]
         if values[0] != values[1]:
@@ -161,11 +161,11 @@ def first_change(before: Facts, after: Facts) -> str:
 
 
 class _InPlaceError(Exception):
-    """An operation writes into a tensor that the function did not make; `args` are both."""
+    """An operation writes into a tensor that the function did not make; `args` are the operation and the tensor."""
 
 
 class _Log(AllocationTracker):
-    """Records the operations of a call, each with its arguments. Raises ValueError for one that is not pure."""
+    """Records the operations of a call, with their arguments. An impure one raises ValueError or _InPlaceError."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Log(AllocationTracker):
         self.ops.append((name, [self._token(x) for x in leaves], structure))
 
     def _token(self, x: Any) -> Any:
-        """The key of an argument in a comparison: its origin, else its values, or its identity if it is large."""
+        """The key of an argument of an operation, to compare: its origin, its values, or its identity if large."""
         if not isinstance(x, Tensor):
             return repr(x) if isinstance(x, float) else x
         if id(x) in self._results:
@@ -223,7 +223,7 @@ def check_deterministic(
     inputs: tuple[Any, ...],
     constants: Container[str] = (),
 ) -> tuple[Any, Facts]:
-    """The output of a segment's function, and the values that it reads outside of its module.
+    """Check that a segment's `function` is pure; returns its output, and the values it reads outside of `module`.
 
     `constants` are the names of the `params` that are never trained. Raises ValueError, with the name of what
     changes, if the function writes into an argument, if two calls differ, or if a call changes a value.
@@ -269,7 +269,7 @@ def check_deterministic(
 def _named(
     func: Any, tensor: Tensor, module: nn.Module | None, params: dict[str, Tensor], constants: Container[str]
 ) -> ValueError:
-    """The words for a tensor that an operation writes into, with what to use instead."""
+    """The error for a tensor that operation `func` writes into: names the tensor, and says what to use instead."""
     shape, instead = tuple(tensor.shape), "return a new tensor instead (of a module, with inplace=False)"
     name = (
         f"a tensor of shape {shape} made outside the function (a parameter, input, buffer or captured tensor)"
@@ -315,7 +315,7 @@ def _difference(one: _Log, other: _Log) -> str:
 
 
 def _draws_from_random(call: Callable[[], Any]) -> bool:
-    """Whether the call, and not another thread, draws from Python's generator."""
+    """Whether `call`, and not another thread, draws from the generator of Python's module `random`."""
     generator, calls = random.random.__self__, list[Any]()  # type: ignore[attr-defined]
 
     def watch(_: Any, event: str, function: Any) -> None:
@@ -332,7 +332,7 @@ def _draws_from_random(call: Callable[[], Any]) -> bool:
 
 
 def _draws_from_numpy(call: Callable[[], Any], generator: Any) -> bool:
-    """Whether the call, and not another thread, draws from NumPy's global generator, which has a lock."""
+    """Whether `call`, and not another thread, draws from NumPy's global generator, whose lock is held meanwhile."""
     if not isinstance(generator.lock, type(threading.RLock())):
         return True  # the call would deadlock on a lock that is not reentrant
     with generator.lock:

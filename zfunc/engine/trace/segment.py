@@ -2,7 +2,7 @@
 
 A segment owns no training state: its function gets the parameters by name, and calling it changes nothing. The
 tensors of a module are initial values only. An `nn.Sequential` is a model too: one segment for each child that has
-parameters, with those after it that have none.
+parameters, with the children after it that have none.
 """
 
 import copy
@@ -35,15 +35,15 @@ Values = dict[str, Tensor]
 
 @frozen(eq=False)
 class Look:
-    """What a look of microseconds shows of a module: its attributes and those in its containers, by identity;
-    sizes, and the versions and flags of tensors. `values` are the versions of parameters, in words."""
+    """A snapshot of a module, taken in microseconds. `shown`: attributes and values in containers, compared by
+    identity; `numbers`: flags and versions of tensors; `values`: versions of parameters by description."""
 
     shown: list[Any]
     numbers: list[int]
     values: dict[str, int]
 
     def same(self, other: "Look") -> bool:
-        """Whether two looks at a module show no change."""
+        """Whether this snapshot of a module and an `other` one show no change."""
         alike = self.numbers == other.numbers and self.values == other.values
         return alike and len(self.shown) == len(other.shown) and all(map(is_, self.shown, other.shown))
 
@@ -54,18 +54,18 @@ class Segment:
 
     - `function(params, x)`, or `function(params, x, targets)` for the last segment, gets the parameters by short
       name and must not change anything. `short[i]` is the short name of `parameters[i]`, whose `name` is the full
-      one.
-    - `evaluate` is the same without dropout.
+      name.
+    - `evaluate` is the function without dropout.
     - `initial(seed)` returns the fp32 values, by full name, of all parameters but the `shared` ones, which other
       segments own.
     - `constants` are tensors by short name that are read and never trained (a module's buffers).
     - `buffers` are the first values, by short name, of tensors that the function changes (running statistics): it
       gets them as parameters, and returns `(y, {short name: new value})`; `evaluate` gets them and returns `y`.
-    - `buffer_names` are full names of buffers and constants by short name; others begin with the segment's.
-    - `read_dict`, of the last segment, makes `(inputs, targets)` of a batch that is a dict, `read_batch` of any.
+    - `buffer_names` are full names of buffers and constants by short name; the default is `name.short name`.
+    - `read_dict`, of the last segment, makes `(inputs, targets)` of a dict, `read_batch` of any batch.
     - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
-    `segment` makes one from a module. One from a function:
+    `zfunc.segment` makes a Segment from a module. A Segment from a function:
 
     >>> from zfunc.core.layout import Parameter
     >>> double = Segment(
@@ -138,26 +138,26 @@ class Segment:
         return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
 
     def buffer_name(self, short: str) -> str:
-        """The full name of a buffer, one that the function changes or a constant."""
+        """The full name of the module buffer or constant that has the name `short` in the segment."""
         return self.buffer_names.get(short, f"{self.name}.{short}")
 
     @property
     def constant_bytes(self) -> int:
-        """Device memory of what the segment reads and never trains, beside its parameters."""
+        """Bytes of device memory of the segment's constants."""
         return nbytes(self.constants)
 
     @property
     def buffer_bytes(self) -> int:
-        """Device memory of what its forward changes."""
+        """Bytes of device memory of the module buffers that the segment's forward changes."""
         return nbytes(self.buffers)
 
     @property
     def evaluation(self) -> Callable[..., Any]:
-        """The segment's function without dropout; the one with it where there is no other."""
+        """The segment's function for evaluation: `evaluate`, without dropout, or `function` where that is None."""
         return self.evaluate or self.function
 
     def changed(self) -> str:
-        """A description of the first change in the module since `segment` copied it, or ""."""
+        """A description of the first change in the source module since `segment` copied the module, or ""."""
         if self._source is None:
             return ""
         module, facts = self._source
@@ -165,7 +165,7 @@ class Segment:
 
     @cached_property
     def _watched(self) -> tuple[list[Callable[[], Iterable[Any]]], list[Any], list[Tensor]]:
-        """What has the module's attributes and those in its containers; containers without any; its buffers."""
+        """What `look` reads of the source module: attributes and filled containers, empty containers, buffers."""
         modules = [] if self._source is None else [*self._source[0].modules()]
         inside = [x for m in modules for x in vars(m).values() if isinstance(x, dict | list)]
         full = [*map(vars, modules), *(x for x in inside if 0 < len(x) <= MOST)]
@@ -177,7 +177,7 @@ class Segment:
         )
 
     def look(self) -> Look:
-        """A look at the module, of which only one that differs from the last needs `changed`."""
+        """A snapshot of the source module; only if it differs from the last snapshot need `changed` be called."""
         spaces, empty, buffers = self._watched
         numbers = [any(empty), *(p.requires_grad for p in self.origins.values()), *map(version_of, buffers)]
         values = {f"the values of {x}": version_of(p) for x, p in self.origins.items()}
@@ -185,14 +185,14 @@ class Segment:
 
     @property
     def changed_tensors(self) -> dict[str, int]:
-        """The identity of each tensor of the module that is one of `buffers`, by short name."""
+        """The identity of each tensor of the source module that forward changes (`buffers`), by short name."""
         if self._source is None:
             return {}
         own = _slots(self._source[0], "_buffers")
         return {short: id(own[short]) for short in self.buffers if short in own}
 
     def like(self, other: "Segment") -> bool:
-        """Whether both compute the same function, so that they can share a trace and a compilation."""
+        """Whether two segments compute the same function, so that they can share a trace and a compilation."""
         signatures = [
             (
                 *(x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters]),
@@ -210,7 +210,7 @@ class Segment:
 def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = None) -> Segment:
     """An `nn.Module` as a `Segment`, with parameters named `name.<name in the module>`.
 
-    `share` ties a name in the module to another segment's parameter, by full name, and takes that one's value.
+    `share` ties a name in the module to the full name of another segment's parameter, whose value is taken.
     Initial values are the module's. A module on the meta device is initialized by `reset_parameters`, one segment
     at a time. Parameters with `requires_grad=False` stay frozen. Buffers are constants in their own dtype, but for
     those that forward changes: BatchNorm's statistics and spectral norm's vectors are kept in the State. Training
@@ -228,7 +228,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
 
 
 def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, prefix: str) -> Segment:
-    """`segment`, but with parameters named `prefix` and their name in the module."""
+    """Make a Segment as `segment` does, but name each parameter `prefix` + its name in the module."""
     # 1. What cannot be a function of its parameters.
     refuse_inference_mode("segment")
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
@@ -300,7 +300,7 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
 
 
 def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module | None = None) -> None:
-    """Raise ValueError for gradient hooks on these parameters, or on the module, which `vjp` does not run."""
+    """Raise ValueError for gradient hooks on `parameters` or in `module`: `torch.func.vjp` does not run hooks."""
     modules = module.named_modules() if module is not None else ()
     hooked = [
         *(
@@ -338,7 +338,7 @@ def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
-    """Every parameter or buffer by name, tied ones under each name; those of a module used twice once."""
+    """The parameters or buffers (`kind`) of a module: tied ones by each name, those of a module used twice once."""
     return {
         f"{prefix}.{k}" if prefix else k: t
         for prefix, m in module.named_modules()
@@ -350,7 +350,7 @@ def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
 def _functional(
     skeleton: nn.Module, twins: Mapping[str, str], types: Mapping[str, str], changing: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """The module as a function, which returns what becomes of the buffers `changing` too, if there are some."""
+    """A module as a function of parameters and inputs; with `changing` also returns new values of those buffers."""
     lock = threading.RLock()  # during the call the skeleton holds the parameters
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
@@ -407,7 +407,7 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
 
 
 def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segment, ...]:
-    """The segments of a model, checked together: their names, what they share and what they must not."""
+    """The segments of a model as a tuple, after checks of their names, tied parameters, hooks and memory."""
     if isinstance(segments, nn.Sequential):
         segments = segments_of_sequential(segments)
     of_type(
@@ -474,7 +474,7 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
 
 
 class EndsInLoss(nn.Sequential):
-    """Modules that run one after the other, of which the last gets the targets."""
+    """Modules that run one after the other, of which the last, a loss, also gets the targets."""
 
     def forward(self, x: Any, *targets: Any) -> Any:
         """The loss of `x` and `targets`; without targets, the input of the loss."""
@@ -485,7 +485,7 @@ class EndsInLoss(nn.Sequential):
 
 
 def ends_in_loss(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Sequential` whose last child takes (x, targets)."""
+    """Whether a module is an `nn.Sequential` that is empty, or whose last child takes (x, targets)."""
     if not isinstance(module, nn.Sequential) or not len(module):
         return isinstance(module, nn.Sequential)
     try:
@@ -496,7 +496,7 @@ def ends_in_loss(module: nn.Module) -> bool:
 
 
 def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
-    """The children of `module` as segments. Parameters have the names of its state dict, tied ones the first.
+    """The children of `module` as segments. Parameters are named as in its state dict, tied ones by the first name.
 
     Raises ValueError unless the last child is a loss of (x, targets).
     """

@@ -1,4 +1,4 @@
-"""Where a tensor lies in memory: its storage, the part of that from its first element to its last, its strides."""
+"""Where a tensor lies in memory: its storage, the range from its first element to its last, and its strides."""
 
 from contextvars import ContextVar
 from typing import Any
@@ -42,18 +42,18 @@ PRODUCTS = {
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
-}  # of matrices of one type
-# Their fake kernels return one tensor twice; what torch caches of them has two, so a second trace would need more.
+}  # of matrices of one dtype
+# Fake kernels that return one tensor twice; from its cache torch returns two, so a second trace would need more.
 UNCACHED = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
-# Of the operations that run on fake tensors for others like them, as those of some tiles for those of all.
+# Some operations on fake tensors stand for others like them, as those of a few tiles for those of all tiles.
 COUNTED: ContextVar[int] = ContextVar("times that an operation is counted", default=1)
-MOST_RUN = 1 << 22  # elements of what a kernel is run on while a segment is traced
+MOST_RUN = 1 << 22  # elements of all arguments of a kernel that is run while a segment is traced
 
 
 class FakeTensors(FakeTensorMode):
-    """Fake tensors with the strides and types of real ones, as far as those are cheap to know.
+    """A mode of fake tensors with the strides and dtypes of real ones, as far as those are cheap to know.
 
-    A kernel of `OWN_STRIDES` is run, on zeros, where what it takes is small and is not contiguous or of one type.
+    A kernel of `OWN_STRIDES` is run, on zeros, if its arguments are small and not all contiguous and of one dtype.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,12 +82,12 @@ class FakeTensors(FakeTensorMode):
 
 
 def storage_of(t: Tensor) -> int:
-    """The identity of its storage: equal for tensors that may share memory."""
+    """The identity of the storage of `t`: equal for tensors that may share memory."""
     return t.untyped_storage()._cdata
 
 
 def extent(t: Tensor) -> int:
-    """Elements from the first of `t` to its last, in memory; 0 if it has none.
+    """The number of elements in memory from the first of `t` to its last; 0 for an empty tensor.
 
     >>> import torch
     >>> extent(torch.ones(3, 4)[:, :2]), extent(torch.ones(1).expand(9)), extent(torch.ones(0))
@@ -99,13 +99,13 @@ def extent(t: Tensor) -> int:
 
 
 def byte_range(t: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that `t` lies in: the first, and the one after the last."""
+    """The byte offsets in its storage where `t` begins, and where `t` ends (the one after its last byte)."""
     start = t.storage_offset() * t.element_size()
     return start, start + extent(t) * t.element_size()
 
 
 def dense_strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of a cotangent of `x`: those of `x`, unless its elements overlap.
+    """The strides of a cotangent of `x`: those of `x` if its elements fill their memory, else dense ones.
 
     So the trace and the cost of a segment do not depend on the segment above it.
     """
@@ -113,13 +113,13 @@ def dense_strides(x: Tensor) -> tuple[int, ...]:
 
 
 def empty_like_strided(tree: Any, device: torch.device | str | None = None) -> Any:
-    """`tree` with empty tensors of the same shapes, strides and dtypes, all of which a trace depends on."""
+    """A pytree like `tree` of empty tensors with the same shapes, strides and dtypes, which a trace depends on."""
     empty = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)  # noqa: E731
     return tree_map_only(Tensor, empty, tree)
 
 
 def layouts(leaves: list[Any]) -> tuple[Any, ...]:
-    """The key of a trace: the layout of tensors, and the value of any other leaf."""
+    """The key of a trace: shape, strides, dtype and device of tensor leaves, type and value of other leaves."""
     return tuple(
         [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
     )

@@ -13,8 +13,8 @@ def refuse_inference_mode(action: str) -> None:
 
 
 def refuse_global_modes(action: str, device: torch.device) -> None:
-    """Raise RuntimeError under autocast or anomaly detection: a mode of this thread, which other lanes do not have
-    and which a trace would keep."""
+    """Raise RuntimeError under autocast or anomaly detection: a mode of the calling thread alone, which threads of
+    other lanes do not have and which a trace would keep."""
     for kind in dict.fromkeys(("cpu", device.type)):
         if torch.is_autocast_enabled(kind):
             raise RuntimeError(

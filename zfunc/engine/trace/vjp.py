@@ -2,7 +2,7 @@
 
 Gradients are those of `torch.func.vjp`, to the bit, whatever backward recomputes. Both passes are traced into pure
 functions of tensors, which launch faster than autograd does. A segment that cannot be traced runs `vjp` itself. The
-last segment never recomputes, because its backward follows its forward at once.
+last segment never repeats its whole forward, because its backward follows at once.
 """
 
 import logging
@@ -43,11 +43,11 @@ from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirec
 Compiled = bool | Literal["reduce-overhead"]
 GRAPHS_IN_THREADS = torch.__version__ >= "2.13"  # pytorch/pytorch#123177
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
-Values = dict[str, Tensor]
-Grads = tuple[Values, list[Tensor]]
-Joints = dict[Any, JointGraph]  # by what a trace depends on
-Pending = tuple[Callable[..., Values], list[Tensor]]
-Graphs = tuple[JointGraph, dict[str, Callable[..., Any]]]  # and what is cut from it, by kind of pass
+Values = dict[str, Tensor]  # by short name, each in the shape of its parameter
+Grads = tuple[Values, list[Tensor]]  # of weights; of floating-point leaves of the input, in their shapes
+Joints = dict[Any, JointGraph]  # by layouts of leaves and cotangents
+Pending = tuple[Callable[..., Values], list[Tensor]]  # run(*pending) -> gradients of weights
+Graphs = tuple[JointGraph, dict[str, Callable[..., Any]]]  # and its parts, by kind of pass
 log = logging.getLogger("zfunc")
 # A graph's code cannot name the overload `from`.
 for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
@@ -66,17 +66,17 @@ class SegmentWeights:
 
 @frozen(eq=False)
 class Detached:
-    """Tensors in a segment's output that are not differentiated, and what they are, which no batch may change."""
+    """Tensors in a segment's output that are not differentiated, and their `names`, the same for every batch."""
 
     names: tuple[str, ...]
-    tensors: Any
+    tensors: Any  # auxiliary outputs [len(names)] fp32, or buffers by name in their own shapes
 
 
 register_pytree_node(Detached, lambda x: ([x.tensors], x.names), lambda parts, names: Detached(names, *parts))
 
 
 def differentiated(y: Any) -> list[Tensor]:
-    """The tensors of an output that have a cotangent: its floating-point ones, but for what is `Detached`."""
+    """The tensors of a segment's output that have a cotangent: floating-point tensors outside of `Detached`."""
     return [t for t in tree_leaves(y, is_leaf=lambda x: isinstance(x, Detached)) if _floating(t)]
 
 
@@ -94,16 +94,17 @@ def _unsplit(*_: Any) -> Any:
 class SegmentVJP:
     """Forward and backward of a segment.
 
-    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`. Of a segment with
-      buffers that it changes, `y` is `(y, Detached buffers)`.
+    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`. If the segment
+      changes buffers, `y` is `(y, Detached buffers)`.
     - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
-      those of the input's floating-point leaves. `cotangents` has one tensor for each of `differentiated(y)`.
-    - `backward_input`, of what backward gets, returns the gradients of the input and `(run, pending)`, of which
-      `run(*pending)` are those of the weights; both are those of `backward`.
-    - `recompute(weights, inputs)` returns residuals for a backward that recomputes, to be made any time before, or
-      None if that has to.
-    - `keeps` is False if residuals are always None, because backward recomputes.
-    - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
+      those of the input's floating-point leaves. `cotangents` are like `differentiated(y)`, in shape and dtype.
+    - `backward_input`, with the arguments of `backward`, returns the gradients of the input and `(run, pending)`;
+      `run(*pending)` returns those of the weights. Both equal the gradients of `backward`.
+    - `recompute(weights, inputs)` returns residuals for a backward that recomputes, at any time before it, or None
+      if `backward` recomputes them itself.
+    - `keeps` is False if residuals of `forward` are always None, because backward recomputes.
+    - `prepare(weights, inputs, y)` traces for the shapes of its arguments now; a `y` of the right shapes saves a
+      second trace.
     """
 
     forward: Callable[..., tuple[Any, Any]]
@@ -116,7 +117,7 @@ class SegmentVJP:
     def run(
         self, way: str, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Any
     ) -> Any:
-        """What a pass of a kind returns; those of W are of the pending that I returned as its residuals."""
+        """Run the pass of kind `way` (F, R, B, I, W); of W, `residuals` are `(run, pending)` of backward_input."""
         if way == W:
             run, pending = residuals
             return run(*pending)
@@ -139,16 +140,15 @@ def make_vjp(
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
-    With `moving`, backward gets weights and inputs in other memory than forward did, whose memory holds others by
-    then: a result that is a view of one is copied, and a residual made again.
+    With `moving`, backward gets weights and inputs in other memory than forward did, whose memory is filled anew
+    meanwhile: a result that is a view of a weight is copied, a residual that is a view of either is made again.
 
-    `compiled` compiles both with `torch.compile`, in its mode if it names one. A segment that cannot be traced for
-    "min-cut", or is `moving` and has residuals whose size a trace does not know, recomputes all, or nothing if it
-    is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`. Passes of one
-    function that share `joints` are cut from the same graphs.
+    `compiled` compiles both passes with `torch.compile`, in the mode it names, if any. A segment that cannot be
+    traced for "min-cut", or is `moving` and has residuals whose size a trace does not know, recomputes all, or
+    nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with the
+    segment's `name`. Passes of one function that share `joints` are cut from the same graphs.
 
-    With `split` backward has a half for the input, and one for the weights; with `ahead` it is given what
-    `recompute` has made.
+    `split` makes `backward_input`; with `ahead` backward is given the residuals that `recompute` has made.
     """
     pull = pull_of(function, wrt_input, last)
     traced = partial(_Traced, partial(joint_graph, pull, joints), compiled, split, ahead)
@@ -169,10 +169,10 @@ def make_vjp(
 
 
 def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
-    """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to views of the flat buffer.
+    """`(weights, inputs) -> (y, pullback)` of `function`, by `vjp`: of weights and, if `wrt_input`, of the input.
 
-    Raises ValueError for a function without a floating-point output, and for a `last` one, whose output is the
-    loss, if that depends on nothing that is differentiated.
+    Raises ValueError for a function without a floating-point output, and for the `last` segment's, which returns
+    the loss, if the loss depends on no tensor that is differentiated.
     """
 
     def pull(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
@@ -225,14 +225,14 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
 
 
 def _use_here(grads: list[Tensor]) -> None:
-    """Autograd runs on the stream that the forward was on and makes gradients there, which this thread's reads."""
+    """Keep the memory of `grads` for this thread's stream: autograd makes them on the stream of the forward."""
     real = [t for t in grads if not isinstance(t, FakeTensor)]
     if real:
         record_use(real[0].device, real)
 
 
 def restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """`grad` with these strides."""
+    """The values of `grad` in a tensor with `strides`: `grad` itself, a view, or a copy."""
     if all(n <= 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), strides, strict=True)):
         return grad if grad.stride() == strides else grad.as_strided(grad.shape, strides)
     return grad.new_empty_strided(grad.shape, strides).copy_(grad)
@@ -247,10 +247,10 @@ def _floating(t: Any) -> bool:
 
 @define(eq=False)
 class _Traced:
-    """The passes as two graphs, `cut` from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
-    `backward(*residuals, *cotangents) -> gradients`. Unless it `keeps` some, backward gets the leaves instead of
-    residuals, or what a third graph, `(*leaves) -> residuals`, has made `ahead` of it. Traced for the last
-    MAX_TRACES sets of shapes; where that fails, `fallback` runs, which is logged.
+    """A segment's passes as graphs `cut` from its joint graph: `forward(*leaves) -> (*outputs, *residuals)` and
+    `backward(*residuals, *cotangents) -> gradients`. Unless forward `keeps` residuals, backward gets the leaves, or
+    residuals that a third graph, `(*leaves) -> residuals`, makes `ahead` of backward. Traces of the last MAX_TRACES
+    sets of shapes are cached; where tracing fails, that is logged and `fallback` runs.
     """
 
     joint_of: Callable[..., JointGraph]
@@ -321,7 +321,7 @@ class _Traced:
     def _graphs(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
     ) -> tuple[list[Any], Any]:
-        """The leaves that the passes take, and the joint graph with its parts, traced at first use."""
+        """Leaves of weights and inputs, and the graphs of the passes, traced at first use; None if that fails."""
         # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
         plain = all(isinstance(x, Tensor) for x in inputs)
         moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
@@ -341,7 +341,7 @@ class _Traced:
             except _OtherOutputError as error:
                 joint = self.joint_of(leaves, spec, error.args[0])
             (forward, backward), again = self.cut(joint), list[GraphModule]()
-            with suppress(ValueError):  # backward reads what is no tensor
+            with suppress(ValueError):  # if backward reads a value that is no tensor
                 *again, backward = keep_as_autograd(evolve(joint, results=[])) if self.ahead else (backward,)
             fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
             halves = split_backward(backward, len(weights.trained), fixed) if self.split else ()
@@ -360,7 +360,7 @@ class _Traced:
 
 
 def _named(run: Callable[..., Any], names: tuple[str, ...], *pending: Tensor) -> Values:
-    """The gradients of a segment's weights, by short name."""
+    """The gradients of a segment's weights, by short name, which the graph `run` makes of `pending` tensors."""
     with torch.enable_grad():
         return dict(zip(names, run(*pending), strict=True))
 
@@ -370,7 +370,7 @@ def _named(run: Callable[..., Any], names: tuple[str, ...], *pending: Tensor) ->
 
 @frozen
 class _LeafView:
-    """A residual that is a view of a weight or an input: of leaf number `leaf`, from element `offset` of it."""
+    """A residual that is a view of a weight or an input: of leaf number `leaf`, from its element `offset` on."""
 
     leaf: int
     shape: tuple[int, ...]
@@ -378,13 +378,13 @@ class _LeafView:
     offset: int
 
     def of(self, leaves: list[Any]) -> Tensor:
-        """The same view of the corresponding leaf among others."""
+        """This view, made anew of leaf number `leaf` of `leaves`, the weights and inputs that backward gets."""
         leaf: Tensor = leaves[self.leaf]
         return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
 
 
 def moving_passes(passes: SegmentVJP) -> SegmentVJP:
-    """The passes with results copied out of memory that is filled anew: that of weights, inputs or residuals."""
+    """`passes` whose results are copied out of memory that is filled anew: of weights, inputs or residuals."""
 
     def moved(weights: SegmentWeights, inputs: tuple[Any, ...], made: tuple[Any, Any]) -> tuple[Any, Any]:
         # Slots hold bytes, which do not say that they are meant conjugated or negated.
@@ -418,7 +418,7 @@ def moving_passes(passes: SegmentVJP) -> SegmentVJP:
 
 
 def with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
-    """The passes with gradients of the input in memory that nothing else has: the tiles below write into it."""
+    """`passes` whose gradients of the input are in memory of their own: a segment in tiles below writes into it."""
 
     def backward(
         weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
@@ -435,7 +435,7 @@ def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def _without_leaves(x: Any, leaves: list[Any]) -> Any:
-    """A residual, or a _LeafView in its place if it is a view of a leaf."""
+    """Residual `x`, or a _LeafView in its place if `x` is a view of one of `leaves`, the weights and inputs."""
     if not isinstance(x, Tensor):
         return x
     for n, leaf in enumerate(leaves):
@@ -454,7 +454,7 @@ def _apart_from(held: Sequence[Any], tree: Any) -> Any:
 
 def _copy(t: Tensor) -> Tensor:
     """A copy of a tensor with its strides, also where its elements overlap."""
-    return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
+    return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)  # of [extent(t)]
 
 
 # --- tracing the joint graph --------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class _NoGradientError(ValueError):
 
 
 class _OtherOutputError(Exception):
-    """A segment's output has other cotangents than it was traced with: these."""
+    """A segment's output has other cotangents than its trace assumed; `args[0]` is what `cotangents_of` gives."""
 
 
 def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
@@ -476,7 +476,7 @@ def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
 def joint_graph(
     pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
 ) -> JointGraph:
-    """Trace the joint graph. Raises _OtherOutputError if `cotangents` are not those of the segment's output."""
+    """Trace a segment's joint graph, cached in `joints`. Raises _OtherOutputError for wrong `cotangents`."""
     key = layouts(leaves), spec, tuple(cotangents)
     if joints is not None and key in joints:
         return joints[key]
@@ -528,8 +528,8 @@ def joint_graph(
 
 
 def _runnable(graph: GraphModule, compiled: Compiled) -> Callable[..., Any]:
-    """The graph without dead code, with random numbers from the pass that runs it; compiled on request."""
-    # What writes into an argument is never dead, which is known of an operation until its draws are redirected.
+    """`graph` as a function, without dead code, with random numbers of the pass that runs; compiled on request."""
+    # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
     # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
     # code makes one, but not of what is written: that would lose the writes, so it fails instead.
@@ -558,7 +558,7 @@ def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_device_graphs(beside: bool) -> None:
-    """Raise ValueError if passes that are launched as graphs run `beside` the main thread, where torch has none."""
+    """Raise ValueError if passes launched as CUDA graphs run `beside` the main thread, where torch has none."""
     if beside and not GRAPHS_IN_THREADS:
         raise ValueError(
             f'compile_segments: got "reduce-overhead" beside the main thread with torch {torch.__version__}, whose '
