@@ -36,7 +36,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def on_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` is queued on streams, as on any device but the CPU."""
+    """Whether torch queues the work of `device` on streams: True for every device but the CPU."""
     return device.type != "cpu"
 
 
@@ -93,8 +93,8 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
 
 
 def devices_from(device: torch.device, count: int) -> tuple[torch.device, ...]:
-    """`device` and those after it, `count` in all; of the CPU itself, as often. Raises ValueError where there are
-    fewer."""
+    """`count` consecutive devices from `device` on; for the CPU, `count` times the CPU. Raises ValueError where the
+    machine has fewer."""
     if not on_accelerator(device):
         return (device,) * count
     first, there = device.index, torch.accelerator.device_count()
@@ -115,7 +115,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def device_count(device: torch.device) -> int:
-    """The number of devices of its type that this process sees."""
+    """The number of devices of the type of `device` that this process sees; 1 for the CPU."""
     return torch.accelerator.device_count() if on_accelerator(device) else 1
 
 
@@ -134,7 +134,7 @@ _GROUPED: ContextVar[bool | None] = ContextVar(
 
 @contextmanager
 def modelled(grouped: bool | None) -> Iterator[None]:
-    """Trace on the CPU what an accelerator with kernels of groups runs, or one without; None is the CPU itself."""
+    """Trace on the CPU for an accelerator with grouped kernels (True), without (False), or the CPU (None)."""
     before = _GROUPED.set(grouped)
     try:
         yield
@@ -148,21 +148,21 @@ def runs_on_cpu(device: torch.device) -> bool:
 
 
 def has_grouped_kernels(device: torch.device) -> bool:
-    """Whether torch has kernels of groups on `device`: fused attention of grouped queries, products by experts."""
+    """Whether torch has grouped kernels on `device`: fused grouped-query attention, matrix products by expert."""
     if device.type != "cuda" or torch.version.hip:  # not known: what each can do is right everywhere
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def fuses_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention takes fewer key heads than query heads without making the product of all in memory."""
+    """Whether fused attention on `device` in `dtype` takes fewer key heads than query heads."""
     if not on_accelerator(device):
         return (grouped := _GROUPED.get()) is None or (grouped and dtype.itemsize == 2)
     return dtype.itemsize == 2 and has_grouped_kernels(device)
 
 
 def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one kernel multiplies groups of rows, whose sizes are data, by a matrix each."""
+    """Whether `device` has one kernel in `dtype` for groups of rows, of sizes in a tensor, each times a matrix."""
     grouped = has_grouped_kernels(device) if on_accelerator(device) else _GROUPED.get()
     return dtype == torch.bfloat16 and bool(grouped)
 
@@ -176,8 +176,8 @@ _spare_streams: dict[torch.device, list[torch.Stream]] = {}
 def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """A context in which this thread's work is queued on `stream`, of its device; None changes nothing.
 
-    Another `torch.Stream` of the same queue: one keeps the streams to restore, and two threads that enter one come
-    out on each other's.
+    The context is a new `torch.Stream` of the same queue: a stream object keeps the streams to restore, so two
+    threads that enter one object restore each other's.
     """
     if stream is None:
         return nullcontext()
@@ -186,52 +186,52 @@ def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def behind(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """A context as `work_on(stream)`, whose work runs after all that the caller's stream has queued before."""
+    """A context that queues this thread's work on `stream`, after all work queued on the current stream."""
     if stream is not None:
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
     return work_on(stream)
 
 
 def rejoin(stream: torch.Stream | None) -> None:
-    """Let the caller's stream wait for all that `stream` has queued; None changes nothing."""
+    """Let the current stream wait for all work queued on `stream`; None changes nothing."""
     if stream is not None:
         torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
 
 @contextmanager
 def in_turn(stream: torch.Stream | None) -> Iterator[None]:
-    """As `work_on(stream)`: work that runs between what the caller's stream queued before and queues next."""
+    """A context that queues work on `stream`, between the current stream's work from before and after it."""
     with behind(stream):
         yield
     rejoin(stream)
 
 
 def take_stream(device: torch.device) -> torch.Stream:
-    """A stream for one user: one that was given back, else a new one. Of 33 that torch makes two are one queue."""
+    """A stream of `device` for one user: a spare one, else a new one. Of 33 streams of torch, two share a queue."""
     spare = _spare_streams.setdefault(device, [])
     return spare.pop() if spare else torch.Stream(device)
 
 
 def give_back(streams: Mapping[Any, torch.Stream]) -> None:
-    """Hand streams to the next callers of `take_stream`; work that is queued on a stream runs before theirs."""
+    """Return streams for reuse by `take_stream`; work still queued on a stream runs before its next user's."""
     for stream in streams.values():
         _spare_streams.setdefault(stream.device, []).append(stream)
 
 
 def copy_stream(device: torch.device, way: Literal["up", "down"]) -> torch.Stream | None:
-    """This thread's stream for copies beside what computes on a device: `up` to it, or `down` from it, as each has
-    an engine of its own; None on the CPU."""
+    """This thread's stream for copies to (`up`) or from (`down`) `device`, beside its compute stream; None on the
+    CPU. Each direction has a copy engine."""
     return _copy_stream(device, way, threading.get_ident()) if on_accelerator(device) else None
 
 
 @cache
 def _copy_stream(device: torch.device, *_: object) -> torch.Stream:
-    """By the number of the thread, which one that comes after its end may have."""
+    """The copy stream of a device, way and thread identifier; a thread may reuse the identifier of an ended one."""
     return torch.Stream(device)
 
 
 def record_use(device: torch.device, values: Any) -> None:
-    """Keep the memory of tensors that another stream made until what this thread queues with them is done."""
+    """Keep the memory of the tensors in `values` until the work of this thread's current stream is done."""
     if on_accelerator(device):
         stream = torch.accelerator.current_stream(device)
         for t in tree_leaves(values):
@@ -244,10 +244,10 @@ def poll(
     seconds: float,
     given_up: Callable[[], object] = lambda: False,
 ) -> bool:
-    """Wait until `done()`; False after `seconds`, or when `given_up()` says so, which is asked now and then.
+    """Poll until `done()` is true; False after `seconds`, or when `given_up()` is true, asked every CHECK_EVERY s.
 
-    A query a millisecond instead of a blocking call of the driver: a device that hangs can be given up, an
-    interrupt gets through, and no core spins.
+    `done` is called about once a millisecond, in place of a blocking call of the driver: a device that hangs can be
+    given up, an interrupt gets through, and no core spins.
     """
     begun = asked = time.monotonic()
     while not done():
@@ -266,8 +266,8 @@ def poll(
 def synchronize(
     stream: torch.Stream, seconds: float, what: str, watch: Callable[[], object] = lambda: None
 ) -> None:
-    """Wait until `stream` has done what it was given. Raises LaneTimeout, which names `what`, after `seconds`, and
-    what `watch` raises, which is called now and then."""
+    """Wait until `stream` has done all its queued work. After `seconds` raises LaneTimeout, which names `what`; an
+    error of `watch`, called every CHECK_EVERY seconds, is raised."""
     if not poll(stream.query, seconds, lambda: watch() and False):
         raise LaneTimeout(f"{what}: the device has not finished after {seconds:g} s")
 
@@ -280,10 +280,10 @@ _scopes: list[tuple[bool, bool, bool]] = []  # torch's settings before the first
 
 @contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """A context in which torch uses deterministic kernels, and refuses an operation that has none; with False, any.
+    """A context in which torch uses deterministic kernels, and refuses operations without one; False: no change.
 
-    The setting is the process's, not the thread's: other threads have it as long as any scope is open. After the
-    last one it is as it was before the first. New memory is not filled, as torch otherwise does with it.
+    torch's setting is of the process: all threads have it while any context is open. The end of the last context
+    restores the setting from before the first. New memory is not filled, as torch otherwise does in this mode.
     """
     if not wanted:
         yield
@@ -309,7 +309,7 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 def prepare_deterministic(device: torch.device) -> None:
-    """Prepare a device for `deterministic_kernels`. Raises ValueError if it is too late."""
+    """Prepare a device for `deterministic_kernels`. Raises ValueError after the process's first matrix product."""
     if prepare := _vendor(device).prepare_deterministic:
         prepare(device)
 
@@ -318,39 +318,39 @@ def prepare_deterministic(device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory of an accelerator this process may still take, in bytes; what torch has cached and not used counts."""
+    """Memory of an accelerator this process may still allocate, in bytes, torch's unused cached blocks included."""
     info = getattr(torch.accelerator, "get_memory_info", None) or torch.get_device_module(device).mem_get_info
     free, _ = info(device)
     return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Memory that tensors have on an accelerator now; 0 on the CPU, where nobody counts."""
+    """Bytes that tensors have on `device` now; 0 for the CPU, where torch does not count them."""
     return torch.accelerator.memory_allocated(device) if on_accelerator(device) else 0
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that tensors had on the accelerator at once since `reset_peak`; 0 on the CPU."""
+    """The peak of the bytes that tensors had on `device` since `reset_peak`; 0 for the CPU."""
     return torch.accelerator.max_memory_allocated(device) if on_accelerator(device) else 0
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_bytes` count from now on."""
+    """Restart the measurement of `peak_bytes`, the peak of memory in tensors on `device`."""
     if on_accelerator(device):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def pinning_of(device: torch.device) -> "Pin | None":
-    """The call that page-locks host memory in place for copies of `device`: (device, address, bytes), and what it
-    returns undoes it. It raises RuntimeError if the driver refuses.
+    """A function of (device, address, bytes) that page-locks host memory in place for copies of `device` and
+    returns a function to unlock the memory; raises RuntimeError if the driver refuses.
 
-    None where the type has no such call: torch's pinned allocator is left, which rounds up to a power of two.
+    None for a device type without such a call: torch's pinned allocator remains, which rounds up to a power of two.
     """
     return _vendor(device).pin
 
 
 def unplanned_bytes(device: torch.device) -> int:
-    """Device memory to leave free for what no plan counts: libraries' workspaces."""
+    """Bytes of device memory to leave free for libraries' workspaces, which no plan counts; 0 for the CPU."""
     return _vendor(device).unplanned if on_accelerator(device) else 0
 
 
@@ -362,7 +362,7 @@ Pin = Callable[[torch.device, int, int], Callable[[], object]]
 
 @frozen
 class Vendor:
-    """The calls that torch offers for one device type alone; None where it has none, and a fallback is used."""
+    """Calls that torch offers for one device type alone; a field is None where the type has no such call."""
 
     pin: Pin | None = None  # see `pinning_of`
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
@@ -375,7 +375,7 @@ def _vendor(device: torch.device) -> Vendor:
 
 
 def delay_stream(device: torch.device, seconds: float) -> None:
-    """Keep the current stream busy; without such a call only the host is delayed."""
+    """Keep the device's current stream busy for `seconds`; a no-op for device types without such a call."""
     if delay := _vendor(device).delay:
         delay(device, seconds)
 
@@ -409,7 +409,7 @@ def _delay_cuda(device: torch.device, seconds: float) -> None:
 
 
 def _fix_cublas_workspace(device: torch.device) -> None:
-    """cuBLAS sums in one order only with workspaces of a fixed size, which torch reads at its first product."""
+    """Fix the size of cuBLAS's workspaces, and so its order of sums, before torch's first product reads it."""
     os.environ.setdefault(CUBLAS, ":4096:8")
     one = torch.ones(1, 1, device=device)
     try:

@@ -16,7 +16,7 @@ from zfunc.errors import UndeclaredAccess
 
 
 class AccessGuard(MutableMapping[Region, Any]):
-    """The memory as operation `op` may use it. Slow: it copies what is only read."""
+    """A rank's memory as seen by operation `op`: declared regions alone. Slow: copies regions only read."""
 
     def __init__(self, op: Op, mem: MutableMapping[Region, Any]) -> None:
         self._op, self._mem = op, mem
@@ -41,7 +41,7 @@ class AccessGuard(MutableMapping[Region, Any]):
                 )
 
     def _refuse_shared(self, writes: set[Region]) -> None:
-        """Raise if memory that may be written is that of a region which is not declared as written, too."""
+        """Raise UndeclaredAccess if a region in `writes` shares memory with a region outside of `writes`."""
         own: dict[int, list[tuple[int, int, Region]]] = {}
         for r in writes:
             for t in tensors(self._mem.get(r)):
@@ -91,7 +91,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def _place(t: Tensor) -> tuple[int, int, int]:
-    """The storage of a tensor, and the bytes of that from its first element to after its last."""
+    """The storage of tensor `t`, and the byte offsets in the storage of its first element and its end."""
     start, size = int(t.storage_offset()), t.itemsize
     last = sum((int(n) - 1) * int(stride) for n, stride in zip(t.shape, t.stride(), strict=True))
     storage: Any = t.untyped_storage()
@@ -99,5 +99,5 @@ def _place(t: Tensor) -> tuple[int, int, int]:
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bytes: NaN equals NaN."""
+    """Whether tensors `a` and `b` have the same bytes: NaN equals NaN."""
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -31,11 +31,11 @@ class DaemonThreads:
             threading.Thread(target=_work, args=(self._tasks,), name=f"{name} {n}", daemon=True).start()
 
     def submit(self, future: "Future[None]", function: Callable[..., Any], *args: Any) -> None:
-        """Make a call when a thread is free, unless `future`, which gets its result, is cancelled before."""
+        """Call `function(*args)` on a free thread, unless `future`, which tells its end, is cancelled before."""
         self._tasks.put((future, function, args))
 
     def close(self) -> None:
-        """End the threads once they have made the calls that were submitted."""
+        """End the daemon threads once they have made all submitted calls."""
         for _ in range(self.count):
             self._tasks.put(None)
 
@@ -48,9 +48,9 @@ def call_each(
 ) -> None:
     """Call `function` with each item; every queue has an equal share of the threads for itself.
 
-    After an error or an interrupt no further call begins. It is raised when those under way have ended; an
-    interrupt as AbandonedCalls if they do not in LEAVE_AFTER seconds, or before a second interrupt. `tell` is
-    called with the seconds that calls have taken, every SLOW.
+    After an error or an interrupt no further call begins, and the error is raised when the calls under way have
+    ended; as AbandonedCalls if they do not end in LEAVE_AFTER seconds, or before a second interrupt. Every SLOW
+    seconds, `tell` is called with the seconds since the start.
     """
     left = [deque(items) for items in queues]
     share = threads.count // len(left)
@@ -73,7 +73,7 @@ def call_each(
 
 
 def in_parallel(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]) -> None:
-    """`call_each` with argument tuples, on threads that end with the calls: THREADS for each queue that has any."""
+    """Call `function` with each argument tuple, on THREADS threads a queue, which end with the calls."""
     calls = [own for queue in queues if (own := [*queue])]
     if sum(map(len, calls)) < 2:
         for call in (x for own in calls for x in own):
@@ -90,7 +90,7 @@ def _begin_and_wait(
     workers: "list[tuple[Future[None], deque[T]]]",
     tell: Callable[[float], Any],
 ) -> None:
-    """Wait for all calls; after an interrupt, at most LEAVE_AFTER seconds for those under way."""
+    """Submit the workers' calls and wait for all; after an interrupt, for at most LEAVE_AFTER seconds."""
     began, pending = time.monotonic(), {future for future, _ in workers}
     try:
         for future, own in workers:
@@ -105,7 +105,7 @@ def _begin_and_wait(
 
 
 def _call_next(function: Callable[[T], Any], own: deque[T], left: list[deque[T]]) -> None:
-    """A thread's loop: call the function with items of `own` that no other thread took; an error ends it."""
+    """Call `function` with the items of queue `own`; an error clears all queues `left` and is raised."""
     try:
         while own:
             try:

@@ -57,9 +57,9 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 @define(eq=False)
 class RankGroup:
-    """`world` ranks, of which this is number `rank`; a world of 1 has no group and sends nothing.
+    """The collectives of `world` ranks, of which this process is number `rank`; a world of 1 sends nothing.
 
-    `sent` counts the bytes this rank has had to send, as the best algorithms for its collectives do:
+    `sent` counts the bytes this rank has had to send if its collectives use the best algorithms:
     (world - 1) / world of a buffer for a reduce-scatter, and as much for an all-gather.
     """
 
@@ -80,7 +80,7 @@ class RankGroup:
     def of(cls, group: Any = None) -> "RankGroup":
         """The ranks of `group`; None is the default group, or this process alone if there is none.
 
-        Where ZFUNC_TIMEOUT is set, the group's collectives wait so many seconds from now on, whoever made it.
+        Where ZFUNC_TIMEOUT is set, the group's collectives have that time-out (seconds) from now on.
         """
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -93,28 +93,28 @@ class RankGroup:
 
     @property
     def job(self) -> "RankGroup":
-        """The group of all ranks that train together, of which a pipeline stage has a part."""
+        """The RankGroup of all ranks that train together, over all pipeline stages."""
         return self.whole or self
 
     @property
     def several(self) -> bool:
-        """Whether other ranks train with this one."""
+        """Whether the group has more than one rank."""
         return self.job.world > 1
 
     @property
     def limit(self) -> timedelta:
-        """The time-out of its collectives and messages."""
+        """The time-out of the group's collectives and messages."""
         return timeout() if self.store is None else self.store.timeout
 
     @property
     def detector(self) -> FailureDetector:
-        """The detector that finds the missing ranks when a collective has failed."""
+        """The FailureDetector that finds the group's missing ranks when a collective has failed."""
         return FailureDetector(self.store, self.rank, self.world)
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this one comes to no further collective, so that none waits for the time-out.
+        """Tell the other ranks that this rank joins no further collective, so that no rank waits for the time-out.
 
-        Where a collective has failed already nothing is said: then it is not this rank that left.
+        Tells nothing where a collective has failed already: this rank is then not the one that left.
         """
         if self.broken or self.world == 1 or self.process != os.getpid():
             return
@@ -127,13 +127,13 @@ class RankGroup:
             )
 
     def own_slice(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        """This rank's slice of `flat` [bucket.numel]; or `flat`, if it is that slice."""
+        """This rank's slice of the bucket's buffer `flat` [bucket.numel]; `flat` itself if it is the slice."""
         return flat if flat.numel() < bucket.numel else flat[slice(*bucket.slice_of(self.rank, self.world))]
 
     def reduce_scatter(self, mine: Tensor, full: Tensor) -> None:
-        """`mine`, this rank's slice of `full` [world * mine.numel()], becomes the sum over the ranks.
+        """Sum `full` [world * mine.numel()] over the ranks, and write this rank's slice of the sum to `mine`.
 
-        What the rest of `full` becomes is not said. `mine` may be a view of it.
+        `mine` may be a view of `full`, whose other elements are undefined afterwards.
         """
         self.sent += (self.world - 1) * mine.nbytes
         if on_accelerator(full.device):
@@ -148,7 +148,7 @@ class RankGroup:
             mine.copy_(summed)
 
     def all_gather(self, full: Tensor, mine: Tensor) -> None:
-        """`full` [world * mine.numel()] becomes the slices of all ranks, of which `mine` is this one's."""
+        """Fill `full` [world * mine.numel()] with the slices of all ranks in order; `mine` is this rank's slice."""
         self.sent += (self.world - 1) * mine.nbytes
         if on_accelerator(full.device):
             self._queue("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
@@ -156,7 +156,7 @@ class RankGroup:
             self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
 
     def all_reduce(self, values: Tensor) -> None:
-        """`values`, of one shape on each rank, become their sums over the ranks."""
+        """Replace `values`, a tensor of the same shape on each rank, by its sum over the ranks."""
         if not values.numel():
             return
         self.sent += 2 * (self.world - 1) * values.nbytes // self.world
@@ -166,7 +166,7 @@ class RankGroup:
             self._all_reduce(values)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """The sums of these numbers over the ranks, in double; the same bits on each."""
+        """The sum over the ranks of each number in `values`, in float64; the same bits on every rank."""
         if self.world == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -174,14 +174,14 @@ class RankGroup:
         return total.tolist()
 
     def same(self, number: int) -> bool:
-        """Whether all ranks pass the same number, below 2^62; the same answer on each."""
+        """Whether all ranks pass the same `number`, below 2^62; every rank gets the same answer."""
         extremes = torch.tensor([number, -number], device="cpu")
         self._all_reduce(extremes, dist.ReduceOp.MAX)
         highest, lowest = extremes.tolist()
         return highest == -lowest
 
     def texts(self, text: str) -> list[str]:
-        """The text that each rank passes, in the order of the ranks; the same list on each."""
+        """The texts that the ranks pass, in the order of the ranks; every rank gets the same list."""
         if self.world == 1:
             return [text]
         data = text.encode(errors="surrogatepass")
@@ -198,7 +198,7 @@ class RankGroup:
         ]
 
     def _sizes(self, size: int) -> list[int]:
-        """The sizes of all ranks, each sent with its complement, which detects the data of another collective."""
+        """The `size` of each rank, sent with its complement, which detects the data of another collective."""
         sizes = torch.zeros(self.world, 2, dtype=torch.int64, device="cpu")
         sizes[self.rank] = torch.tensor([size, ~size], device="cpu")
         self._all_reduce(sizes)
@@ -221,10 +221,10 @@ class RankGroup:
         *,
         shortage: str = "",
     ) -> None:
-        """Raise RankError, on every rank, unless all are in the same `call` with the same `compared`.
+        """Raise RankError, on every rank, unless all ranks are in the same `call` with the same `compared`.
 
-        One number is compared; only if it differs are texts exchanged: `text()`, or else `compared`. `what` is what
-        these are about. A rank that is short of memory says so in `shortage`: all raise OutOfMemory then.
+        Ranks compare a digest, and exchange texts only if it differs: `text()`, or else `compared`. `what` names
+        the compared thing in errors. If a rank passes a `shortage` of memory, all ranks raise OutOfMemory.
         """
         if self.world == 1:
             if shortage:
@@ -245,7 +245,7 @@ class RankGroup:
             raise OutOfMemory(shortage)
 
     def _same_call(self, call: str) -> None:
-        """Raise RankError, which says where each rank is, unless all are in the same call."""
+        """Raise RankError, which names the call of each rank, unless all ranks are in the same `call`."""
         calls = self.texts(call)
         if len(set(calls)) > 1:
             where = ", ".join(f"rank {n} in {other}" for n, other in zip(self.members, calls, strict=True))
@@ -255,7 +255,7 @@ class RankGroup:
             )
 
     def disagree(self, what: str, digest: str, text: str) -> NoReturn:
-        """Raise RankError, which names the ranks whose digest is not the usual one, and the first line apart."""
+        """Raise RankError, which names the ranks with another `digest` and the first line where texts differ."""
         digests, texts = self.texts(digest), self.texts(text)
         usual = digests.index(max(set(digests), key=lambda d: (digests.count(d), d == digests[0])))
         apart = [r for r, d in enumerate(digests) if d != digests[usual]]
@@ -274,7 +274,7 @@ class RankGroup:
         self._wait_for("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
 
     def _wait_for(self, what: str, issue: Callable[[], Any]) -> None:
-        """Wait for a collective of host tensors. Raises RankError, on all ranks that came, if one does not."""
+        """Issue a collective of host tensors and wait for it. Raises RankError if a rank does not join."""
         begun = time.monotonic()
         work = self._issue(what, issue)
         try:
@@ -294,10 +294,10 @@ class RankGroup:
         self.queued.append((what, time.monotonic(), work))
 
     def watch(self) -> bool:
-        """Whether a collective is under way on the device, asked by those who wait for the device.
+        """Whether a collective of this group is under way on the device; called by whoever waits for the device.
 
         Raises RankError where another rank has given up, where the time-out is over, or where a collective failed,
-        after aborting the group if one is under way.
+        after aborting the group if a collective is under way.
         """
         if not self._watching.acquire(blocking=False):
             return True  # another lane asks just now
@@ -307,8 +307,8 @@ class RankGroup:
             self._watching.release()
 
     def settle(self) -> None:
-        """Wait until the device has done its collectives. A blocking copy behind one for which a rank does not come
-        could not be given up. Raises RankError as `watch`."""
+        """Wait until the device has done the group's collectives, as a blocking copy behind a collective that a
+        rank does not join could not be given up. Raises RankError, as `watch` does."""
         poll(self._settled, math.inf, lambda: self.watch() and False)
 
     def _settled(self) -> bool:
@@ -332,7 +332,7 @@ class RankGroup:
         return True
 
     def _forget_completed(self) -> None:
-        """Forget the collectives that have ended, first to last: one that failed is completed, too, and says so."""
+        """Stop watching the collectives that have ended on the device; raise the error of one that failed."""
         try:
             while self.queued and (work := self.queued[0][2]).is_completed():
                 if (error := work.exception()) is not None:
@@ -369,7 +369,7 @@ class RankGroup:
             self._give_up(what, begun, "broken", error)
 
     def _give_up(self, what: str, begun: float, symptom: Symptom, error: Exception | None = None) -> NoReturn:
-        """Find the missing ranks, and raise RankError with them. From now on every collective raises."""
+        """Find the ranks missing in collective `what` and raise RankError; every later collective raises, too."""
         waited = time.monotonic() - begun
         max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, self.limit.total_seconds())
         late = symptom == "late"
@@ -393,7 +393,7 @@ class RankGroup:
 
 
 def _wait(work: Any, detector: FailureDetector) -> bool:
-    """Wait for a collective; False if another rank gave up before it was done. What it raises is raised."""
+    """Wait for the collective `work`; False if another rank gave up first. An error of the collective is raised."""
     while detector.store is not None:
         started = time.monotonic()
         try:

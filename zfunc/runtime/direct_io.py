@@ -58,7 +58,7 @@ _ADVICE = {
 
 @frozen
 class _Request:
-    """One request to a drive: areas of memory, and the place in the file where they stand one after the other."""
+    """One request to a drive: areas of memory, and the offset in the file of their consecutive bytes."""
 
     pieces: list[memoryview]
     offset: int
@@ -110,9 +110,9 @@ class DirectFile:
 
     @classmethod
     def unnamed(cls, folder: Path, nbytes: int) -> "DirectFile":
-        """A new file as of `create` in `folder`, which its errors name.
+        """A new file of `nbytes` in `folder` without a name, its space reserved; errors name the folder.
 
-        It never has bytes and a name, so nothing is left when the process ends.
+        The file has lost its name before it has any bytes, so nothing is left when the process ends.
         """
         with _reserving(folder, nbytes):
             name = f".zfunc-{os.urandom(8).hex()}"
@@ -121,7 +121,7 @@ class DirectFile:
 
     @classmethod
     def open(cls, path: Path) -> "DirectFile":
-        """An existing file. Raises DiskError if it is no regular file of whole pages, or cannot be written."""
+        """Open the file `path`. Raises DiskError if it is no regular file of whole pages, or not writable."""
         with explain_errors(path, "opening it"):
             # Without O_NONBLOCK opening a pipe could block.
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -129,7 +129,7 @@ class DirectFile:
 
     @classmethod
     def _of(cls, path: Path, fd: int, *, named: bool = True) -> "DirectFile":
-        """The DirectFile of descriptor `fd`, which is closed if making one fails."""
+        """The DirectFile of the open descriptor `fd`, which is closed if the DirectFile cannot be made."""
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -153,24 +153,24 @@ class DirectFile:
         return cls(path, status.st_size, direct, named, fd, status.st_dev)
 
     def read(self, into: Memory, offset: int, what: str = "") -> None:
-        """Fill `into`, one area of memory or several in their order, with the bytes from `offset`.
+        """Fill `into`, one area of memory or several in their order, with the file's bytes from `offset` on.
 
-        Offset, lengths and addresses are multiples of ALIGNED. `what` the bytes are stands in errors: "bucket 3".
+        Offset, lengths and addresses are multiples of ALIGNED. `what` names the bytes in errors: "bucket 3".
         Raises DiskError; the content of the memory is undefined then.
         """
         self._transfer("read", into, offset, what)
 
     def write(self, data: Memory, offset: int, what: str = "") -> None:
-        """Write `data`, given as for `read`. After the next `sync` it survives a crash.
+        """Write `data`, one area of memory or several, to the file at `offset`; it survives a crash after `sync`.
 
         Raises DiskError; the content of these bytes of the file is undefined then.
         """
         self._transfer("write", data, offset, what)
 
     def extend(self, nbytes: int) -> None:
-        """Let the file have `nbytes`, if it has fewer, with their space reserved. No transfer may be under way.
+        """Extend the file to `nbytes`, if it is shorter, with its space reserved. No transfer may be under way.
 
-        Raises DiskError where there is no room; the file is as it was then.
+        Raises DiskError where the drive has no room; the file is unchanged then.
         """
         if nbytes <= self.nbytes:
             return
@@ -183,10 +183,10 @@ class DirectFile:
         self.nbytes = nbytes
 
     def sync(self) -> None:
-        """Wait until everything written is on the drive, also out of the drive's own cache.
+        """Wait until all bytes written to the file are on the drive, past the drive's own cache.
 
-        Raises DiskError, also if the file has been deleted or replaced. What was written since the last `sync` may
-        be lost then; as the system reports that once, every later call raises the same.
+        Raises DiskError, also if the file has been deleted or replaced. Bytes written since the last `sync` may be
+        lost then; the system reports such a loss once, so every later `sync` raises the same error.
         """
         self._check_lost()
         try:
@@ -218,7 +218,7 @@ class DirectFile:
     def close(self) -> bool:
         """Close the file when the transfers under way have ended, and return True. A second call does nothing.
 
-        If none has ended for LEAVE_AFTER seconds it returns False; the file is closed when all have.
+        If no transfer ends for LEAVE_AFTER seconds, return False; the file is closed when all have ended.
         """
         with self._idle:
             self._closed = True
@@ -230,7 +230,7 @@ class DirectFile:
 
     @contextmanager
     def _in_use(self, *, begun: bool = False) -> Generator[None, None, None]:
-        """A context that keeps the descriptor open, as another file may get the number of a closed one."""
+        """A context that keeps the file's descriptor open: another file may get the number of a closed one."""
         with self._idle:
             if self._closed and not (begun and self._users):
                 raise ValueError(f"{self.path}: got a closed file, expected an open one: open it again")
@@ -276,7 +276,7 @@ class DirectFile:
             )
 
     def _check_size(self) -> None:
-        """Raise DiskError if somebody truncated the file: a write would extend it with zeros."""
+        """Raise DiskError if the file was truncated from outside: a write would extend the file with zeros."""
         size = os.fstat(self._fd).st_size
         if size != self.nbytes:
             raise DiskError(
@@ -285,7 +285,7 @@ class DirectFile:
             )
 
     def _run(self, direction: Direction, requests: Sequence[_Request], of_what: str) -> None:
-        """Make requests on the drive's threads, and wait for all of them."""
+        """Make the read or write requests on the threads of the drive, and wait until all have ended."""
         first, last = requests[0].offset, requests[-1].offset + requests[-1].nbytes
 
         def make(request: _Request) -> None:
@@ -301,7 +301,7 @@ class DirectFile:
     def _call_each(
         self, direction: Direction, function: Callable[[T], Any], items: Sequence[T], doing: str
     ) -> None:
-        """Make calls on the drive's threads; one that takes long is logged, and one that is left loses the file."""
+        """Make calls on the drive's threads; log slow calls, and refuse the file after an abandoned call."""
 
         def tell(seconds: float) -> None:
             log.warning("%s: %s: the drive has not answered for %.0f s", self.path, doing, seconds)
@@ -316,7 +316,7 @@ class DirectFile:
             raise
 
     def _make(self, direction: Direction, request: _Request) -> None:
-        """Move all bytes of a request. After a short count it goes on at a page, as O_DIRECT has to."""
+        """Read or write all bytes of a request; after a short count continue at a page, as O_DIRECT needs."""
         call = os.preadv if direction == "read" else os.pwritev
         done = retries = 0
         while done < request.nbytes:
@@ -342,10 +342,10 @@ class DirectFile:
 
 
 def open_reserved(path: Path, nbytes: int, flags: int, *, mode: int = 0o600, named: bool = True) -> int:
-    """A descriptor of a new file with `nbytes` reserved, so that a full disk is noticed before anything is written.
+    """A descriptor of a new file with `nbytes` reserved, so that a full disk is noticed before any write.
 
-    Only its owner may read it, unless `mode` says otherwise. One that is not `named` loses its name before it has
-    any bytes. Raises OSError if the file exists or has no room; no file is left then.
+    `mode` is the file's permissions, by default for its owner alone. A file that is not `named` loses its name
+    before it has bytes. Raises OSError if the file exists or the disk has no room; no file is left then.
     """
     fd = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
@@ -370,7 +370,7 @@ def _reserving(path: Path, nbytes: int) -> Generator[None, None, None]:
 
 @contextmanager
 def pages_for(nbytes: int) -> Generator[HostPages, None, None]:
-    """Memory for transfers, unmapped at the end, unless a drive that hangs may still use it."""
+    """A context with `nbytes` of host pages, unmapped at its end unless a hanging drive may use them."""
     pages, abandoned = map_pages(nbytes), False
     try:
         yield pages
@@ -395,12 +395,12 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
 
 
 def explain_errors(path: Path, doing: str) -> Any:
-    """A context in which an OSError is raised as a DiskError, with what to do."""
+    """A context that raises an OSError as a DiskError, which names the path and the next action."""
     return explain_os_errors(DiskError, path, doing, _ADVICE)
 
 
 def _requests(areas: Sequence[memoryview], offset: int) -> Iterator[_Request]:
-    """The requests for memory in several areas that is contiguous in the file."""
+    """The requests that move the areas of memory to or from consecutive bytes of the file from `offset` on."""
     pieces: list[memoryview] = []
     size = 0
     for area in areas:
@@ -418,7 +418,7 @@ def _requests(areas: Sequence[memoryview], offset: int) -> Iterator[_Request]:
 
 
 def _after(pieces: Sequence[memoryview], done: int) -> Iterator[memoryview]:
-    """What is left of the areas of memory `pieces` after their first `done` bytes."""
+    """The areas of memory `pieces` without their first `done` bytes."""
     for piece in pieces:
         if done < piece.nbytes:
             yield piece[done:]
@@ -432,7 +432,7 @@ def _address(area: memoryview) -> int:
 
 
 def _set_direct(fd: int) -> bool:
-    """Set O_DIRECT, unless the file system refuses: some do at once, others the first transfer."""
+    """Set O_DIRECT on descriptor `fd`; False if the file system refuses, at once or at the first transfer."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -475,7 +475,7 @@ def _tell_once(path: Path, device: int) -> None:
 
 
 class DriveSpeeds(NamedTuple):
-    """The speeds of a drive in long transfers, in B/s."""
+    """The speeds of reading and writing a drive in long transfers, in bytes/s."""
 
     read: float
     write: float
@@ -484,8 +484,8 @@ class DriveSpeeds(NamedTuple):
 def measure(folder: Path) -> DriveSpeeds:
     """The speeds of the drive of `folder`, measured in about a second.
 
-    The file takes MEASURED bytes, or half of what is free if that is less, and LEAST at least. Raises DiskError
-    without room for it.
+    The test file takes MEASURED bytes, or half of the free space if less, but at least LEAST. Raises DiskError if
+    the drive has no room for the test file.
     """
     with explain_errors(folder, "measuring its drive"):
         half = shutil.disk_usage(folder).free // 2 // ALIGNED * ALIGNED
@@ -503,7 +503,7 @@ def measure(folder: Path) -> DriveSpeeds:
 
 
 def is_direct(folder: Path) -> bool:
-    """Whether files in `folder` go past the page cache. Raises DiskError where none can be made."""
+    """Whether DirectFiles in `folder` bypass the page cache. Raises DiskError where no file can be made."""
     with explain_errors(folder, "trying O_DIRECT"), closing(DirectFile.unnamed(folder, ALIGNED)) as file:
         return file.direct
 

@@ -57,7 +57,7 @@ HOST_CODE: frozenset[Kind] = frozenset(("host", "read", "write"))  # the kinds t
 
 @frozen
 class Jitter:
-    """Seeded random delays of up to `seconds` before every operation, to show what order does not promise."""
+    """Seeded random delays of up to `seconds` before every operation, to expose races between lanes."""
 
     seed: int = field(default=0, converter=partial(whole, "Jitter: seed"))
     seconds: float = field(default=1e-3, converter=partial(number, "Jitter: seconds", least=0.0, most=60.0))
@@ -65,7 +65,7 @@ class Jitter:
 
 @frozen(eq=False)
 class IssuedOp:
-    """One operation, ready to be issued: everything about it that does not change from step to step."""
+    """One operation of a plan ready to be issued, with all its data that is the same in every step."""
 
     op: Op
     stage: Stage
@@ -79,7 +79,7 @@ class IssuedOp:
 
 @frozen(eq=False)
 class PreparedPlan:
-    """A plan with its stages looked up. Lanes in the plan's order; `main` is the one for the calling thread."""
+    """A plan with its stages looked up, lane by lane; `main` is the lane that runs on the calling thread."""
 
     plan: Plan
     lanes: tuple[tuple[IssuedOp, ...], ...]
@@ -117,10 +117,10 @@ class RunningStep:
 
 @frozen
 class RunOptions:
-    """Options of a run: delays, declared regions alone, device times, faults.
+    """Options of the run of a plan: random delays, checks of declared regions, device times, faults.
 
-    `watch` is asked now and then while the host waits for the device: it raises where that is in vain, and says
-    whether a collective is under way, for which the wait is as long again.
+    `watch` is called now and then while the host waits for the device: it raises if the wait is in vain, and
+    returns whether a collective is under way, for which the wait is as long again.
     """
 
     jitter: Jitter | None = None
@@ -132,7 +132,7 @@ class RunOptions:
 
 @frozen
 class StepRun:
-    """The result of a run: the timeline, and the seconds of the run and of its host operations."""
+    """The result of running a plan: the timeline, and the seconds of the run and of its host operations."""
 
     timeline: Timeline
     seconds: float
@@ -140,7 +140,7 @@ class StepRun:
 
 
 def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device) -> PreparedPlan:
-    """Look up everything a step on these devices needs. Raises ValueError for a verb without a stage."""
+    """Look up the stages of a plan's operations on `devices`. Raises ValueError for a verb without a stage."""
     missing = sorted({op.verb for op in plan.graph} - stages.keys())
     if missing:
         raise ValueError(
@@ -177,11 +177,11 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device
 
 
 class Executor:
-    """The threads of a program, and the streams of each on its devices. Made once and kept: fresh streams each step
+    """The threads and device streams of the lanes of a program's plans. Made once and kept: fresh streams each step
     would grow the allocator.
 
-    `patience` is how long, in seconds, a lane waits for another before it gives up and says for what.
-    `deterministic` uses deterministic kernels alone.
+    `patience` is how long, in seconds, a lane waits for another before it raises LaneTimeout. `deterministic`
+    allows only deterministic kernels.
     """
 
     def __init__(self, *devices: torch.device, patience: float = 600.0, deterministic: bool = False) -> None:
@@ -205,13 +205,13 @@ class Executor:
         options: RunOptions,
         started: dict[int, bool],
     ) -> StepRun:
-        """Run every lane to its end and return when all work, also on streams, is done.
+        """Run every lane of a plan to its end and return when all work, also on streams, is done.
 
         `started` receives the position of every operation that was begun, and whether its stage has returned, also
         if the run fails.
 
-        An exception in a lane stops the others and is raised here as ExecutionError, with the operation's name;
-        one of zfunc's own errors, or an interrupt, is raised as it is.
+        An exception in a lane stops the other lanes and is raised as ExecutionError, with the operation's name;
+        zfunc's own errors and interrupts are raised unchanged.
         """
         self._process, plan = os.getpid(), prepared.plan
         flags = {x.position: threading.Event() for items in prepared.lanes for x in items if x.awaited}
@@ -243,7 +243,7 @@ class Executor:
         return StepRun(_timeline(run, bases), time.perf_counter() - run.origin, host)
 
     def check_process(self, action: str) -> None:
-        """Raise RuntimeError in a fork of the process that has made a step: its threads are not there."""
+        """Raise RuntimeError in a fork of the process that has run a step: a fork has none of its threads."""
         if self._process not in (0, os.getpid()):
             raise RuntimeError(
                 f"{action}: got process {os.getpid()}, a fork of process {self._process} that has trained with "
@@ -252,7 +252,7 @@ class Executor:
             )
 
     def _begin(self, plan: Plan, options: RunOptions) -> list[torch.Event]:
-        """Put the streams behind the caller's; with a trace, an event of each device from which its times count."""
+        """Order the lanes' streams after the caller's; with a trace, record each device's event of time zero."""
         if not on_accelerator(self.devices[0]):
             return []
         callers = [torch.accelerator.current_stream(device) for device in self.devices]
@@ -295,9 +295,9 @@ class Executor:
             raise run.failure or AssertionError
 
     def _let_end(self, run: RunningStep, lanes: list[threading.Event]) -> None:
-        """After a failure: what is running may still write, so the caller must not look before it has ended.
+        """After a failure, wait until the running operations have ended, as they may still write the memory.
 
-        After an interrupt a drive that does not answer is not waited for, and after a second one nothing is.
+        After an interrupt, do not wait for a drive that does not answer; after a second one, for nothing.
         """
         began, interrupted = time.monotonic(), not isinstance(run.failure, Exception)
         try:
@@ -313,7 +313,7 @@ class Executor:
             run.failure = AbandonedCalls(f"interrupted, and did not wait for {busy}")
 
     def _finish(self, run: RunningStep) -> None:
-        """Wait until the streams are done, and note what goes wrong; a failure of before is the one that counts."""
+        """Wait until the streams of the lanes are done, and note an error unless the run has failed before."""
         lanes = {lane.name for lane in run.prepared.plan.lanes}
         for (lane, n), stream in self._streams.items():
             if lane not in lanes or isinstance(run.failure, LaneTimeout | RankError):
@@ -351,7 +351,7 @@ class Executor:
         del run.waiting[lane]
 
     def _drive(self, run: RunningStep, n: int) -> None:
-        """Issue the operations of one lane in order; an exception stops every lane."""
+        """Issue the operations of lane number `n` in order; an exception stops every lane."""
         lane = run.prepared.plan.lanes[n].name
         stream: torch.Stream | None = None
         random = Random(f"{run.options.jitter.seed} {lane}") if run.options.jitter else None
@@ -387,26 +387,26 @@ class Executor:
             run.running.pop(lane, None)
 
     def _delay(self, item: IssuedOp, random: Random, jitter: Jitter) -> None:
-        """Delay the host before it issues the operation, and the device before it begins it."""
+        """Delay the host before it issues the operation `item`, and the device before it begins the operation."""
         time.sleep(random.random() * jitter.seconds)
         if item.on_stream:
             delay_stream(self.devices[item.op.device], random.random() * jitter.seconds)
 
     def _size_team(self, item: IssuedOp) -> None:
-        """The OpenMP team of a lane's thread: on any lane compute has the caller's, or the bits of a product
-        would depend on the schedule. Copies and small host work are memory-bound and get one thread, or two
-        lanes on two cores would be four spinning threads.
+        """Set the size of the OpenMP team of a lane's thread: compute has the caller's on any lane, or the bits of
+        a product would depend on the schedule. Copies and small host work are memory-bound and get one thread, or
+        two lanes on two cores would be four spinning threads.
 
-        The Adam kernel brings its own, of all cores, beside compute on the CPU too. A smaller one would starve
-        compute: every product waits at its barrier for the thread whose core the sweep has, and the others spin.
-        With a full one there are more threads than CPUs, for which libgomp cuts spinning short: who waits sleeps,
-        and is woken ahead of the sweep."""
+        The Adam kernel has a team of its own, of all cores, beside compute on the CPU too. A smaller team would
+        starve compute: every product waits at its barrier for the thread whose core the sweep has, while the other
+        threads spin. With a full team there are more threads than CPUs, for which libgomp spins briefly: waiting
+        threads sleep, and are woken ahead of the sweep."""
         wanted = self._team if item.op.kind == "compute" else 1
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
 
     def _await(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
-        """Wait for the operations of other lanes that come before: on the host, or let the stream wait."""
+        """Wait for the operations of other lanes that `item` depends on: on the host, or let the stream wait."""
         plan = run.prepared.plan
         for i in item.waits:
             awaited = plan.graph.ops[i].name
@@ -423,8 +423,8 @@ class Executor:
                 self._wait_for_device(run, lane, event.query, item.op.name, awaited)
 
     def _times_out(self, run: RunningStep, flag: threading.Event) -> bool:
-        """Wait for `flag`; True if patience ended first. A collective has a time-out of its own, and after it can
-        say which rank is missing: while a lane is in one, this one waits as long again."""
+        """Wait for `flag`; True if patience ended first. While another lane is in a collective, wait as long again:
+        a collective has its own time-out, and then reports which rank is missing."""
         if flag.wait(self.patience):
             return False
         while self._waits_for_disk(run):  # however slow: the state is worth more than the time
@@ -489,7 +489,7 @@ class Executor:
 
 
 def _work(tasks: "SimpleQueue[Any]") -> None:
-    """The loop of a lane's thread: drive its lane of one step after the other, until None comes."""
+    """The loop of a lane's thread: run the lane in each step from the queue `tasks`, until None comes."""
     while (task := tasks.get()) is not None:
         executor, run, n, done = task
         try:
@@ -502,7 +502,7 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 def _named(
     error: BaseException, item: IssuedOp | None, lane: str, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
-    """The error that train_step raises: zfunc's own and interrupts unchanged, others with the operation."""
+    """The error that train_step raises: zfunc's errors and interrupts as they are, others with the operation."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
@@ -514,7 +514,7 @@ def _named(
 
 
 def _device_error(error: BaseException, noticed: str, device: torch.device) -> BaseException:
-    """An ExecutionError for what a device reported some time after its cause; other errors as they are."""
+    """An ExecutionError for an error that a device reported after its cause; any other error as it is."""
     if not isinstance(error, torch.AcceleratorError):
         return error
     late = ExecutionError(
@@ -526,7 +526,7 @@ def _device_error(error: BaseException, noticed: str, device: torch.device) -> B
 
 
 def _recovery(device: torch.device) -> str:
-    """Advice on where to look for the cause, if not in this process."""
+    """Advice on where to look for the cause of an error of `device`, if not in this process."""
     try:
         torch.accelerator.current_stream(device).query()
     except RuntimeError:

@@ -33,7 +33,7 @@ LONGEST = 1000  # characters of a reason
 
 
 def timeout(environment: Mapping[str, str] = os.environ, default: timedelta = TIMEOUT) -> timedelta:
-    """The seconds that a collective waits: ZFUNC_TIMEOUT, or `default`. Raises ValueError for an invalid value.
+    """The time-out of a collective: ZFUNC_TIMEOUT in seconds, or `default`. Raises ValueError for a bad value.
 
     >>> timeout({"ZFUNC_TIMEOUT": "90"})
     datetime.timedelta(seconds=90)
@@ -54,12 +54,12 @@ def timeout(environment: Mapping[str, str] = os.environ, default: timedelta = TI
 
 
 class StoreLost(Exception):  # noqa: N818
-    """The store does not answer, or there is none."""
+    """The key-value store through which ranks report failures does not answer, or there is none."""
 
 
 @frozen
 class MissingRanks:
-    """Which ranks of the group are missing, and what is known of why."""
+    """The ranks missing from a group after a collective has failed, and the known reasons."""
 
     missing: tuple[int, ...]
     late: bool = False  # they did not come within the time-out, and may still be there
@@ -90,9 +90,9 @@ class MissingRanks:
 
 @frozen(eq=False)
 class FailureDetector:
-    """Finds the missing ones of `world` ranks through their `store` (`torch.distributed.Store`; None without one).
+    """Finds the missing ranks of `world` ranks through their `store` (a `torch.distributed.Store`, or None).
 
-    For one failure of a group, which is not used after it.
+    A detector serves one failure of a group; the group is not used afterwards.
     """
 
     store: Any
@@ -100,7 +100,7 @@ class FailureDetector:
     world: int
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks, through the store, that this one has left. Raises StoreLost."""
+        """Tell the other ranks through the store that this rank has left, and `why`. Raises StoreLost."""
         mine = json.dumps({"rank": self.rank, "why": why[:LONGEST]})
 
         def tell() -> None:
@@ -116,8 +116,8 @@ class FailureDetector:
     def find_missing(self, symptom: Symptom, *, min_wait: float, max_wait: float) -> MissingRanks:
         """Report this rank, and wait at most `max_wait` seconds for the others; the same verdict on every rank.
 
-        Ends when all have reported, or all but one after `min_wait` seconds. Raises StoreLost if the store does not
-        answer.
+        Ends when all ranks have reported, or all but one after `min_wait` seconds. Raises StoreLost if the store
+        does not answer.
         """
         return self._ask(
             lambda: self._find_missing(symptom, min_wait, max_wait), 2 * max_wait + EXIT_GRACE + STORE_TIMEOUT
@@ -153,7 +153,7 @@ class FailureDetector:
     def _wait_for_readers(self, missing: Sequence[int], max_wait: float) -> None:
         """Stay until every rank that reported has read the verdict: the store may end with this process.
 
-        That of rank 0 usually has it, so rank 0 stays for those that compute and have not reported yet, too.
+        Rank 0's process usually hosts the store, so rank 0 also stays for ranks that have not reported yet.
         """
         until = time.monotonic() + (EXIT_GRACE if self.rank else max_wait)
         survivors = 0 if self.rank else self.world - len(missing)

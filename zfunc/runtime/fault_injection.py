@@ -52,7 +52,7 @@ class Fault:
         return f"rank={self.rank},step={self.step},op={self.op},do={self.action}"
 
     def happen(self) -> None:
-        """Carry the fault out in this process, and log that."""
+        """Carry out the fault in this process, and log the fault."""
         log.warning("fault injected: %s", self)
         if self.action == "raise":
             raise InjectedFault(f"{self.op}: got the injected fault {self}, expected to fail here")
@@ -72,12 +72,12 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
-    """The faults in ZFUNC_FAULTS, or none. Raises ValueError as `parse_faults` does."""
+    """The faults in the variable ZFUNC_FAULTS, or none. Raises ValueError as `parse_faults` does."""
     return parse_faults(environment.get(VARIABLE, ""))
 
 
 def faults_at(faults: Iterable[Fault], rank: int, step: int) -> tuple[Fault, ...]:
-    """The faults of this rank and step.
+    """The faults among `faults` that are of this rank and step.
 
     >>> faults_at(parse_faults("rank=1,step=7,op=update[3],do=kill"), rank=0, step=7)
     ()

@@ -38,8 +38,8 @@ _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def available_host_bytes() -> int:
-    """Host memory this process may still take, in bytes: the machine's, or its control group's, or that of the
-    limits of its ranks here (RLIMIT_AS) if less.
+    """Host memory this process may still allocate, in bytes: the least of what the machine, the control group and
+    the address limits (RLIMIT_AS) of the ranks on this machine leave.
     """
     import psutil
 
@@ -77,7 +77,7 @@ def check_addresses() -> None:
 
 
 class HostPages(mmap.mmap):
-    """Anonymous pages, kept alive by the tensors on them; page-locking is undone before they are unmapped."""
+    """Anonymous memory pages, kept alive by the tensors on them and unlocked before they are unmapped."""
 
     release: Callable[[], object] | None = None
 
@@ -87,12 +87,12 @@ class HostPages(mmap.mmap):
 
     @property
     def address(self) -> int:
-        """The address of the mapping, at a page, so that two registrations never share one."""
+        """The address of the mapped pages, at a page, so that two page-locked ranges never share a page."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
 def map_pages(nbytes: int) -> HostPages:
-    """Zeroed pages for `nbytes` > 0, of no physical memory yet. Raises MemoryError where there is no room."""
+    """Map zeroed pages for `nbytes` > 0, without physical memory yet. Raises MemoryError without room."""
     try:
         # Shared ones get no huge pages.
         pages = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -108,9 +108,9 @@ def map_pages(nbytes: int) -> HostPages:
 
 
 def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = ()) -> None:
-    """Give every page its physical memory, from `threads` threads; from those on the CPUs of `nodes` in turn.
+    """Give all `pages` physical memory, from `threads` threads on the CPUs of the NUMA `nodes` in turn.
 
-    Raises MemoryError where there is no room. The caller's thread stays where it is.
+    Raises MemoryError where there is no room. The caller's thread keeps its CPUs.
     """
     base, size = pages.address, len(pages)
     if not nodes and size <= TURN:
@@ -147,11 +147,11 @@ def _refusal(nbytes: int, why: str) -> str:
 
 
 def alloc_host(numel: int, dtype: "torch.dtype", *, pinned_for: "torch.device | None" = None) -> "Tensor":
-    """A zeroed host tensor [numel] for what the host sweeps over, in pages of its own, at its exact size.
+    """A zeroed host tensor [numel] for host kernels to sweep over, in pages of its own, at its exact size.
 
-    Its pages are there when it returns, on the NUMA nodes of this rank in turn. With `pinned_for` an accelerator,
-    the pages are locked in place for its copies. Where its driver has no call for that, the memory is of torch's
-    pinned allocator, which rounds up to a power of two and knows no NUMA nodes.
+    The pages have physical memory on return, on this rank's NUMA nodes in turn. With `pinned_for` an accelerator,
+    the pages are locked in place for its copies. Where the driver has no call for locking, the memory comes from
+    torch's pinned allocator, which rounds up to a power of two and knows no NUMA nodes.
     Raises MemoryError where there is no room, RuntimeError if the driver refuses.
 
     >>> import torch
@@ -181,10 +181,10 @@ def alloc_host(numel: int, dtype: "torch.dtype", *, pinned_for: "torch.device | 
 
 
 def give_back_freed(least: int = LEAST_GIVEN_BACK) -> None:
-    """Let this process give blocks of at least so many bytes back to the system whenever they are freed.
+    """Have malloc return freed blocks of at least `least` bytes to the system at once.
 
-    glibc's own threshold grows to 32 MiB with the blocks that are freed, and it keeps twice as much free memory: up
-    to a twentieth of what a training needs whose state is on the disk. Other C libraries have no such setting.
+    glibc's own threshold grows to 32 MiB with the blocks that are freed, and glibc keeps twice as much free memory:
+    up to a twentieth of the memory of a training with its state on disk. Other C libraries have no such setting.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:

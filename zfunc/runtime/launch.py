@@ -70,7 +70,7 @@ def process_group() -> Iterator[RankGroup]:
 
 
 def _own_device() -> torch.device | None:
-    """This rank's accelerator, or None. A launcher may show each rank all of the machine's, or one of its own."""
+    """This rank's accelerator, or None. A launcher may show a rank all accelerators of the machine, or one."""
     kind = accelerator_type()
     if kind is None:
         return None
@@ -102,7 +102,7 @@ def fresh_store(store: Store, rank: int, world: int) -> Store:
 
 
 def _answer(store: Store, name: str, world: int) -> None:
-    """Rank 0's side of `fresh_store`: send every rank the name until all have acknowledged it."""
+    """Rank 0's side of `fresh_store`: send every rank the `name` until all ranks have acknowledged the name."""
     until = time.monotonic() + store.timeout / timedelta(seconds=1)
     missing = set(range(1, world))
     while missing:

@@ -32,14 +32,14 @@ def fold_seed(*parts: Any) -> int:
 
 
 class Draws:
-    """The draws of one pass of a segment: `count` of them were made; number n is seeded by (`fold_seed`, n)."""
+    """The random draws of one pass of a segment, `count` so far; draw n is seeded by the pass's key and n."""
 
     def __init__(self, key: int) -> None:
         self.key = key
         self.count = 0
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The generator of the next draw."""
+        """A generator seeded for the next random draw of the pass."""
         self.count += 1
         return self.generator_of(self.count - 1, device)
 
@@ -53,7 +53,7 @@ class Draws:
 
 @contextmanager
 def seeded(number: int | None) -> Iterator[None]:
-    """In this thread, random operations of the passes inside draw what `number` determines; None: as torch does."""
+    """A context whose passes in this thread draw random numbers determined by `number`; None: torch's own."""
     before = getattr(_thread, "draws", None)
     _thread.draws = None if number is None else Draws(number)
     try:
@@ -64,15 +64,15 @@ def seeded(number: int | None) -> Iterator[None]:
 
 @contextmanager
 def seeded_part(*part: int) -> Iterator[None]:
-    """Random operations inside draw what the pass of this thread and the numbers of its `part` determine."""
+    """A context whose random draws depend on this thread's pass and the numbers `part` of a part of the pass."""
     draws: Draws | None = getattr(_thread, "draws", None)
     with seeded(None if draws is None else fold_seed(draws.key, *part)):
         yield
 
 
 def enter_backward() -> None:
-    """From here on, draws are the backward's: they have the same numbers whether the forward ran just now or long
-    ago."""
+    """Number further draws of this thread's pass as the backward's: the same numbers whether the forward ran just
+    now or long ago."""
     draws: Draws | None = getattr(_thread, "draws", None)
     if draws is not None:
         draws.count = BACKWARD
@@ -105,7 +105,7 @@ class _Redirect(TorchDispatchMode):
 
 
 def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws random numbers; attention is only said to, and does not without dropout."""
+    """Whether an operation draws random numbers; attention, tagged as random, does not without dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     for declared, given in zip_longest(func._schema.arguments, args, fillvalue=None):
@@ -122,7 +122,7 @@ def count_draws(graph: Graph) -> int:
 
 def number_draws(graph: Graph, num_forward: int) -> None:
     """Number the random operations of a traced graph as an eager run would count them: the first `num_forward` are
-    the forward's. A number stays with its node wherever that is copied or moved."""
+    the forward's. A number stays with its node when the node is copied or moved."""
     numbers = chain(range(num_forward), count(BACKWARD))
     for node in graph.nodes:
         if is_draw_node(node):
@@ -135,8 +135,8 @@ def is_draw_node(node: Node) -> bool:
 
 
 def redirect_draws(graph: Graph, *, compiled: bool) -> None:
-    """Have the numbered random operations of a graph draw from the pass that runs it, through torch.compile or
-    not."""
+    """Have the numbered random operations of a graph draw from the pass that runs the graph, `compiled` by
+    torch.compile or not."""
     numbered = [node for node in graph.nodes if node.op == "call_function" and "draw" in node.meta]
     # Naming torch.compiler.disable imports Dynamo, which takes a second: not before something is compiled.
     drawn = torch.compiler.disable(_drawn) if numbered and compiled else _drawn
@@ -153,7 +153,7 @@ def _drawn(n: int, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _draw(func: Any, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
-    """`func(*args, **kwargs)` with its random numbers from `generator`."""
+    """The result of `func(*args, **kwargs)` with random numbers from `generator`."""
     if (overload := _with_generator(func)) is not None:
         return overload(*args, **{**kwargs, "generator": generator})
     if func is torch.ops.aten.native_dropout.default:
@@ -175,7 +175,7 @@ def _draw(func: Any, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
 
 
 def _with_generator(func: Any) -> Any:
-    """`func` if it takes a generator, else the overload that is the same with one, or None."""
+    """The torch operator `func` if it takes a generator, else its overload with a generator, or None."""
     names = [a.name for a in func._schema.arguments]
     if "generator" in names:
         return func
@@ -192,7 +192,7 @@ def _with_generator(func: Any) -> Any:
 def _native_dropout(
     x: Tensor, p: float, train: bool | None = True, *, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`aten.native_dropout`: the output, and the mask its backward takes."""
+    """Compute `aten.native_dropout` with a generator: the output, and the mask for its backward."""
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)

@@ -31,11 +31,11 @@ _new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, r
 
 
 class StageRanks(RankGroup):
-    """The ranks of a pipeline stage; `job` are those of all."""
+    """The data-parallel ranks of one pipeline stage; `job` is the group of the ranks of all stages."""
 
     @classmethod
     def of_stage(cls, job: RankGroup, pp: int) -> "StageRanks":
-        """The ranks of this rank's stage, of `pp` stages. A collective of the stage's ranks."""
+        """The group of the ranks of this rank's pipeline stage, of `pp` stages. A collective of these ranks."""
         world = job.world // pp
         stage, rank = divmod(job.rank, world)
         members = job.members[stage * world : (stage + 1) * world]
@@ -68,7 +68,7 @@ class StageRanks(RankGroup):
             self.broken = self.job.broken
 
     def send(self, stage: int, tag: int, head: bytes, flat: Tensor) -> None:
-        """Send text and bytes, on the host, to the rank of this number in another stage."""
+        """Send text `head` and host bytes `flat` to this rank's counterpart in pipeline stage `stage`."""
         sizes = torch.tensor([len(head), flat.numel()], device="cpu")
         data = torch.cat([flat, torch.frombuffer(bytearray(head), dtype=torch.uint8)])
         self.sent += data.numel()
@@ -76,8 +76,8 @@ class StageRanks(RankGroup):
             self._point_to_point("send to", dist.isend, part, stage, tag)
 
     def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
-        """The text and the `nbytes` that that rank has sent with this tag, in `pinned` memory or not. Raises
-        RankError where they do not come, or others do: no memory is taken for what a message says of itself."""
+        """The text and `nbytes` bytes sent with `tag` by this rank's counterpart in `stage`, in `pinned` memory or
+        not. Raises RankError if they do not come, or with another size: a message's own claim allocates nothing."""
         sizes = torch.zeros(2, dtype=torch.int64, device="cpu")
         message = self._point_to_point("receive from", dist.irecv, sizes, stage, tag)
         self._arrived(message)
@@ -95,8 +95,8 @@ class StageRanks(RankGroup):
         return data[nbytes:].numpy().tobytes(), data[:nbytes]
 
     def from_stage(self, stage: int, values: Tensor) -> Tensor:
-        """`values` of the first rank of a stage, on the host, of one size and type on each rank. A collective of
-        the whole job."""
+        """The host tensor `values` of the first rank of `stage`; each rank passes one of the same size and dtype. A
+        collective of the whole job."""
         values, first = values.cpu(), self.job.members[stage * self.world]
         issue = partial(_broadcast, values, first, group=self.job.group, async_op=True)
         self.job._wait_for("broadcast", issue)
@@ -118,8 +118,8 @@ class StageRanks(RankGroup):
 
 
 class _Message:
-    """A message under way. gloo waits for one only to its end, and closes all connections where that is given up:
-    so a thread waits, and this can be waited for piece by piece, as a collective. After `limit` it is given up."""
+    """A message under way to or from another stage. gloo waits for a message only to its end, and closes all
+    connections if given up: so a thread waits, and callers poll. After `limit` the message is given up."""
 
     def __init__(self, work: Any, part: Tensor, what: str, limit: timedelta) -> None:
         self.what = what
@@ -149,7 +149,7 @@ class _Message:
 
 @atexit.register
 def _join() -> None:
-    """Wait for messages under way. A thread that comes back from gloo while Python ends would abort the process."""
+    """Wait for messages under way: a thread that returns from gloo while Python exits would abort the process."""
     until = time.monotonic() + SETTLE
     for thread in [*_waiting]:
         thread.join(max(0.0, until - time.monotonic()))
@@ -157,5 +157,5 @@ def _join() -> None:
 
 @cache
 def _group(_: Any, members: tuple[int, ...]) -> Any:
-    """The process group of some ranks of a job, made once in a process."""
+    """The process group of the ranks `members` of a job, made once in a process."""
     return _new_group([*members], use_local_synchronization=True)

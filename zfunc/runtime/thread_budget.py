@@ -22,7 +22,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class ThreadBudget:
-    """The number of threads, and what it follows from, for the log."""
+    """The number of threads of a sweep over host memory, and the reasons for the number, for the log."""
 
     threads: int
     why: str
@@ -91,13 +91,13 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs this process may use: those of its main thread, as zfunc binds threads of its own."""
+    """The CPUs this process may use: those of its main thread, as zfunc binds only its other threads."""
     return frozenset(os.sched_getaffinity(os.getpid()))
 
 
 @functools.cache
 def default_threads() -> int:
-    """Threads for a sweep of this process, as `choose_threads` finds. Decided once, logged in one line."""
+    """The number of threads of this process's sweeps, by `choose_threads`. Decided once, logged in one line."""
     from zfunc.runtime.accelerator import accelerator_type  # torch, which help starts without
 
     decision = choose_threads(os.environ, allowed_cpus(), on_accelerator=accelerator_type() is not None)
@@ -108,7 +108,7 @@ def default_threads() -> int:
 def share_of_nodes(
     nodes: Sequence[frozenset[int]], cpus: frozenset[int], rank: int = 0, ranks: int = 1
 ) -> tuple[frozenset[int], ...]:
-    """The CPUs of each node that is for this rank of a machine, of those in `cpus`; () if they are all on one node.
+    """The CPUs in `cpus` of each NUMA node that is this rank's share; () if all `cpus` are on one node.
 
     >>> two = frozenset({0, 1}), frozenset({2, 3})
     >>> [sorted(x) for x in share_of_nodes(two, frozenset(range(4)))]
@@ -140,7 +140,7 @@ def bind_to_nodes() -> None:
 
 @functools.cache
 def limit_threads(threads: int) -> int:
-    """`threads`, or as many as this process may use if that is less: logged, once."""
+    """The smaller of `threads` and the number of CPUs of this process; a reduction is logged once."""
     most = len(allowed_cpus())
     if threads > most:
         log.warning(
@@ -153,7 +153,7 @@ def limit_threads(threads: int) -> int:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """The CPUs of a list as the kernel writes it.
+    """The CPU numbers in `text`, a CPU list as the Linux kernel writes it.
 
     >>> sorted(cpu_list("0-2,8"))
     [0, 1, 2, 8]
@@ -165,7 +165,7 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> int:
-    """Cores behind these CPUs: hyperthreads of one core wait for the same memory. An unknown CPU is a core."""
+    """The number of physical cores behind `cpus`, as hyperthreads share a core; an unknown CPU is a core."""
     siblings = (f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
     return len({read_text(root / path) or path for path in siblings})
 
@@ -200,14 +200,14 @@ def _quota_of(level: Path) -> float:
 
 
 def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
-    """The CPUs of each NUMA node in order, which are near to its memory; () where the kernel tells none."""
+    """The CPUs of each NUMA node, in the order of the nodes; () where the kernel reports none."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     in_order = sorted(folders, key=lambda x: int(x.name.removeprefix("node")))
     return tuple(cpu_list(read_text(x / "cpulist") or "") for x in in_order)
 
 
 def cpu_model(root: Path = ROOT) -> str | None:
-    """The name of the processor; None: unknown."""
+    """The model name of this machine's processor; None: unknown."""
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model"):
@@ -224,7 +224,7 @@ def read_text(path: Path) -> str | None:
 
 
 def largest_cache(root: Path = ROOT) -> int | None:
-    """Bytes of the largest cache of CPU 0; None: unknown."""
+    """The size in bytes of the largest cache of CPU 0; None: unknown."""
     sizes = [
         read_text(path) or "" for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     ]
