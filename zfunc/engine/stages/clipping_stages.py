@@ -16,7 +16,7 @@ from zfunc.runtime.accelerator import on_accelerator, synchronize
 
 
 def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
-    """The unscaled L2 norm of the whole gradient, and that of every parameter's where they are asked for.
+    """Compute the unscaled L2 norm of the whole gradient; with the setting `norms`, also of each parameter's.
 
     The squares of buckets and ranks are added part by part, without rounding, so how the gradient was cut into
     buckets and slices changes no bit of a norm.
@@ -46,7 +46,7 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
-    """The mean loss over all micro-batches and ranks, and those of the auxiliary outputs: one collective."""
+    """Compute the mean loss and mean auxiliary outputs over all micro-batches and ranks, in one collective."""
     wait_for_copies(step)
     own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.spec.aux))  # another stage has the losses
     loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))
@@ -70,7 +70,7 @@ def decide(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _means(op: Op, mem: Memory) -> list[float]:
-    """The mean of the losses that the operation reads, and those of the auxiliary outputs."""
+    """The mean of the losses that operation `op` reads, followed by the mean of each auxiliary output."""
     losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
     aux = [mem[r].tolist() for r in op.reads if r.role == "aux"]
     return [sum(values) / len(values) for values in (losses, *zip(*aux, strict=True))]
@@ -94,12 +94,12 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 
 def wait_for_copies(step: StepContext) -> None:
-    """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
+    """Wait for the device where there are several ranks: the caller reads host memory that copies from it write."""
     wait_for_device(step, step.devices[0], "copies to the host")
 
 
 def wait_for_device(step: StepContext, device: torch.device, what: str) -> None:
-    """Synchronize with `device`, of several ranks, whose collectives may wait for one that is gone."""
+    """Wait for `device` if there are several ranks, and watch these: a collective may wait for one that is gone."""
     if step.ranks.several and on_accelerator(device):
         synchronize(torch.accelerator.current_stream(device), step.patience, what, step.ranks.watch)
 

@@ -1,8 +1,8 @@
-"""What a pipeline stage sends to another: the tensors of a tree, in as many bytes as both know from the plan, and
-the tree without them in a strict form.
+"""Messages between pipeline stages: a pytree's tensors, in a number of bytes that both stages know from the plan,
+and a head, the tree's structure in strict JSON.
 
-The invariant: what arrives is data. Nothing in it is run or believed: a size is compared with the plan's, and a
-tensor lies in the bytes that have come.
+The invariant: a received message is data. Nothing in a message is run or believed: its size is compared with the
+plan's, and its tensors lie in the bytes that have come.
 """
 
 import json
@@ -18,10 +18,10 @@ FORM = "tensors, numbers, text and None, in lists, tuples and dicts"
 
 
 def as_message(tree: Any, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
-    """A tree without its tensors, and these in host memory [nbytes], copied from an accelerator without waiting if
-    that is `pinned`.
+    """Write a pytree as a message: its structure as JSON, and its tensors in host memory [nbytes], with `pinned`
+    copied from an accelerator without waiting.
 
-    Raises TypeError for what is not of FORM.
+    Raises TypeError for a leaf that FORM does not name.
     """
     slot = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned))
     slot.put(tree)
@@ -29,7 +29,7 @@ def as_message(tree: Any, nbytes: int, *, pinned: bool = False) -> tuple[bytes, 
 
 
 def from_message(head: bytes, flat: Tensor) -> Any:
-    """The tree that `as_message` had, with tensors in `flat`. Raises RankError for what no `as_message` makes.
+    """The pytree of a message, with its tensors in `flat`. Raises RankError for a head that no `as_message` makes.
 
     >>> head, flat = as_message({"x": (torch.ones(2), None, "a")}, 512)
     >>> from_message(head, flat)

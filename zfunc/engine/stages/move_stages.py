@@ -1,7 +1,7 @@
-"""The stages that only copy a thing from one tier to another, one for each thing of `zfunc.core.moves`; and those
-that make what was written to the disk a commit.
+"""The stages that only copy a thing from one tier to another, one for each thing of `zfunc.core.moves`; and the
+stages that make state on the disk a commit.
 
-On an accelerator no copy between the device and pinned memory waits.
+On an accelerator, copies between the device and pinned memory are asynchronous.
 """
 
 import math
@@ -32,7 +32,7 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 def weights(op: Op, mem: Memory, step: StepContext) -> None:
-    """A bucket's parameters, or this rank's slice of them: from the disk to a page, or to a slot on the device."""
+    """Copy a bucket's parameters, or this rank's slice of them, from the disk to a page, or to a device's slot."""
     _, b = op.index
     (source,), (target,) = op.reads, op.writes
     if source.tier == "disk":
@@ -48,12 +48,12 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def weights_in_page(page: Tensor, place: BucketPlaces) -> Tensor:
-    """This rank's slice of a bucket's parameters, in the page that they were read into."""
+    """This rank's slice of a bucket's parameters, as a view of `page`, the memory that they were read into."""
     return page.view(TORCH_DTYPES[place.dtype])[: place.shard_numel]
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:
-    """The activations of a segment, its input and residuals, which a slot has as one pytree."""
+    """Copy a segment's activations, one pytree of its input and residuals, between device, host and disk."""
     (target,) = op.writes
     if target.tier == "disk":
         page, place = mem[op.reads[0]], mem[target]
@@ -71,7 +71,7 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def sent(op: Op, mem: Memory, step: StepContext) -> None:
-    """What a pass made and the next reads on another device: to pinned memory, and from there to new tensors."""
+    """Copy a pass's output for the next device's pass: to pinned memory, then to the device, or between ranks."""
     if op.kind == "network":
         _between_ranks(op, mem, step)
         return
@@ -83,14 +83,14 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _arrived(tree: Any, nbytes: int, device: torch.device) -> Any:
-    """A pytree of host tensors copied to new tensors of a device."""
+    """Copy a pytree of host tensors, of `nbytes` bytes, to new tensors on `device`."""
     arrived = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device=device))
     arrived.put(tree)
     return arrived.tree
 
 
 def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
-    """`sent` between ranks: a message to the other pipeline stage, or from it, by a tag of its own in the step."""
+    """Send a pass's output to another rank's pipeline stage, or receive it, with a tag unique within the step."""
     (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
     row = MOVES[op.verb]
     way = F if row.thing == "input" else B
@@ -110,7 +110,7 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
-    """This rank's slice of a gradient, of a direction or of new parameters, unless the step is skipped."""
+    """Copy this rank's slice of a gradient, direction or new parameters between tiers, unless a step is skipped."""
     if op.touches("decision") and mem[op.read("decision")].skip:
         return
     b, source, target = op.index[min(1, len(op.index) - 1)], op.reads[-1], op.writes[0]
@@ -128,20 +128,20 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def squares(op: Op, mem: Memory, step: StepContext) -> None:
-    """The sums of the squares of a bucket's gradient, or the norms that they are made of."""
+    """Copy the sums of squares of a bucket's gradient, or the norms that they are made of, from device to host."""
     source, target = mem[op.read("squares")], mem[op.write("squares")]
     target.rows = source.rows
     target.flat.copy_(source.flat, non_blocking=True)
 
 
 def waiting_gradient(op: Op, mem: Memory, step: StepContext) -> None:
-    """A gradient that waits on the disk: written there, or read back."""
+    """Write a bucket's gradient to the disk, where it waits for its update, or read it back."""
     (source,), (target,) = op.reads, op.writes
     mem[target].write(mem[source]) if target.tier == "disk" else mem[source].read(mem[target])
 
 
 def state(op: Op, mem: Memory, step: StepContext) -> None:
-    """The part of a bucket's state on the disk: read, or written unless the step is skipped."""
+    """Read the part of a bucket's state that is on the disk, or write it back unless the step is skipped."""
     if op.touches("decision"):
         if not mem[op.read("decision")].skip:
             on_disk: StateOnDisk = mem[op.write("extent")]
@@ -154,8 +154,7 @@ def state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """A bucket's state, from where it lives to a slot on the device, or back with new parameters, unless the step
-    is skipped."""
+    """Copy a bucket's state to a device's slot for its update, or back with new parameters unless a step skips."""
     if op.touches("decision") and mem[op.read("decision")].skip:
         return
     (slot,) = (r for r in op.regions if r.buffer == "update_slot")
@@ -181,7 +180,7 @@ def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy what memory has of a bucket's state to its place in the slot that is written for a commit."""
+    """Copy the part of a bucket's state that is in memory to its places in the slot that a commit writes out."""
     on_disk: StateOnDisk = mem[op.read("extent")]
     slot: Flat = mem[op.write("state_slot")]
     for name, place in on_disk.views(slot.flat).items():
@@ -190,13 +189,13 @@ def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def whole_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """A bucket's whole state, for a commit, of a skipped step too: the disk may have other values of some parts."""
+    """Write a bucket's whole state to the disk for a commit, even in a skipped step: the disk's may be outdated."""
     on_disk: StateOnDisk = mem[op.write("extent")]
     on_disk.write(mem[op.read("state_slot")].flat, on_disk.all)
 
 
 def commit(op: Op, mem: Memory, step: StepContext) -> None:
-    """Make what all ranks have written the state that training goes on from after a crash."""
+    """Commit the state that all ranks have written to the disk: training resumes from the commit after a crash."""
     decision: StepDecision = mem[op.read("decision")]
     if op.touches("norm") and not decision.skip and not math.isfinite(mem[op.read("norm")]):
         return  # the step will be refused, with its state
@@ -208,7 +207,8 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]) -> None:
-    """Commit on every rank. A rank whose commit another does not have must not overwrite the one that all have."""
+    """Commit a swap space on every rank. A rank whose commit another rank lacks must write no more: the next write
+    could overwrite the last commit that all ranks have."""
     before = swap.number
     try:
         all_or_none(ranks, partial(swap.commit, metadata))

@@ -1,4 +1,4 @@
-"""What the last segment returns: its loss, alone or with auxiliary outputs.
+"""The last segment's output: the loss, alone or with auxiliary outputs.
 
 Auxiliary outputs are scalars by name, such as an accuracy: `(loss, {"accuracy": hits.float().mean()})`. They are
 reported, as means over micro-batches and ranks, and have no gradient.
@@ -16,7 +16,7 @@ RESERVED = frozenset(f.name for f in fields(Metrics))
 
 
 def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The loss and the auxiliary outputs that the last segment returned. Raises ValueError for anything else."""
+    """Split the last segment's output `y` into loss and auxiliary outputs by name. ValueError for other outputs."""
     loss, aux = y, {}
     if isinstance(y, tuple):
         parts = cast("tuple[Any, ...]", y)
@@ -37,7 +37,7 @@ def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _check_aux(segment: str, name: str, value: Any) -> None:
-    """Raise ValueError unless an auxiliary output is a scalar, under a name that no metric of every step has."""
+    """Raise ValueError unless an auxiliary output is a scalar, and its name is no field of `Metrics`."""
     what = f"segment {segment!r}: auxiliary output {name!r}"
     if name in RESERVED:
         raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")
@@ -53,12 +53,12 @@ def _kind(x: Any) -> str:
 
 
 def aux_names(y: Any) -> tuple[str, ...]:
-    """The names of the auxiliary outputs in what the last segment's `checked` function returned."""
+    """The names of the auxiliary outputs in `y`, the output of the last segment's `checked` function."""
     return () if isinstance(y, Tensor) else y[1].names
 
 
 def check_aux_names(segment: str, names: tuple[str, ...], before: tuple[str, ...]) -> None:
-    """Raise ValueError unless the last segment's auxiliary outputs have the names that they had before."""
+    """Raise ValueError unless the last segment's auxiliary outputs `names` equal those of the call `before`."""
     if names != before:
         raise ValueError(
             f"segment {segment!r}: got the auxiliary outputs {names} after {before}, expected the same names "

@@ -23,7 +23,7 @@ Memory = MutableMapping[Region, Any]
 
 @frozen(eq=False)
 class CompiledSegment:
-    """A segment as the stages run it, and the full names of its parameters by short name."""
+    """A segment as stage functions run it: its passes, constants, and its parameters' full names by short name."""
 
     name: str
     function: Callable[..., Any]  # its own, with checked outputs
@@ -43,7 +43,7 @@ class CompiledSegment:
 
 @frozen(eq=False)
 class StepContext:
-    """The constants of one step. Gradients on the device are those of the loss times `loss_scale`."""
+    """The constants of one step, for its stage functions. Gradients on the device are scaled by `loss_scale`."""
 
     spec: StepSpec
     calls: tuple[CompiledSegment, ...]
@@ -62,7 +62,7 @@ class StepContext:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the parameters."""
+        """The layout of the model's parameters in buckets."""
         return self.spec.layout
 
     @property
@@ -73,13 +73,13 @@ class StepContext:
     def decision(
         self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
     ) -> StepDecision:
-        """The decision that skips this step, or clips its gradient by `factor`."""
+        """The `StepDecision` that skips this step, or makes its update with the gradient times `factor`."""
         named = dict(zip(self.spec.aux, aux, strict=True)) if aux else {}
         scale = factor / self.loss_scale
         return StepDecision(skip, scale, self.number, self.factors, loss, named, self.spec.unused)
 
     def slice_of(self, b: int) -> slice:
-        """This rank's slice of a bucket's elements."""
+        """This rank's slice of the elements of bucket `b`, relative to the start of the bucket."""
         return slice(*self.layout.all_buckets[b].slice_of(self.ranks.rank, self.ranks.world))
 
 
@@ -87,12 +87,12 @@ Stage = Callable[[Op, Memory, StepContext], None]
 
 
 def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
-    """The table of stage functions by verb: each function has the name of its verb."""
+    """A table of stage functions by verb: the verb is the function's name, without a trailing underscore."""
     return {stage.__name__.rstrip("_"): stage for stage in stages}  # pyright: ignore
 
 
 def gaps(start: int, stop: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The gaps between these ascending ranges, from `start` to `stop`.
+    """The gaps from `start` to `stop` that the ascending ranges `covered` leave, as (start, stop).
 
     >>> gaps(0, 9, [(0, 2), (2, 4), (6, 7)])
     [(4, 6), (7, 9)]

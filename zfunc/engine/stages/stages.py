@@ -1,7 +1,7 @@
 """The stage functions: `STAGES[verb]` executes an operation on the memory of its regions.
 
-A stage accesses `mem[region]` for the regions of its own operation and no other mutable state; in debug mode it
-gets no others. It returns nothing: it writes the regions that its operation writes.
+A stage accesses `mem[region]` for the regions of its own operation and no other mutable state; in debug mode `mem`
+has no others. A stage returns nothing: it writes the regions that its operation writes.
 """
 
 import math
@@ -41,7 +41,7 @@ from zfunc.runtime.accelerator import on_accelerator
 
 
 def load(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one micro-batch to the device; floating-point inputs in the compute dtype."""
+    """Copy one micro-batch to the device, with floating-point inputs cast to the compute dtype."""
 
     def to_device(t: Tensor, *, cast: bool) -> Tensor:
         dtype = step.dtype if cast and t.is_floating_point() else t.dtype
@@ -56,7 +56,7 @@ def load(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def forward(op: Op, mem: Memory, step: StepContext) -> None:
-    """Run one segment, with random numbers seeded by micro-batch and segment."""
+    """Run the forward of one segment on a micro-batch, with random numbers seeded by micro-batch and segment."""
     m, s = op.index
     call = step.calls[s]
     if step.warn is not None and m == 0 and op.touches("loss"):
@@ -84,8 +84,8 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], None]) -> None:
-    """Warn if the loss of a micro-batch is not the mean of its halves', so that another number of micro-batches is
-    another loss. It takes no more memory than forward does."""
+    """Warn if a micro-batch's loss is not the mean of the losses of its halves, so that the number of micro-batches
+    changes the loss. The comparison takes no more memory than the last segment's forward."""
     call, inputs = step.calls[op.index[1]], _with_targets(mem[_input(op)], op, mem)
     buffers = buffer_views(mem[op.read("module_buffers")], call.buffers) if call.buffers else {}
     weights = _weights(op, mem, call, buffers)
@@ -115,7 +115,7 @@ def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], 
 
 
 def recompute(op: Op, mem: Memory, step: StepContext) -> None:
-    """Run one segment's forward again for what its backward needs, with the seed and buffers of the first run."""
+    """Run one segment's forward again for the residuals of its backward, with the first run's seed and buffers."""
     call, (x, (_, before)) = step.calls[op.index[1]], _left_by_forward(op, mem)
     with step.randomness(*op.index):
         residuals = call.passes.recompute(_weights(op, mem, call, before), (x,))
@@ -123,27 +123,27 @@ def recompute(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def backward(op: Op, mem: Memory, step: StepContext) -> None:
-    """Backward of one segment, with the seed of its forward, and the buffers that it read."""
+    """Run the backward of one segment on a micro-batch, with the seed and the module buffers of its forward."""
     grads, below = _pull(op, mem, step)
     _write_grads(op, mem, step, grads)
     _write_below(op, mem, below)
 
 
 def backward_input(op: Op, mem: Memory, step: StepContext) -> None:
-    """Backward of one segment for its input, and what the gradients of its weights are made of."""
+    """Run one segment's backward for its input's gradient; keep what the gradients of its weights are made of."""
     below, mem[op.write("pending")] = _pull(op, mem, step)
     _write_below(op, mem, below)
 
 
 def backward_weight(op: Op, mem: Memory, step: StepContext) -> None:
-    """The gradients of one segment's weights, with the seed of its forward."""
+    """Compute the gradients of one segment's weights from what `backward_input` kept, with the forward's seed."""
     run, pending = mem[op.read("pending")]
     with step.randomness(*op.index):
         _write_grads(op, mem, step, run(*pending))
 
 
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
-    """Gather a bucket's parameters from the slices of all ranks into a slot."""
+    """Gather a bucket's parameters from the slices of all ranks into a slot on the device: a collective."""
     _, b = op.index
     into = mem[op.write("weight_slot")].hold(step.layout.all_buckets[b])
     fetched = op.write("weight_slot") in op.reads
@@ -163,7 +163,7 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def add(op: Op, mem: Memory, step: StepContext) -> None:
-    """Add one segment's gradients to its bucket's sum on the device."""
+    """Add one segment's gradients to its bucket's sum of gradients on the device."""
     _, b, _ = op.index
     total, grads, bucket = mem[op.write("grad")], mem[op.read("grads")], step.layout.buckets[b]
     own = [grads[x.name] for x in bucket.spans if x.name in grads]
@@ -171,14 +171,14 @@ def add(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
-    """Sum a bucket over the ranks into this rank's slice of the slot."""
+    """Sum a bucket's gradient over all ranks into this rank's slice of the bucket's slot: a collective."""
     _, b, _ = op.index
     slot = mem[op.write("grad")][: step.layout.buckets[b].numel]
     step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
 
 
 def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
-    """Sum the squares of this rank's slice of a complete bucket, on the device; or of each parameter in it."""
+    """Sum the squares of this rank's slice of a bucket's complete gradient, or, on accelerators, take its norms."""
     (b,) = op.index
     bucket, own = step.layout.buckets[b], step.slice_of(b)
     grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
@@ -198,7 +198,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
-    """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
+    """Add a bucket's gradient, delivered to the host, to its fp32 sum; sum that sum's squares in the same pass."""
     _, b, _ = op.index
     first, shard = op.write("grad_shard") not in op.reads, step.slice_of(b)
     numel = shard.stop - shard.start  # where they are slots they have room for more
@@ -209,7 +209,7 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def hold(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy this rank's slice of a delivered gradient to its buffer on the device, or add it to the sum there."""
+    """Copy this rank's slice of a bucket's gradient to its buffer on the device, or add the slice to the buffer."""
     _, b, _ = op.index
     grad = mem[op.read("grad")][step.slice_of(b)]
     (into,) = op.writes
@@ -218,7 +218,7 @@ def hold(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
-    """Add one sum of a tied bucket's deliveries to the first; on the host, with the squares of the result."""
+    """Add one sum of a tied bucket's gradients to the first sum; on the host, also sum the result's squares."""
     total, part = (mem[r] for r in op.reads)
     if op.touches("squares"):
         b, _ = op.index
@@ -230,7 +230,7 @@ def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the buffers that forward changed to the State: those of rank 0 on all ranks."""
+    """Copy the module buffers that forward changed to the State: on all ranks those of rank 0."""
     if mem[op.read("decision")].skip:
         return
     for kept in op.writes:
@@ -260,7 +260,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def write_buffers(op: Op, mem: Memory, step: StepContext) -> None:
-    """Write the buffers that forward changes to the checkpoint."""
+    """Write the module buffers that forward changes to the checkpoint."""
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
     number, own = len(step.layout.all_buckets), {r.index[0]: r for r in op.operands("module_buffers")}
     for s, call in enumerate(step.calls):
@@ -272,7 +272,7 @@ def write_buffers(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def publish(op: Op, mem: Memory, step: StepContext) -> None:
-    """Finish the checkpoint on all ranks; its region receives the path, or why it failed."""
+    """Finish the checkpoint on all ranks; the region "published" gets its path, or the reason of its failure."""
     mem[op.write("published")] = mem[op.read("checkpoint")].publish()
 
 
@@ -303,12 +303,12 @@ def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
 
 
 def _host_of(op: Op, mem: Memory) -> HostMemory | None:
-    """The host memory in which a pass has the keys of a row; None where the device has them."""
+    """The host memory for attention keys of a row that a pass runs in tiles; None if keys are on the device."""
     return HostMemory(mem[op.write("host_keys")].flat) if op.touches("host_keys") else None
 
 
 def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:
-    """A segment's input, its residuals, or None for none, and the buffers that its forward read."""
+    """What a segment's forward left for its backward: its input, residuals (or None), and the buffers it read."""
     if (recomputed := Region("recomputed", op.index)) in op.reads:
         return mem[recomputed]
     if op.touches("act_slot"):
@@ -319,12 +319,12 @@ def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Ten
 
 
 def _input(op: Op) -> Region:
-    """The input of an operation's segment; its output may be read as well."""
+    """The region of the input of the segment that operation `op` runs; `op` may read the output as well."""
     return Region("act", op.index)
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
-    """The cotangents from the segment above; of the loss, its scale over all ranks' micro-batches."""
+    """The cotangents of a segment's outputs, from the segment above; for the loss, its scale / micro-batches."""
     if op.touches("targets"):
         seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.devices[op.device])]
@@ -332,7 +332,7 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
 
 
 def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
-    """Call the segment's function of the operation's name, such as `backward`, with the seed of its forward."""
+    """Call the segment's pass that the verb of `op` names, such as `backward`, with the seed of its forward."""
     call = step.calls[op.index[1]]
     x, (residuals, before) = _left_by_forward(op, mem)
     weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)
@@ -354,8 +354,8 @@ def _write_below(op: Op, mem: Memory, below: list[Tensor]) -> None:
 
 
 def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable[[slice], Tensor]) -> None:
-    """Write the sums of squares of this rank's slice of bucket `b`; `sum_of` makes those of a part of the slice: of
-    all of it, or, where norms are asked for, of each parameter."""
+    """Write the sums of squares of this rank's slice of bucket `b`. `sum_of` computes them for a part of the slice:
+    the whole slice or, with the setting `norms`, each parameter's part."""
     squares.rows = None
     rows = squares.flat.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
     if not step.settings.norms:
@@ -369,6 +369,6 @@ def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable
 
 
 def _places(flat: Tensor, bucket: Bucket, names: Container[str]) -> list[Tensor]:
-    """The views of a bucket's flat gradient for these of its parameters, in their shapes."""
+    """Views of a bucket's flat gradient for its parameters `names`, in the parameters' shapes."""
     own = (x for x in bucket.spans if x.name in names)
     return [flat[x.start - bucket.start : x.stop - bucket.start].view(x.shape) for x in own]

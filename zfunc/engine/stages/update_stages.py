@@ -2,8 +2,8 @@
 
 A bucket's state, gradient and decision determine the bits of its update, whichever stage makes it.
 
-Some updates need whole matrices, of which a rank's slice has parts. The ranks gather the direction of these, and
-each makes those orthogonal that its own slice has a part of: equal inputs, so equal bits.
+Muon's updates need whole matrices, of which a rank's slice may have parts. The ranks gather the directions, and
+each orthogonalizes the matrices that its own slice has a part of: equal inputs, so equal bits.
 """
 
 from collections.abc import Collection, Iterator
@@ -24,7 +24,7 @@ from zfunc.runtime.accelerator import on_accelerator
 
 
 def update(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update this rank's slice of a bucket on the host, and write the device's copy to its slot."""
+    """Update this rank's slice of a bucket on the host, and write the new parameters for the device to a slot."""
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
@@ -33,7 +33,7 @@ def update(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update this rank's slice of a bucket and of its parameters, with the state on the device."""
+    """Update this rank's slice of a bucket on the device: its optimizer state and its parameters."""
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
@@ -46,7 +46,7 @@ def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def average(op: Op, mem: Memory, step: StepContext) -> None:
-    """Move the average of a bucket's weights towards the new ones, unless the step is skipped."""
+    """Move the moving average of a bucket's weights towards the new weights, unless the step is skipped."""
     (b,) = op.index
     if not mem[op.read("decision")].skip and b not in step.averaged:
         assert step.settings.ema is not None
@@ -54,8 +54,8 @@ def average(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision, copy: Tensor | None) -> None:
-    """Update the state with the gradient that the operation reads, and `copy`, the new parameters; only that if a
-    step that failed has made this update."""
+    """Update a bucket's optimizer state with the gradient that `op` reads, and set `copy` to the new parameters; if
+    a step that failed made this update already, only set `copy`."""
     (b,) = op.index
     optimizer, shard = step.optimizer, step.slice_of(b)
     state, numel = state_of(op, mem), shard.stop - shard.start
@@ -83,7 +83,7 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
 
 
 def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The runs of one group in this rank's slice: start, stop, and arguments of the optimizer."""
+    """The runs of one parameter group in this rank's slice: start, stop (elements), the optimizer's arguments."""
     for start, stop, group in bucket.runs_within(shard.start, shard.stop, unused):
         yield start - shard.start, stop - shard.start, {"group": group}
 
@@ -91,14 +91,14 @@ def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tup
 def _parameters(
     bucket: Bucket, shard: slice, unused: Collection[str]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The runs of single parameters in this rank's slice: start, stop, and arguments of the optimizer."""
+    """The runs of single parameters in this rank's slice: start, stop (elements), the optimizer's arguments."""
     for start, stop, span in bucket.spans_within(shard.start, shard.stop):
         group = LEFT if span.name in unused else span.group
         yield start - shard.start, stop - shard.start, {"group": group, "shape": span.shape}
 
 
 def momentum(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update the momentum of this rank's slice of a bucket, and write its direction in bf16."""
+    """Update the momentum of this rank's slice of a bucket for Muon, and write the update's direction in bf16."""
     (b,) = op.index
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip or b in step.updated:
@@ -112,14 +112,14 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
-    """Gather a direction from the slices of all ranks."""
+    """Gather a bucket's direction, which Muon orthogonalizes, from the slices of all ranks: a collective."""
     shard = step.slice_of(op.index[0])
     whole = mem[op.write("direction_slot")][: step.layout.buckets[op.index[0]].numel]
     step.ranks.all_gather(whole, mem[op.read("direction_shard")][: shard.stop - shard.start])
 
 
 def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
-    """Make the matrices orthogonal that this rank's slice has a part of, whole, and keep the part."""
+    """Orthogonalize the directions of whole matrices that this rank's slice has parts of, and keep these parts."""
     (b,) = op.index
     if mem[op.read("decision")].skip:
         return
@@ -135,7 +135,7 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
-    """This rank's slice of the gradient that the operation reads; a slot has room for more."""
+    """This rank's slice of the bucket's gradient that operation `op` reads; a slot's memory may be longer."""
     if op.touches("grad"):
         return mem[op.read("grad")][shard]
     alone = [r for r in op.reads if r.role == "grad_shard"]
@@ -143,7 +143,7 @@ def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
 
 
 def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
-    """The state of a bucket by name: in memory, and in the slot it was paged into."""
+    """The optimizer state of the bucket that `op` touches, by name: in memory, and in the slot it is paged to."""
     state = {r.buffer: mem[r] for r in op.operands("state")}
     for r in op.operands("paged"):
         state |= mem[r].views
@@ -151,7 +151,7 @@ def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
 
 
 def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor | None:
-    """This rank's slice of the parameters that the operation writes, if it writes any."""
+    """This rank's slice of the parameters that operation `op` writes; None where it writes none."""
     (b,) = op.index
     if not op.touches("params"):
         return None
@@ -159,7 +159,7 @@ def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor | None:
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
-    """Gather a bucket's parameters from the slices of all ranks; after a skipped step, the old ones."""
+    """Gather a bucket's parameters from the slices of all ranks; in a skipped step, the old parameters."""
     (b,) = op.index
     params: Flat = mem[op.write("params")]
     step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])
