@@ -33,9 +33,9 @@ from zfunc.runtime.rng import fold_seed, redirected, seeded
 def params(program: Program, state: State, *, ema: bool = False) -> dict[str, Tensor]:
     """Every parameter by full name, in fp32 on the host: copies of the master weights, tied ones once.
 
-    With `ema` they are the moving average of the weights. Frozen parameters have no master: they are the device's
-    values, in the compute dtype. All ranks have to call this together, and each gets all parameters. Raises
-    DonatedStateError for a used state, ValueError where there is no average.
+    With `ema`, the moving averages of the weights. Frozen parameters have the values that the device computes with,
+    or those they were rounded from, if kept. All ranks have to call this together, and each gets all parameters.
+    Raises DonatedStateError for a used state, ValueError where there is no average.
     """
     check_state(program, state, "params")
     make_deferred_update(program, state, "params")
@@ -56,17 +56,17 @@ def weights(
     dtype: Precision | torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, trained or frozen, as (full name, tensor) in its shape, a bucket at a time: for an engine
-    that generates with them. A tied parameter comes once, under the name that owns it.
+    """Yield every parameter, trained or frozen, as (full name, tensor) in its shape, a bucket at a time: for an
+    engine that generates with the weights. A tied parameter comes once, under the name that owns it.
 
-    Without `dtype` they are what the device computes with; with "fp32", "bf16" or "fp16", or torch's, the master
-    weights, rounded to it. `device` is the program's unless given. They are for reading, and may be views of the
-    State, which the next step changes. Beside the model and the tensor itself there is one bucket in memory, with
-    `dtype` on the host in fp32, if each tensor is dropped before the next is asked for: it may keep its bucket.
+    Without `dtype` the tensors are what the device computes with; with "fp32", "bf16" or "fp16", or torch's dtypes,
+    the master weights, rounded. `device` is the program's unless given. The tensors are for reading, and may be
+    views of the State, which the next step changes. Beside the model and the tensor itself there is one bucket in
+    memory, with `dtype` on the host in fp32, if each tensor is dropped before the next: it may keep its bucket.
 
-    With several ranks all of them have to call this and exhaust it, and each gets all parameters. Raises
-    DonatedStateError for a used state, also once a step is made while this is not exhausted, and ValueError for a
-    weight that is too large for `dtype`.
+    With several ranks all of them have to call this and exhaust the iterator; each gets all parameters. Raises
+    DonatedStateError for a used state, also if a step is made before the iterator is exhausted, and ValueError for
+    a weight that is too large for `dtype`.
     """
     if dtype is not None:
         dtype = one_precision("weights: dtype", dtype)
@@ -111,11 +111,11 @@ def _check_ema(program: Program, ema: bool, action: str) -> None:
 
 
 def buffers(program: Program, state: State) -> dict[str, Tensor]:
-    """The buffers that forward changes, by full name: copies on the host, such as `zfunc.init` takes in `params`.
+    """The module buffers that forward changes, by full name: copies on the host, as `zfunc.init` takes in `params`.
 
-    They are running statistics and spectral norm's vectors; other buffers are constants. Of several ranks each has
-    those of rank 0; of pipeline stages on ranks, which have to call this together, those of all. Raises
-    DonatedStateError for a used state.
+    Such buffers are running statistics and spectral norm's vectors; other buffers are constants. With several ranks
+    each rank gets the buffers of rank 0; with pipeline stages on ranks, which have to call this together, of all
+    stages. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "buffers")
     if program.spec.over_ranks:
@@ -130,8 +130,8 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
 
 
 def _module_buffers(program: Program, state: State, s: int) -> dict[str, Tensor]:
-    """The buffers of segment `s` that forward changes, by short name: the State's memory, or, of pipeline stages on
-    ranks, copies on the host: a collective."""
+    """The module buffers that forward of segment `s` changes, by short name: views of the State's memory, or, with
+    pipeline stages on ranks, copies on the host that a collective makes."""
     own, like, spec = module_buffers(program, state.buffers, s), program.calls[s].buffers, program.spec
     if not like or not spec.over_ranks:
         return own
@@ -142,13 +142,13 @@ def _module_buffers(program: Program, state: State, s: int) -> dict[str, Tensor]
 
 
 def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = False) -> Any:
-    """Run the segments forward with the device's parameters, without dropout and gradients; the state stays.
+    """Run the segments forward with the device's parameters, without dropout and gradients; the State is unchanged.
 
-    The last segment gets `more` after its input: the targets for a loss, or nothing if it works without them (such
-    as `zfunc.models.gpt.Head`, which then returns logits). Of several devices, that of the last segment has the
-    output. An output that shares memory with a parameter is copied. Random numbers that a segment still draws
-    depend on the state alone. With `ema` the weights are their moving average. With `defer`, `ema`, `stage=3` or
-    `pp` and several ranks, all of them have to call this. Raises DonatedStateError for a used state.
+    The last segment gets `more` after its input: the targets for a loss, or nothing if it works without targets
+    (such as `zfunc.models.gpt.Head`, which then returns logits). With several devices, the output is on the last
+    segment's. An output that shares memory with a parameter is copied. Random numbers that a segment still draws
+    depend on the State alone. With `ema`, the moving averages replace the weights. With several ranks and `defer`,
+    `ema`, `stage=3` or `pp`, all of them have to call this. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
@@ -166,7 +166,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
 def outputs(
     program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]], *, ema: bool = False
 ) -> Iterator[Any]:
-    """The outputs of the segments, one by one, computed on demand; the last is that of `apply`.
+    """Yield the output of each segment in turn, computed on demand; `apply` returns the last one's.
 
     `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.sequences.KVCache` to
     generate token by token. A collective where `apply` is one.
@@ -233,12 +233,12 @@ def evaluate(
     has_aux: bool = False,
     ema: bool = False,
 ) -> float | tuple[float, dict[str, float]]:
-    """The mean loss of `batch = (inputs, targets)`, without dropout; the state stays.
+    """The mean loss of `batch = (inputs, targets)`, without dropout; the State is unchanged.
 
     With `has_aux` the result is `(loss, aux)`, with the last segment's auxiliary outputs by name. With `ema` the
-    weights are their moving average. The batch is not split into micro-batches. Each rank evaluates its own; with
-    `defer`, `ema`, `stage=3` or `pp` all of them have to call this. Raises DonatedStateError for a used state, and
-    RankError where another rank that the device waits for is gone.
+    moving averages replace the weights. The batch is not split into micro-batches. Each rank evaluates its own
+    batch; with `defer`, `ema`, `stage=3` or `pp` all ranks have to call this. Raises DonatedStateError for a used
+    state, and RankError where another rank that the device waits for is gone.
     """
     inputs, *more = unpacked(batch, program.segments[-1])
     y = apply(program, state, inputs, *more, ema=ema)

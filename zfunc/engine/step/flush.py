@@ -1,6 +1,6 @@
 """Running a plan on a State, and making the update that the last step deferred.
 
-A State counts a deferred update as made already: the next step makes it, or whoever reads the State before.
+A State counts a deferred update as made already: the next step, or a call that reads the State before, makes it.
 """
 
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ def run_on_state(
     *,
     donated: bool = True,
 ) -> tuple[StepRun, dict[Region, Any]]:
-    """Run the plan that makes update `number` on the memory of `state`, donated or changed in place, and the plan's
-    `own` regions; ranks that wait are told of a failure. Returns the memory too, with what the plan wrote to it."""
+    """Run the plan of update `number` on the memory of `state`, donated or changed in place and on the step's `own`
+    regions; waiting ranks are told of a failure. Returns the run, and all regions with what the plan wrote."""
     step, mem = step_on(program, shaped, state, number)
     mem |= own
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
@@ -57,7 +57,7 @@ def run_on_state(
 
 
 def way_on(program: Program) -> str:
-    """Advice for an error after which a State is lost."""
+    """Advice on how to resume training, for the message of an error after which a State is lost."""
     if program.spec.swaps:
         return f"Go on from the last commit, with load({str(program.settings.swap[0])!r}, program)"
     return "Go on from an earlier copy of the parameters, with init(program, params=...)"
@@ -66,8 +66,8 @@ def way_on(program: Program) -> str:
 def step_on(
     program: Program, shaped: ShapedProgram, state: State, number: int
 ) -> tuple[StepContext, dict[Region, Any]]:
-    """The constants of the step that makes update `number`, and the kept regions that it finds: those of the State,
-    the program's staging, and the decision of the step before."""
+    """The constants of the step that makes update `number`, and the memory it begins with: the State's regions, the
+    program's staging buffers, and the decision of the step before."""
     ranks, owner = program.ranks, state.buffers.owner
 
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
@@ -104,10 +104,10 @@ def step_on(
 def flush(program: Program, state: State) -> State:
     """Make the deferred update of the last step now, in place, and return `state`.
 
-    The next step, and whoever reads a State, makes it as well. With `defer`, a swap space gets the commit here that
-    the next step would make of this State by `commit_every`, with the `extra` of its last one. All ranks have to
-    call this together. Raises DonatedStateError for a used state, and CheckpointError or DiskError where a commit
-    fails.
+    Without this call the next step makes the update, or any call that reads the State. With `defer`, a swap space
+    gets the commit that the next step would make of this State by `commit_every`, with the last commit's `extra`.
+    All ranks have to call this together. Raises DonatedStateError for a used state, CheckpointError or DiskError
+    where a commit fails.
     """
     refuse_inference_mode("flush")
     check_state(program, state, "flush")
@@ -124,9 +124,9 @@ def flush(program: Program, state: State) -> State:
 
 
 def make_deferred_update(program: Program, state: State, action: str) -> None:
-    """Make the deferred update that is left, for `action`, which reads the state. The state stays valid.
+    """Make the deferred update of `state`, if one is left, for `action`, which reads the State; it stays valid.
 
-    All ranks have to call this together if there is one, which all of them have then.
+    If one rank has a deferred update, all have, and all ranks have to call this together.
     """
     owner = state.buffers.owner
     if owner.deferred is None:

@@ -46,11 +46,11 @@ def init(
     params: Mapping[str, Tensor] | None = None,
     loss_scale: LossScale | None = None,
 ) -> State:
-    """A new State, with initial values from `params` ({full name: tensor}), and else from the segments.
+    """Make a new State, with initial values from `params` ({full name: tensor}), else from the segments.
 
     `params` may have the buffers that forward changes as well (`zfunc.buffers`).
 
-    Values are created, copied into the fp32 master weights and rounded to the device one segment at a time. Raises
+    Values are created, copied to the fp32 master weights and rounded for the device, one segment at a time. Raises
     OutOfMemory before any allocation if the plan does not fit, RuntimeError in inference mode, and ValueError or
     TypeError for names, shapes or types in `params` that the program does not have.
     """
@@ -134,7 +134,7 @@ def replace(
 
 
 def _own_values(segment: Segment, seed: int, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The initial values of the parameters that a segment owns: those in `params`, else its own."""
+    """The initial values of the parameters that a segment owns, by full name: from `params`, else the segment's."""
     given = {**segment.initial(seed), **params}
     own = [p for p in segment.parameters if p.name not in segment.shared]
     if missing := [p.name for p in own if p.name not in given]:
@@ -157,10 +157,10 @@ def allocate_state(
     swap: SwapSpace | None = None,
     kept: Mapping[str, frozenset[int]] | None = None,
 ) -> Buffers:
-    """Zeroed buffers for a State, if a step fits too; with what is `kept` of frozen buckets, by the field of
-    `StepSpec`. A collective. Raises OutOfMemory before any allocation.
+    """Allocate zeroed buffers for a State, on all ranks together: a collective. `kept` names frozen buckets with
+    more to keep, by field of `StepSpec`. Raises OutOfMemory before any allocation, also if no step would fit.
 
-    If its state is on the disk, it is in a new swap space, unless one is passed.
+    Optimizer state on the disk is in the swap space `swap`, or in a new one.
     """
     if swap is not None:
         kept = {"frozen_masters": masters_in(swap, program.spec, program.ranks)}

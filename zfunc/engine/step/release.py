@@ -1,7 +1,7 @@
-"""`release`: a State leaves the device between two steps, and is back when a call needs it.
+"""`release`: a State leaves the device between two steps, and is copied back when a call needs the State.
 
-Every call that uses a State begins with `check_state`, which brings it back. A copy is in use when it has ended, so
-an interrupt loses nothing.
+Every call that uses a State begins with `check_state`, which brings a released State back. A copy replaces its
+source only when complete, so an interrupt loses nothing.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from zfunc.runtime.host_memory import available_host_bytes
 def check_state(program: Any, state: Any, action: str) -> None:
     """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`.
 
-    One that was released is on the device again, or OutOfMemory is raised and it stays as it is.
+    A released State is brought back to the device; if it does not fit, OutOfMemory is raised and it stays released.
     """
     check_owner(program, state, action)
     pairs = zip(program.calls, program.segments, strict=True)
@@ -42,15 +42,15 @@ def check_state(program: Any, state: Any, action: str) -> None:
 
 
 def release(program: Program, state: State) -> State:
-    """Free the device between steps, for something else such as generation; returns `state`, which stays valid.
+    """Free the device's memory between steps, such as for generation; returns `state`, which stays valid.
 
-    What a step keeps on the device goes to host memory: the optimizer's state there, its averages, module buffers,
-    and parameters of which the host or the disk has no master. Other parameters are made again of their masters,
-    and slots and constants are allocated again, by the next call that uses the State, be it a step or `evaluate`.
-    No bit changes. Memory for the copies, pinned for an accelerator, is kept for the next release. Tensors that you
-    hold, such as views of `zfunc.weights`, keep their memory, and so do a library's workspaces.
+    What a step keeps on the device goes to host memory: optimizer state and averages on the device, module buffers,
+    and parameters of which the host or the disk has no master. The next call that uses the State, such as a step or
+    `evaluate`, makes the other parameters again from their masters, and allocates slots and constants again. No bit
+    changes. Memory for the copies, pinned for an accelerator, is kept for the next release. Tensors that you hold,
+    such as views of `zfunc.weights`, keep their memory, and so do a library's workspaces.
 
-    Each rank may call it alone. Raises DonatedStateError for a used state, RuntimeError during a step, and
+    Each rank may call this alone. Raises DonatedStateError for a used state, RuntimeError during a step, and
     OutOfMemory, before anything is released, where the host has no room.
     """
     check_owner(program, state, "release")
@@ -70,7 +70,7 @@ def release(program: Program, state: State) -> State:
 
 
 def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
-    """Copy these regions to the host."""
+    """Copy a State's `regions` from the device to host memory, which is allocated at the first release and kept."""
     if not buffers.parked and regions:
         needed, free = sum(r.nbytes for r in regions), available_host_bytes()
         if needed > free:
@@ -87,7 +87,7 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
 
 
 def _free(program: Program, buffers: Buffers) -> None:
-    """Free the device memory of released regions, of staging and of constants."""
+    """Free the device memory of a State's released regions, and of the program's staging buffers and constants."""
     cache = program.cache
     buffers.drop(buffers.released)
     cache.released = tuple({*cache.released, *(r for r in cache.staging if r.tier == "device")})

@@ -68,13 +68,13 @@ def save(
     keep: int = 2,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save `state` in a folder of its own inside `folder`, and return that when it is on the disk.
+    """Save a checkpoint of `state` in a new folder inside `folder`, and return its path once it is on the disk.
 
-    Nothing is overwritten; the newest `keep` checkpoints stay. A folder of the program's swap space gets what it
-    lacks of `state`, and is its checkpoint then. `extra`, a dict of JSON's own types, is saved with
-    it. With several ranks all of them have to call this, on one file system. To save during the next step, pass
-    `save=` to `train_step`. Raises CheckpointError, on every rank, if it cannot be written; older checkpoints are
-    unchanged then.
+    Nothing is overwritten; the newest `keep` checkpoints stay. If `folder` is in the program's swap space, what
+    the space lacks of `state` is written and committed there. `extra`, a dict of JSON's own types, is saved too.
+    With several ranks all of them have to call this, on one file system. To save during the next step, pass `save=`
+    to `train_step`. Raises CheckpointError, on every rank, if the checkpoint cannot be written; older checkpoints
+    are unchanged then.
     """
     check_state(program, state, "save")
     make_deferred_update(program, state, "save")
@@ -103,7 +103,7 @@ def save(
 
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
-    """Reserve the disk space of a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
+    """Reserve disk space for a checkpoint of `state` on every rank, or raise CheckpointError on every rank."""
     places = program.spec.places
     frozen: dict[int, Dtype] = {x.index: places[x.index].dtype for x in program.layout.frozen_buckets}
     frozen |= dict.fromkeys(state.buffers.masters, "fp32")
@@ -138,17 +138,17 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
 def load(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> State:
     """Load the State of a checkpoint. `path` is its folder, or a folder of checkpoints, whose newest is loaded.
 
-    It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or state format;
-    each rank reads only the slices it keeps. Frozen parameters that the precision rounds are kept in fp32 too, on
-    the host or in the swap space: later checkpoints have these values. The optimizer's settings are the program's;
-    if they differ from the saved ones, a warning is logged. If the newest checkpoint of a folder is damaged, the
-    one before it is loaded, with a warning. With several ranks all of them have to call this.
+    The checkpoint may have any other number of ranks, bucket size, stage, schedule, precision or state format; each
+    rank reads only the slices it keeps. Frozen parameters that the precision rounds are kept in fp32 too, on the
+    host or in the swap space: later checkpoints have these values. The optimizer's settings are the program's; a
+    warning is logged if they differ from the saved settings. If the newest checkpoint of a folder is damaged, the
+    one before is loaded, with a warning. With several ranks all of them have to call this.
 
     Unless `strict`, the program may train other parameters of the same model, and with another optimizer: where a
-    parameter is trained in both and its optimizer can read the saved moments, they are kept. Others begin with
+    parameter is trained in both and its optimizer can read the saved moments, these are kept. Others begin with
     their weights and moments of 0, which is logged. The step count goes on: Adam corrects the bias of a moment that
     begins later as if it had begun with the training, so let the learning rate of such parameters warm up. A module
-    may be in eval mode from now on, with the statistics that were saved, or no longer be.
+    may be in eval mode from now on, with the saved statistics, or no longer be in eval mode.
 
     Raises CheckpointError, on every rank, for another model, and for damage with file, tensor and offset;
     OutOfMemory before anything is allocated; ValueError for a swap space if not `strict`.
@@ -158,7 +158,7 @@ def load(path: str | os.PathLike[str], program: Program, *, strict: bool = True)
 
 @frozen(eq=False)
 class Restored:
-    """A State that was loaded, where from, and what was saved with it."""
+    """A State that was loaded, the path of its checkpoint, and the `extra` data that was saved with it."""
 
     state: State
     path: Path
@@ -166,7 +166,7 @@ class Restored:
 
 
 def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> Restored:
-    """As `load`, and returns what was loaded beside the State."""
+    """Load a checkpoint as `zfunc.load` does; returns the State with the checkpoint's path and `extra`."""
     refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
@@ -202,7 +202,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
 
 
 def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-    """Fill a State's buffers from one checkpoint; returns what `fill_state` does."""
+    """Fill a State's buffers from one checkpoint; returns the names of parameters whose moments begin at 0."""
     saved = checkpoint.manifest.buffers
     for s, segment in enumerate(program.segments):
         if into := module_buffers(program, buffers, s):
@@ -214,7 +214,7 @@ def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict:
 
 
 def _resume_swap(program: Program) -> Restored:
-    """The State that the last commit of the program's own swap space is of."""
+    """Load the State of the last commit of the program's own swap space: a collective."""
     ranks, swap = program.ranks, open_swap(program)
     said = all_or_none(ranks, partial(read_commit, swap))
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
@@ -224,7 +224,7 @@ def _resume_swap(program: Program) -> Restored:
 
 
 def _restored(program: Program, buffers: Buffers, saved: Manifest | CommitMetadata, path: Path) -> Restored:
-    """The State of these buffers at the position that was saved with them, with its parameters and staging."""
+    """Make a State of filled `buffers` at the saved position, with its parameters and the program's staging."""
     send_weights(buffers, program.layout.buckets, program.ranks)
     all_or_none(program.ranks, partial(staging_buffers, program))
     _log_changed_settings(path, saved.optimizer, saved.position.step, program)
@@ -236,7 +236,7 @@ def _restored(program: Program, buffers: Buffers, saved: Manifest | CommitMetada
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:
-    """The checkpoints to try, the newest first, as rank 0 sees them."""
+    """The folders of the checkpoints below `path` to try to load, the newest first, as rank 0 sees them."""
 
     def candidates() -> list[str]:
         if ranks.rank:
@@ -266,12 +266,12 @@ def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
 
 
 def _named(program: Program, kind: Literal["buffers", "constants"]) -> dict[str, torch.Tensor]:
-    """The tensors by full name that forward changes and no update, or that are read and never changed."""
+    """Module buffers by full name: of kind "buffers", which forward changes, or "constants", which nothing does."""
     return {s.buffer_name(short): t for s in program.segments for short, t in getattr(s, kind).items()}
 
 
 def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
-    """Refuse a checkpoint whose module buffers differ from the program's constants."""
+    """Raise CheckpointError if a checkpoint's module buffers differ from constants of the program's modules."""
     for name, t in _named(program, "constants").items():
         if name in checkpoint.manifest.buffers:
             fill_buffers(checkpoint, {name: (saved := torch.empty_like(t))})
@@ -283,7 +283,7 @@ def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
 
 
 def _log_begun(own: list[str], ranks: RankGroup) -> None:
-    """Name parameters that begin anew; `own` are those of which this rank has a slice."""
+    """Log parameters whose moments begin at 0, of all ranks; `own` are those of which this rank has a slice."""
     begun = [*dict.fromkeys(name for text in ranks.texts(json.dumps(own)) for name in json.loads(text))]
     if begun and not ranks.job.rank:
         more = f" and {len(begun) - 3} more" if begun[3:] else ""

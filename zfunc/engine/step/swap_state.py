@@ -1,4 +1,4 @@
-"""A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
+"""A program's swap space on the disk: made for a new State, reopened by a later process, committed to by steps."""
 
 import json
 import os
@@ -28,16 +28,16 @@ from zfunc.runtime.host_memory import alloc_host
 
 
 def swap_folders(program: Program) -> list[Path]:
-    """The folders of the program's swap space; none if nothing of its state is on the disk."""
+    """The absolute paths of the program's swap space, one a drive; none if no optimizer state is on the disk."""
     folders = program.settings.swap if program.spec.swaps else ()
     return [Path(folder).expanduser().absolute() for folder in folders]
 
 
 def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
-    """A new swap space on every rank for the State of this spec, if it is on the disk. A collective.
+    """Make a new swap space on every rank for a State with `spec`; None without state on the disk. A collective.
 
-    Where that is refused, because the program's own has a commit, this stays in use. Raises CheckpointError for
-    folders in which nothing can be.
+    The program's former swap space stays in use if the new one is refused, because the former has a commit. Raises
+    CheckpointError for folders that cannot have a swap space.
     """
     ranks, former = program.ranks, program.cache.swap
     if not program.spec.swaps:
@@ -53,9 +53,9 @@ def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
 
 
 def open_swap(program: Program) -> SwapSpace:
-    """The program's swap space as its last commit on all ranks left it. A collective.
+    """Open the program's swap space at the last commit that all ranks have. A collective.
 
-    Raises CheckpointError, on every rank, if there is none, for another layout, and for damage.
+    Raises CheckpointError, on every rank, for a missing space, another layout or damage.
     """
     ranks = program.ranks
     close_swap(program)
@@ -72,8 +72,8 @@ def open_swap(program: Program) -> SwapSpace:
 def commit_state(
     program: Program, state: State, extra: Mapping[str, Any] | None = None, *, changed: Collection[int] = ()
 ) -> None:
-    """Make `state` the one that the disk has, if the program has a swap space: what a step since the last commit
-    has updated, and these `changed` buckets. A collective."""
+    """Commit `state` to the program's swap space, if it has one, after writing the state that steps since the last
+    commit updated, and that of the `changed` buckets. A collective."""
     if (swap := state.buffers.swap) is None:
         return
     all_or_none(program.ranks, partial(_write_missing, program, state, swap, changed))
@@ -81,14 +81,14 @@ def commit_state(
 
 
 def commit_again(program: Program, state: State, *, changed: Collection[int] = ()) -> None:
-    """`commit_state` with the `extra` of the last commit."""
+    """Commit `state` to its swap space, if any, with the `extra` of the last commit. A collective."""
     if (swap := state.buffers.swap) is not None:
         last = swap.record()
         commit_state(program, state, last and last["extra"], changed=changed)
 
 
 def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Collection[int]) -> None:
-    """Write what the next commit of `swap` needs of `state` and the disk does not have."""
+    """Write to `swap` the buffers of `state` that the next commit needs and the disk lacks or has outdated."""
     state.buffers.close()
     committed = swap.record()
     updated = committed is not None and committed["position"]["step"] != state.step
@@ -108,7 +108,7 @@ def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Col
 
 
 def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Read what memory has of the state, and this rank's slice of frozen parameters, from the disk."""
+    """Read the optimizer state that lives in memory, and this rank's slice of frozen parameters, from the disk."""
     for b, on_disk in buffers.on_disk.items():
         if names := on_disk.in_memory:
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
@@ -119,7 +119,7 @@ def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Give every rank all of the frozen parameters that it keeps in memory: a collective for each bucket."""
+    """Gather the frozen parameters that every rank keeps whole in memory: a collective for each bucket."""
     for bucket in (x for x in layout.frozen_buckets if x.index in buffers.weights):
         flat = buffers.weights[bucket.index].flat
         if flat.numel() > bucket.numel // ranks.world:
@@ -127,14 +127,14 @@ def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
-    """The part of a bucket's state in memory, or this rank's slice of frozen parameters, by name."""
+    """The part of a bucket's state that is in memory, by name; of a frozen bucket, this rank's parameter slice."""
     if FROZEN in buffers.on_disk[bucket.index].in_memory:
         return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
     return buffers.state_in_memory(bucket.index)
 
 
 def close_swap(program: Program) -> None:
-    """Close the program's swap space, if it has one: its State is gone, but for what was committed."""
+    """Close the program's swap space, if one is open: of its State only the last commit is left."""
     former = program.cache.swap
     if former is not None:
         former.close()
@@ -142,14 +142,14 @@ def close_swap(program: Program) -> None:
 
 
 def masters_in(swap: SwapSpace, spec: StepSpec, ranks: RankGroup) -> frozenset[int]:
-    """The frozen buckets of which a swap space has fp32 values too, on any rank: a collective."""
+    """The indices of frozen buckets of which a swap space has fp32 weights too, on any rank: a collective."""
     frozen, extents = [x.index for x in spec.layout.frozen_buckets], swap.header.extents
     own = [b for b in frozen if b in extents and any(part.name == MASTER for part in extents[b].parts)]
     return frozenset(b for text in ranks.texts(json.dumps(own)) for b in json.loads(text))
 
 
 def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
-    """The header of a rank's swap space for a State of this spec."""
+    """The header of this rank's swap space for a State of this spec; `run` is an id that all ranks share."""
     settings, ranks = program.settings, program.ranks.job
     identity = swap_identity(program.layout, settings.precision, settings.pp)
     return new_header(
@@ -163,7 +163,7 @@ def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
 
 
 def read_commit(swap: SwapSpace) -> CommitMetadata:
-    """The metadata of a swap space's last commit; raises CheckpointError without one."""
+    """The metadata of a swap space's last commit; raises CheckpointError if nothing was committed."""
     where, metadata = swap.header.folders[0], swap.record()
     if metadata is None:
         raise CheckpointError(
@@ -173,12 +173,12 @@ def read_commit(swap: SwapSpace) -> CommitMetadata:
 
 
 def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of a commit of `state`."""
+    """The metadata of a commit of `state`, in JSON's own types: position, optimizer settings, and `extra`."""
     return to_plain(CommitMetadata(state.position, optimizer_settings(program, state.step), extra))
 
 
 def optimizer_settings(program: Program, step: int) -> dict[str, Any]:
-    """The optimizer's settings, in JSON's own types, with the factors of the last update, or of the first."""
+    """The optimizer's settings in JSON's own types, with its factors of update `step`, or of the first for 0."""
     optimizer, update = program.optimizer, max(1, step)
     return {
         **to_plain(optimizer.factors(update)),

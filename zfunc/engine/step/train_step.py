@@ -1,7 +1,7 @@
 """`train_step`: from a State to the next.
 
-`train_step` is a function of (program, state, batch). All randomness derives from the state's seed and its place in
-the step. A step that raises before its first update leaves the state as it was.
+`train_step` is a function of (program, state, batch). All randomness derives from the State's seed, and from where
+in the step numbers are drawn. A step that raises before its first update leaves the State as it was.
 """
 
 import hashlib
@@ -60,15 +60,15 @@ def train_step(
 
     The first dimension of every tensor is split into `micro_batches` equal parts; the gradient is the mean over the
     whole batch. Inputs and targets may be trees of dicts and tuples; tensors without dimensions, a
-    `zfunc.Whole(tensor)`, numbers and None are the same in every part. What follows the targets goes to the last
-    segment as well. A batch may be a dict: its "labels" are the targets.
+    `zfunc.Whole(tensor)`, numbers and None are the same in every part. Batch elements after the targets go to the
+    last segment as well. A batch may be a dict: its "labels" are the targets.
 
     - `trace` times every operation. `debug` gives each stage only the regions it declared. `jitter` delays every
       operation at random.
-    - `save`, a folder or a `Save`, writes a checkpoint of `state`, the one before this step, during the step. It is
+    - `save`, a folder or a `Save`, writes a checkpoint of `state`, from before this step, during the step; it is
       complete on return. A disk that fails meanwhile is reported in the metrics; a folder that cannot be written
       raises CheckpointError before the step. A folder of the program's swap space makes the step commit, whatever
-      `commit_every`: the state after it, or with `defer` the one before.
+      `commit_every`: the State after the step, or with `defer` the State before.
     - `faults` are injected failures; those of this rank and step happen (`zfunc.runtime.fault_injection`).
 
     Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state, NonFiniteError
@@ -127,7 +127,7 @@ def _train_step(
     own: dict[Region, Any] = {Region("batch", (m,)): micro for m, micro in micros}
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
-        """The record of a commit; None where the loss scale ends the training."""
+        """The metadata of this step's commit; None if an overflow at the smallest loss scale ends the training."""
         try:
             now = state if shaped.spec.deferred else _after(program, state, batch, decision)
         except NonFiniteError:
@@ -180,7 +180,7 @@ def _train_step(
 
 
 def _after(program: Program, state: State, batch: Batch, decision: StepDecision) -> State:
-    """The State after a step. Raises NonFiniteError for an overflow at the smallest loss scale."""
+    """The State after a step of `state` on `batch`. Raises NonFiniteError for an overflow at the smallest scale."""
     return evolve(
         state,
         generation=state.buffers.owner.generation,
@@ -192,8 +192,8 @@ def _after(program: Program, state: State, batch: Batch, decision: StepDecision)
 
 
 def commits(program: Program, step: int) -> bool:
-    """Whether the step after `step` updates commits by the settings: itself, or with `defer` the one before, whose
-    update it makes."""
+    """Whether, by `commit_every`, the step after `step` updates commits a State to the swap space: the State after
+    that step, or with `defer` the State before, whose update the step makes."""
     committed = step if program.spec.deferred else step + 1
     return program.spec.swaps and committed % program.settings.commit_every == 0
 
@@ -206,8 +206,8 @@ def _check_ranks_agree(
 ) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
 
-    The weights that every rank has are compared by checksum, once after `init` or `load`. If one has not enough
-    memory for the step, which it says in `shortage`, all raise OutOfMemory.
+    Weights that every rank has are compared by checksum, once after `init` or `load`. A rank without enough memory
+    for the step says so in `shortage`, and all ranks raise OutOfMemory.
     """
     ranks = program.ranks
     if not ranks.several or shortage:
@@ -231,7 +231,7 @@ def _check_ranks_agree(
 
 
 def _check_rows(program: Program, batch: Batch) -> None:
-    """Raise RankError, on every rank, unless the n-th ranks of all pipeline stages have the same rows."""
+    """Raise RankError, on every rank, unless the n-th ranks of all pipeline stages have the same batch rows."""
     ranks, digest = program.ranks, hashlib.blake2b(digest_size=16)
     for t in (t for t in tree_leaves(batch) if isinstance(t, Tensor)):
         digest.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -260,7 +260,7 @@ def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Ba
 
 
 def _checksum(program: Program, params: Iterable[Tensor]) -> int:
-    """A checksum of the bits of these parameters, weighted by position."""
+    """A checksum of the bits of the flat tensors `params`, each element weighted by its position."""
     total = 0
     with on_compute_stream(program):
         for flat in params:
