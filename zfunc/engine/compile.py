@@ -1,6 +1,6 @@
 """`compile`: segments and settings become a Program, planned and verified before anything is allocated.
 
-All arguments are checked here, and nothing below checks them again.
+All arguments are checked here; packages below do not check them again.
 """
 
 import threading
@@ -67,7 +67,7 @@ def compile(
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
 
     `segments` may be a module, which `zfunc.segments` cuts by the `example`. An `nn.Sequential` that ends in a loss
-    of (x, targets), such as `nn.CrossEntropyLoss()`, needs none: each child with parameters is a segment.
+    of (x, targets), such as `nn.CrossEntropyLoss()`, needs no example: each child with parameters is a segment.
 
     - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
       rank updates its slice of every bucket and passes its own rows of a batch.
@@ -196,7 +196,7 @@ def _ranks(group: Any) -> RankGroup:
 
 
 def ranks_of_stage(ranks: RankGroup, pp: int) -> RankGroup:
-    """The ranks of this one's stage, of so many."""
+    """The ranks of this rank's pipeline stage, of `pp` stages. Raises ValueError unless `pp` divides the ranks."""
     if ranks.world % pp:
         raise ValueError(
             f"pp: got {pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}, expected a number that "

@@ -1,6 +1,6 @@
-"""The offload ratio and the places that fit device and host, where settings are "auto"; the log of it.
+"""Settings that are "auto": the offload ratio and the places that fit device and host memory; the choice's log.
 
-And the places of updates by what they take: the rates of the host's sweep and of copies are measured for it.
+The places of updates are chosen by their time, from measured rates of the host's sweep and of copies.
 """
 
 import logging
@@ -43,11 +43,11 @@ log = logging.getLogger("zfunc")
 
 
 def fit_to_memory(program: Program, example: Batch) -> Program:
-    """The program planned for `example`; with an `offload_ratio` of "auto" as much of the optimizer state is on
+    """The program planned for `example`; with an `offload_ratio` of "auto", as much of the optimizer state is on
     the device as fits there beside a step.
 
-    On a CPU the device is the host, and everything stays. Raises OutOfMemory if a step with all of the state on the
-    host does not fit.
+    On a CPU the device is the host, and all of the state stays there. Raises OutOfMemory if a step with all of the
+    state on the host does not fit.
     """
     shaped = specialize(program, example)
     if program.settings.offload_ratio != AUTO:
@@ -84,9 +84,9 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
 def first_that_fits(
     ways: Sequence[Callable[[], Program]], example: Batch, chosen: Iterable[str] = ()
 ) -> Program:
-    """The first program whose step on `example` fits every rank's device and host. None is run.
+    """The first program of `ways` whose step on `example` fits every rank's device and host; no step is run.
 
-    Else the first that fits their devices, else the last. Logs its settings of the names `chosen`.
+    Else the first program that fits the devices, else the last. Logs the program's settings of the names `chosen`.
     """
     last = ways[-1]
     found: Program | None = None
@@ -114,7 +114,7 @@ def first_that_fits(
 
 
 def _room(program: Program) -> dict[str, int]:
-    """The bytes that can be used of each memory: of the host's, this rank's share of it beside a device."""
+    """Usable bytes of each memory by name; beside an accelerator, "host" is this rank's share of host memory."""
     if not on_accelerator(program.device):
         return {"host": int(available_host_bytes() * (1 - HEADROOM))}
     own = available_host_bytes() // min(local_ranks(), program.ranks.world)
@@ -125,10 +125,10 @@ def _room(program: Program) -> dict[str, int]:
 def fastest_shares(
     optimizer: Optimizer, settings: StepSettings, device: torch.device, ranks: RankGroup
 ) -> Sequence[str]:
-    """The values of `update_on` that "auto" stands for, the one first whose updates take least, on all ranks alike.
+    """The values of `update_on` to try for "auto", the fastest updates first, in the same order on all ranks.
 
-    The host sweeps its share of the state, copies move the rest both ways, and gradients and parameters of the
-    host's share: each at its measured rate, all at once, so the longest counts. On a CPU nothing is measured.
+    The host sweeps its share of the state; copies move the other share both ways, and gradients and parameters of
+    the host's share: each at its measured rate, all at once, so the longest counts. On a CPU nothing is measured.
     """
     if settings.update_on != AUTO or not on_accelerator(device):
         return UPDATE_SHARES
@@ -145,14 +145,14 @@ def fastest_shares(
 
 
 def row_tokens(example: Batch) -> int:
-    """The tokens of a row of a batch; 1 where a row is no more than one element."""
+    """The number of tokens in a row of the batch `example`; 1 if its rows are single elements."""
     rows = [t.shape[1] for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > 1]
     return rows[0] if rows else 1
 
 
 def measured_rates(device: torch.device) -> tuple[float, float]:
-    """Measure the bytes a second of the host's sweep in an update by Adam, and of copies to the device and back,
-    each way while the other copies too."""
+    """Measure two rates in bytes a second: of the host's sweep in an update by Adam, and of copies to the device,
+    or back, while copies run both ways."""
     decision = StepDecision(False, 1.0, 1, AdamW().factors(1))
     state = {x.name: alloc_host(MEASURED, torch.float32) for x in STATE_FORMATS["fp32"]}
     pinned = alloc_host(MEASURED, torch.float32, pinned_for=device)
@@ -174,14 +174,14 @@ def measured_rates(device: torch.device) -> tuple[float, float]:
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
-    """The smallest multiple of 1 / STEPS for which `fits` holds; None if there is none."""
+    """The smallest offload ratio, a multiple of 1 / STEPS from 0 to 1, for which `fits` holds; None without one."""
     ratios = [n / STEPS for n in range(STEPS + 1)]
     first = bisect_left(ratios, True, key=fits)
     return ratios[first] if first < len(ratios) else None
 
 
 def with_ratio(spec: StepSpec, offload_ratio: float) -> StepSpec:
-    """The spec with this share of its state on the host, in the same buckets."""
+    """The spec with the share `offload_ratio` of its optimizer state on the host, in the same buckets."""
     return evolve(spec, resident=resident_buckets(spec.layout, offload_ratio))
 
 
@@ -191,7 +191,7 @@ def share_on_host(spec: StepSpec) -> float:
 
 
 def log_offload(program: Program) -> Program:
-    """Log what is where, unless everything is on the host, and which settings have no effect; returns `program`."""
+    """Log how much optimizer state is on the host, unless all is; settings without effect; returns `program`."""
     spec, requested = program.spec, program.settings.offload_ratio
     if spec.resident or requested != 1:
         log.info(

@@ -1,4 +1,4 @@
-"""The passes of all segments: forward and backward of each, with checked outputs, and what they share."""
+"""The passes of all segments: the forward and backward of each, with checked outputs; equal segments share them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -24,8 +24,8 @@ def segment_calls(
     *,
     parts: Parts,
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with their forward and backward, or `parts` of that; equal segments share these, to be traced or
-    compiled once; with the same `joints` also those that recompute otherwise."""
+    """The segments with their forward and backward, whose `parts` may be apart. Equal segments share passes, which
+    are traced or compiled once; with `joints`, segments that recompute differently share traced joint graphs."""
     settings, layout, last = spec.settings, spec.layout, len(segments) - 1
     compiled = settings.compile_segments
     modes = settings.recompute_modes(len(segments))
@@ -75,15 +75,15 @@ def segment_calls(
 
 
 def _own(module: nn.Module | None, name: str) -> Any:
-    """What a module or its class has by this name; what a class inherits may not fit another loss of its own."""
+    """The attribute `name` of a module or its own class, or None: an inherited one may not fit the class's loss."""
     return None if module is None else {**vars(type(module)), **vars(module)}.get(name)
 
 
 def checked(segment: Segment, last: bool) -> Callable[..., Any]:
-    """The segment's function as its passes run it: with its outputs checked, of which only `y` is differentiated.
+    """The segment's function as its passes run it: outputs are checked, and only the output `y` is differentiated.
 
-    The `last` one returns its loss or `(loss, Detached(names, values))`, in fp32: one in fp16 would overflow at a
-    loss scale of 2**16. A function that changes buffers returns `(y, Detached buffers)`.
+    That of the `last` segment returns the loss or `(loss, Detached(names, values))` in fp32: a loss in fp16 would
+    overflow at a loss scale of 2**16. A function that changes module buffers returns `(y, Detached buffers)`.
     """
 
     @wraps(segment.function)
@@ -96,7 +96,7 @@ def checked(segment: Segment, last: bool) -> Callable[..., Any]:
 
 
 def _with_detached_aux(segment: str, y: Any) -> Any:
-    """The loss, and the auxiliary outputs as one vector in the order of their names."""
+    """The last segment's output in fp32: its loss, with auxiliary outputs as one vector in the order of names."""
     loss, aux = loss_and_aux(segment, y)
     if not aux:
         return loss.float()

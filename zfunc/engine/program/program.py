@@ -1,7 +1,7 @@
 """`Program`: a compiled training step, its verified plan and its staging buffers.
 
-A Program holds no training state. What it creates on first use (plans for the shapes of a batch, staging buffers,
-threads) follows from its fields, and is cached for later steps.
+A Program holds no training state. Plans for the shapes of a batch, staging buffers and threads follow from its
+fields; they are created on first use and cached for later steps.
 """
 
 import itertools
@@ -80,39 +80,39 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """The device, or the first of several."""
+        """The device that the program runs on, or the first of several."""
         return self.devices[0]
 
     def local(self, device: int) -> int:
-        """The position in `devices` of a device of the plan; with pp that of any stage, as a rank has one."""
+        """The position in `devices` of the plan's device of this number; 0 with pp, as a rank has one device."""
         return device if len(self.devices) > 1 else 0
 
     @property
     def memories(self) -> dict[Tier, torch.device]:
-        """The devices with memory of their own, by the place of their regions."""
+        """The devices with memory apart from the host's, by the name of that memory, as `Region.place` has it."""
         apart = self.devices if on_accelerator(self.device) else ()
         return {Region("", device=n).place: device for n, device in enumerate(apart)}
 
     @property
     def layout(self) -> Layout:
-        """The layout of the parameters."""
+        """The layout of the model's parameters in buckets."""
         return self.spec.layout
 
     @property
     def settings(self) -> StepSettings:
-        """The settings of its steps."""
+        """The settings of the program's steps."""
         return self.spec.settings
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the precision: of inputs, and of most parameters and gradients, on the device."""
+        """The compute dtype, by the precision: of inputs, and of most parameters and gradients, on the device."""
         return TORCH_DTYPES[self.settings.precision]
 
 
 @frozen(eq=False)
 class ShapedProgram:
-    """A program for the shapes of one batch: the plan with real sizes, prepared for the executor; and the `whole`
-    one, which it is this rank's part of."""
+    """A program for the shapes of one batch: this rank's `plan` with real sizes, prepared for the executor, and the
+    `whole` plan of all pipeline stages."""
 
     spec: StepSpec
     plan: Plan
@@ -124,7 +124,7 @@ class ShapedProgram:
 
 @define(eq=False)
 class ProgramCache:
-    """Costs and plans for the last SHAPES sets of batch shapes, and the staging buffers."""
+    """What a program creates on use: costs and plans for the last SHAPES sets of batch shapes, staging buffers."""
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, ShapedProgram] = field(factory=dict)
@@ -146,14 +146,14 @@ class ProgramCache:
 
 
 def warn_once(program: Program, warning: str, names: tuple[str, ...] = ()) -> None:
-    """Log a warning, of these parameters if there are any, unless this program has done so."""
+    """Log `warning`, after the parameters' `names` if given, unless this program has logged the same before."""
     if (names, warning) not in program.cache.said:
         program.cache.said.add((names, warning))
         log.warning("%s%s", f"{', '.join(names)}: " if names else "", warning)
 
 
 def check_program(program: Any, action: str) -> None:
-    """Raise TypeError unless `program` is a Program."""
+    """Raise TypeError, for the call `action`, unless `program` is a Program."""
     of_type(f"{action}: program", program, Program, "the Program that zfunc.compile returned: pass it")
 
 
@@ -171,8 +171,8 @@ def check_owner(program: Any, state: Any, action: str) -> None:
 
 
 def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
-    """Emit the recipe, plan it with the schedule, and verify the plan, which is of all pipeline stages. Raises
-    PlanError for a wrong one."""
+    """Emit the recipe's operations, plan them with the schedule, for all pipeline stages, and verify the plan.
+    Raises PlanError for a wrong plan."""
     plan = plan_with(schedule, Graph(recipe(spec)))
     ops = plan.graph.ops
     networks: dict[tuple[bool, int], dict[str, None]] = {}  # of each stage, and of all together
@@ -189,7 +189,7 @@ def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
 
 
 def rescheduled(program: Program, schedule: Schedule) -> Program:
-    """The program with another schedule, for the same States; it keeps the traces."""
+    """The program with another schedule, for the same States; the traces of its segments are kept."""
     return evolve(
         program,
         schedule=schedule,
@@ -199,15 +199,15 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
 
 
 def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
-    """`allocate()`. Where drives have a part of it, one that is full raises on every rank: a collective."""
+    """Call `allocate()`; if the program uses the disk, a failure of one rank raises on every rank: a collective."""
     return all_or_none(program.ranks, allocate) if program.spec.uses_disk else allocate()
 
 
 def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> dict[Region, Any]:
-    """The program's staging buffers by region: slots, sums, squares, allocated once; and the slots of activations,
-    with room for those of `shaped`, allocated anew for a larger batch.
+    """The program's staging buffers by region: slots, sums and squares, allocated once; and activation slots large
+    enough for the plan of `shaped`, allocated anew for a larger batch.
 
-    A collective where some of these are on the disk: ranks that make one step need new ones together.
+    A collective if some buffers are on the disk: ranks that make one step need new buffers together.
     """
     staging = program.cache.staging
     allocate = partial(allocate_regions, devices=program.devices, folders=program.settings.swap)
@@ -230,24 +230,24 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
 
 
 def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:
-    """The buffers of segment `s` that forward changes, by short name: views of a State's memory, unless another
-    rank has them."""
+    """The module buffers that forward of segment `s` changes, by short name, as views of the memory of a State's
+    `buffers`; none if another rank has them."""
     flat = buffers.memory.get(Region("module_buffers", (s,)))
     return {} if flat is None else buffer_views(flat, program.calls[s].buffers)
 
 
 def _slots(plan: Plan) -> list[Region]:
-    """The regions of all activation slots."""
+    """The regions of all activation slots in a plan."""
     return [r for r in plan.graph.regions if r.role == "act"]
 
 
 def _lacks_slots(program: Program, shaped: ShapedProgram) -> bool:
-    """Whether activation slots have to be allocated, or anew: of some stage, which all of them know."""
+    """Whether any pipeline stage lacks activation slots, or slots large enough, for the plan of `shaped`."""
     return any(program.cache.slots.get(r, -1) < r.nbytes for r in _slots(shaped.whole))
 
 
 def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
-    """The bytes of a step's peaks that are allocated before it: kept regions, but for too small slots."""
+    """Bytes of a step's peaks that are allocated already, by memory: kept regions, activation slots as they are."""
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
     if _lacks_slots(program, shaped):
         for r in _slots(shaped.plan):
@@ -259,8 +259,8 @@ def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
 
 @contextmanager
 def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
-    """Work of the caller on a device, on the stream of the lane that computes there, and with others on theirs:
-    torch keeps the memory of each stream apart, and what was freed there serves the next step."""
+    """A context for the caller's work on devices, on the stream of each device's compute lane; `device` is current.
+    Torch keeps the memory of each stream apart, so memory that the caller frees serves the next step."""
     with ExitStack() as working:
         for n in sorted(range(len(program.memories)), key=device.__eq__):  # it is the current one
             working.enter_context(in_turn(program.executor.stream(_computing(program.plan, n), n)))
@@ -268,7 +268,7 @@ def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
 
 
 def _computing(plan: Plan, device: int) -> str:
-    """The lane that computes on a device."""
+    """The name of the lane of `plan` that computes on the device of this number."""
     ops = plan.graph.ops
     computing = (
         x.name for x in plan.lanes for i in x.ops if (ops[i].kind, ops[i].device) == ("compute", device)
@@ -278,7 +278,7 @@ def _computing(plan: Plan, device: int) -> str:
 
 @contextmanager
 def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Iterator[None]:
-    """Reserve the staging buffers for one caller; RuntimeError if another keeps them for `patience` seconds."""
+    """A context with the staging buffers reserved; RuntimeError if another caller keeps them `patience` seconds."""
     program.executor.check_process(action)
     busy, held = program.cache.busy, list[bool]()
     try:
@@ -297,14 +297,14 @@ def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Ite
 
 
 def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> None:
-    """Raise OutOfMemory, on every rank, if the peaks exceed the free memory of one. A collective."""
+    """Raise OutOfMemory, on every rank, if memory `peaks` exceed what is free on any rank. A collective."""
     program.ranks.agree(action, shortage=memory_shortage(program, peaks, allocated={}, action=action))
 
 
 def needed_bytes(
     program: Program, peaks: Mapping[Tier, Peak], allocated: Mapping[Tier, int] | None = None
 ) -> dict[str, int]:
-    """The bytes of the peaks, less those `allocated`, by memory: each device first, which may be the host."""
+    """The bytes of `peaks`, less those `allocated`, by memory: devices, then "host"; on a CPU "host" alone."""
     left = {place: peak.nbytes - (allocated or {}).get(place, 0) for place, peak in peaks.items()}
     devices = {place: n for place, n in left.items() if place.startswith("device")}
     host = left["host"] + left["pinned"]
@@ -316,7 +316,7 @@ def needed_bytes(
 def memory_shortage(
     program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
 ) -> str:
-    """The error text if the peaks, less the bytes already `allocated`, exceed this rank's free memory; else ""."""
+    """The error's text if `peaks`, less the bytes already `allocated`, exceed this rank's free memory; else ""."""
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
     apart = {place: available_bytes(x) - unplanned_bytes(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
@@ -335,7 +335,7 @@ def memory_shortage(
 
 
 def kept_in(program: Program, memory: str) -> str:
-    """The settings by which a memory, "host" or of a device, has what need not be there; "" without one."""
+    """A clause for errors: the settings that keep optional data in a memory, "host" or a device's; else ""."""
     spec, settings, usual = program.spec, program.settings, StepSettings()
     placed = ((x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host")
     kept = [x for x, place in placed if "host" in place.split(",") and place != getattr(usual, x)]

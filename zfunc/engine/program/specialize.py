@@ -1,4 +1,4 @@
-"""A program for the shapes of a batch: its segments traced for their costs, its recipe planned with real sizes."""
+"""A program for the shapes of a batch: segments are traced for costs, and the recipe is planned with real sizes."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -63,8 +63,8 @@ def specialize(
 ) -> ShapedProgram:
     """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
 
-    With `save` the step also writes a checkpoint, with `commit` it leaves one on the disk. Raises ValueError where
-    a segment cannot take its input or the last one returns no scalar.
+    With `save` the step also writes a checkpoint, with `commit` it commits to the swap space. Raises ValueError
+    where a segment cannot take its input or the last segment returns no scalar.
     """
     micro = split_batch(batch, program.settings.micro_batches)[0]
     key, costs = layout_of_leaves(micro), program.cache.costs
@@ -86,7 +86,7 @@ def specialize(
 
 
 def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
-    """The plan of a recipe that needs a State alone, such as a checkpoint; planned at first use."""
+    """The program of a `recipe` that needs a State but no batch, such as a checkpoint's; planned at first use."""
     make = partial(_plan, program, program.spec, frozenset[int](), recipe)
     return _cached(program.cache.specialized, recipe, make, most=2 * SHAPES)
 
@@ -99,7 +99,7 @@ def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Reci
 
 
 def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
-    """`cache[key]`, made if missing; beyond `most` entries the least recently used is dropped."""
+    """Look up `cache[key]`, calling `make` if missing; beyond `most` entries, drop the least recently used."""
     cache[key] = value = cache.pop(key) if key in cache else make()
     while len(cache) > most:
         del cache[next(iter(cache))]
@@ -107,8 +107,8 @@ def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) 
 
 
 def _check_values(program: Program) -> None:
-    """Log changes of modules after `zfunc.segment` copied them, and of objects that a trace depends on: they have
-    no effect.
+    """Warn of modules that were changed after `zfunc.segment` copied them, and of changed objects that a trace
+    depends on: such changes have no effect.
 
     Raises ValueError if a plain value outside of modules has changed that a trace depends on.
     """
@@ -140,7 +140,7 @@ def traced_spec(
 ) -> tuple[StepSpec, frozenset[int]]:
     """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers.
 
-    They are the costs on the program's device, or, on the CPU, those `of_accelerator`.
+    The costs are of the program's device; `of_accelerator` chooses an accelerator's or the CPU's instead.
     """
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
@@ -171,8 +171,8 @@ def traced_spec(
 def _trace_all(
     program: Program, micro: Batch, of_accelerator: bool
 ) -> tuple[list[Trace], frozenset[int], list[str]]:
-    """Trace every segment on its predecessor's output, equal ones once; which of them draw random numbers, and the
-    trained parameters that no path from the loss leads to."""
+    """Trace every segment on its predecessor's output, equal segments once. Returns the traces, the segments that
+    draw random numbers, and the trained parameters that no path from the loss leads to."""
     seen: dict[Any, tuple[Trace, Paths]] = {}
     traces: list[Trace] = []
     paths: list[Paths] = []
@@ -195,8 +195,8 @@ def _trace_all(
 
 
 def _paths(function: Callable[..., Any], weights: SegmentWeights, inputs: tuple[Any, ...]) -> Paths:
-    """What autograd finds behind each differentiated output of a segment. Values do not say it: a gradient may be
-    zero, and a parameter detached."""
+    """The parameters and inputs that autograd's graph connects to each differentiated output of a segment. Values
+    would not tell: a gradient may be zero, and a parameter detached."""
     leaves, structure = tree_flatten(inputs[0])
     floating = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
     with torch.enable_grad():
@@ -219,7 +219,7 @@ def _paths(function: Callable[..., Any], weights: SegmentWeights, inputs: tuple[
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
-    """The trained parameters that no path from the loss leads to, through the segments from the last."""
+    """The names of trained parameters that no path from the loss leads to; `paths` are those of each segment."""
     used, reached = set[str](), set[str | int]({0})  # outputs by number, of which the loss is one
     for call, own in zip(reversed(program.calls), reversed(paths), strict=True):
         reached = {x for n in reached if isinstance(n, int) for x in own[n]}
@@ -247,7 +247,7 @@ def _fake(program: Program, t: Tensor) -> Tensor:
 
 
 def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
-    """The dtype of each parameter of segment `s` on the device."""
+    """The dtype on the device of each parameter of segment `s`, in their order."""
     in_fp32 = {x.name for bucket in program.layout.all_buckets if bucket.in_fp32 for x in bucket.spans}
     return tuple(
         torch.float32 if p.name in in_fp32 else program.dtype for p in program.segments[s].parameters
@@ -255,7 +255,7 @@ def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
 
 
 def _mixed(program: Program, s: int) -> str:
-    """Advice where some parameters are in fp32 beside others of the precision."""
+    """Advice for an error of segment `s` in a program that keeps some parameters in fp32; "" in other programs."""
     if not any(x.in_fp32 for x in program.layout.all_buckets):
         return ""
     own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)
@@ -283,7 +283,7 @@ def _trace_one(
     paths: Paths = []
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
-        """The segment's output, which is checked once for each layout of its input."""
+        """The segment's output, computed and checked once for each layout of its input."""
         known, key = program.cache.checked, (segment.name, dtypes, layouts(tree_leaves(inputs)))
         if key not in known:
             params = {**weights.trained, **weights.fixed}

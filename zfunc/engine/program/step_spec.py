@@ -1,4 +1,4 @@
-"""From parameters and settings to a `StepSpec`, and the checks of a recipe of your own. No torch."""
+"""Makes a `StepSpec` of parameters, optimizer and settings, and checks a recipe of your own. Without torch."""
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -28,8 +28,8 @@ DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 def passes_key(
     settings: StepSettings, parts: Parts
 ) -> tuple[str, bool | str, bool, int, str, tuple[tuple[str, int], ...]]:
-    """The settings that forward and backward depend on, and the `parts` of backward; only residuals, and what is
-    kept between parts, depend on whether these move, and only costs on where keys are."""
+    """A key of what segments' passes and costs depend on: settings, and the `parts` of backward. Whether weights
+    or inputs move counts with min-cut or parts alone, and where attention keys are for costs alone."""
     moving = settings.moves and (settings.recompute == "min-cut" or bool(parts))
     of_settings = settings.recompute, settings.compile_segments, moving, settings.tiles, settings.keys_on
     return *of_settings, tuple(sorted(parts))
@@ -46,12 +46,12 @@ def make_spec(
     constant_bytes: int = 0,
     buffer_bytes: Sequence[int] | None = None,
 ) -> StepSpec:
-    """The spec of one rank of `world`, for segments by their parameters; costs are 0 until a batch is known.
+    """The StepSpec of one rank of `world`, for the parameters of each segment; costs are 0 until a batch is known.
 
-    In a pipeline over ranks it is one of `stage`, which are `world`.
+    In a pipeline over ranks, `stage` is the rank's pipeline stage, and `world` the number of ranks in that stage.
 
-    `constant_bytes` are the device memory of what the segments read and never train, beside parameters;
-    `buffer_bytes` that of what the forward of each segment changes.
+    `constant_bytes` is the device memory of the segments' constants, which are not parameters; `buffer_bytes` that
+    of the module buffers that the forward of each segment changes.
     """
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for own in segments for p in own)
@@ -72,7 +72,7 @@ def make_spec(
 
 
 def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
-    """The parameter with what its optimizer says of it."""
+    """The parameter with its group, state format and update work, as `optimizer` says; refuses unfit parameters."""
     group = optimizer.group(p.name, p.shape)
     state_format, work = optimizer.state_format(group), ELEMENTWISE
     if p.trainable and world > 1 and updates_parameters(state_format):
@@ -95,9 +95,9 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
-    """The optimizer, AdamW by default, and the settings, agreed on `moments`, which either of them may name.
+    """The optimizer, AdamW by default, and the settings, with `moments` taken from whichever of the two names them.
 
-    Raises TypeError for what is no optimizer, ValueError where the two name different moments.
+    Raises TypeError for what is no optimizer, ValueError if optimizer and settings name different moments.
     """
     optimizer = AdamW() if optimizer is None else optimizer
     if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
@@ -121,7 +121,7 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
 
 
 def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
-    """The optimizer with its moments in the format of the settings.
+    """The optimizer with its moments in the format that the settings name.
 
     Raises ValueError for an optimizer that has no choice of moments.
     """
@@ -138,7 +138,7 @@ def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:
-    """Raise TypeError for what is no recipe, PlanError unless its steps can be run, reported and saved."""
+    """Raise TypeError if `recipe` is no recipe, PlanError unless its steps can be run, reported and saved."""
     if not callable(recipe) or isinstance(recipe, type):
         raise TypeError(
             f"recipe: got {recipe!r}, expected a function StepSpec -> operations: pass such as "
@@ -177,7 +177,7 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
 
 
 def _check_gradients(graph: Graph) -> None:
-    """Raise PlanError for a recipe that reads the gradient of the step before, or leaves one, without `defer`."""
+    """Raise PlanError for a graph that reads the last step's gradient, or leaves one unread, without `defer`."""
     written: set[Region] = set()
     for op in graph:
         for r in op.reads:
