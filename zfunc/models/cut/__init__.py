@@ -1,4 +1,4 @@
-"""Any `nn.Module` as segments: traced once, cut between its blocks, what is alive at a cut passed on.
+"""Any `nn.Module` as segments: traced, and cut between its blocks; tensors alive at a cut are passed on.
 
     modules      `segments`: a module's segments, and their traces for other shapes, dtypes and eval mode
     spans        where a graph is cut, and what is alive there

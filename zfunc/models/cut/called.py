@@ -1,4 +1,4 @@
-"""A module called with a batch, which returns its loss; its parameters keep the module's own names."""
+"""A wrapper that calls a model with a whole batch and returns the loss; parameters keep the model's own names."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class BatchCall(NamedTuple):
-    """What the first segment gets of a batch: all of it."""
+    """A whole batch as the input of the first segment: the model's inputs, and the targets for a loss."""
 
     inputs: Any
     targets: tuple[Any, ...] = ()
 
 
 class CalledModel(nn.Module):
-    """A model under its own names, called with a BatchCall. It returns the loss; called with inputs alone, as by
-    `zfunc.apply`, what the model returns."""
+    """A wrapper of `model` that keeps the names of its parameters. Called with a BatchCall, it returns the loss;
+    called with inputs alone, as by `zfunc.apply`, it returns the model's output."""
 
     def __init__(self, model: nn.Module, loss: Loss | None) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class CalledModel(nn.Module):
         self.own = (model, loss)  # in a tuple, or they would be children
 
     def train(self, mode: bool = True) -> "CalledModel":
-        """As of any module, and of the model, which is no child."""
+        """Set training mode, or eval mode, of this wrapper and of the wrapped model, which is no child module."""
         self.own[0].train(mode)
         self.training = mode
         return self
 
     def forward(self, x: Any, *_: Any) -> Any:
-        """The loss or the output of a BatchCall, or of inputs; there are no other targets."""
+        """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
         model, loss = self.own
         inputs, targets = x if isinstance(x, BatchCall) else (x, ())
         if isinstance(inputs, Mapping):
@@ -50,8 +50,8 @@ class CalledModel(nn.Module):
 
 
 def loss_in(model: nn.Module, output: Any) -> Tensor:
-    """The loss that a model returned: a scalar, `.loss`, or the one scalar among what it returned. ValueError
-    without one."""
+    """The loss in a model's `output`: its `.loss` or item "loss", or the only floating-point scalar in it. Raises
+    ValueError for an output without a loss."""
     found: Any = getattr(output, "loss", None)
     if isinstance(output, Mapping):
         found = output.get("loss", found)
@@ -70,10 +70,10 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
 
 
 def call_of(batch: Any, has_loss: bool) -> tuple[BatchCall, None]:
-    """A batch as `(inputs, targets)` of segments: all of it goes to the first, which passes it on.
+    """A batch as `(inputs, targets)` of segments: a BatchCall of the whole batch for the first segment, and None.
 
-    A dict is the model's arguments by name; with a loss of its own, "labels" are the targets. Of a tuple, the first
-    is the model's input, a tuple of them, or a dict; the rest are targets, or, without a loss, further arguments.
+    A dict has the model's arguments by name; if `has_loss`, its "labels" are the targets. The first of a tuple is
+    the model's input, a tuple of inputs or a dict; the rest are targets, or, without a loss, further arguments.
     """
     if not isinstance(batch, Mapping):
         inputs, *targets = batch if isinstance(batch, tuple | list) else (batch,)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], x: Any) -> dict[str, str]:
-    """The operations of autograd behind the loss of a function: names, by digests of all that each depends on."""
+    """The autograd nodes behind the loss `function(params, x)`: names, by digests of all that each depends on."""
     with torch.enable_grad():
         loss = function(params, x)
     names = {id(t): name for name, t in params.items()}

@@ -1,7 +1,7 @@
-"""`segments`: any `nn.Module` as segments, by a trace of it that is cut between its blocks.
+"""`segments`: any `nn.Module` as segments, by a trace of the module that is cut between its blocks.
 
-A trace is of one set of shapes and dtypes, in training mode or in eval mode. The first is made of the example;
-others are made when the first segment gets such a batch, of a copy of the module without memory.
+A trace is of one set of shapes and dtypes, in training mode or in eval mode. The first trace is of the example;
+others are made of a copy of the module without memory, when the first segment gets a batch of other shapes.
 """
 
 import contextvars
@@ -54,20 +54,20 @@ log = logging.getLogger("zfunc")
 def segments(
     model: nn.Module, example: Batch | Mapping[str, Any], loss: Loss | None = None
 ) -> tuple[Segment, ...]:
-    """Any module as segments: traced on `example`, and cut between the children of its lists of modules.
+    """Make segments of any module: trace it on `example`, and cut the trace between children of its module lists.
 
     `example` is a batch as `zfunc.train_step` gets it, of any number of rows, of which only shapes matter: a dict
     of the model's arguments by name, as collators of transformers make it, or `(inputs, targets)`, where inputs are
     a tensor, a tuple of arguments, or a dict. The loss is the model's own: a scalar, or `.loss` of its output; or
     `loss(output, targets)`, with "labels" of a dict as targets.
 
-    Parameters keep the model's names. Tied ones are trained once and have the first; frozen ones
-    (`requires_grad=False`) stay. Buffers are constants, but for running statistics. What is alive at a cut is
-    passed on. Blocks with equal operations are traced and compiled once. A batch of other shapes, a precision, and
-    evaluation, in eval mode, cost a trace each, of which 64 are kept. The model is not changed.
+    Parameters keep the model's names. Tied parameters are trained once, under their first name; frozen parameters
+    (`requires_grad=False`) stay frozen. Buffers are constants, but for running statistics. Tensors alive at a cut
+    are passed on. Blocks with equal operations are traced and compiled once. A batch of other shapes, a precision,
+    and evaluation, in eval mode, cost a trace each, of which 64 are kept. The model is not changed.
 
-    A model whose trace has other operations than the model, such as without an autograd.Function's own backward, is
-    one segment, and the log says why. Raises ValueError for a branch on data, or an example that does not fit.
+    A model whose trace lacks some of its operations, such as an autograd.Function's own backward, becomes one
+    segment, and the log says why. Raises ValueError for a branch on data, or an example that does not fit.
 
     >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> batch = torch.ones(2, 4), torch.ones(2, 4)
@@ -93,14 +93,14 @@ def segments(
 
 
 class NotCutError(Exception):
-    """A module that is not cut, and why."""
+    """Raised, with the reason, for a module that cannot be cut and becomes one segment."""
 
 
 @frozen(eq=False)
 class ModuleTrace:
-    """A module's pieces for one set of shapes, by `key`; `given` are the leaves of its input that are used.
+    """The pieces of a module for one set of shapes, by `key`; `given` are the numbers of the input leaves used.
 
-    `first_alike` is, for each piece, the first with its text. With `apart` alike segments have other pieces here.
+    `first_alike[s]` is the first piece with the text of piece `s`. `apart`: segments alike in the first one differ.
     """
 
     key: int
@@ -115,7 +115,7 @@ class ModuleTrace:
 
 @define(eq=False)
 class ModuleTraces:
-    """The traces of a module, the last MAX_TRACES of them."""
+    """The traces of a module by key, of which the last MAX_TRACES are kept."""
 
     whole: Segment
     changing: tuple[str, ...]
@@ -125,7 +125,7 @@ class ModuleTraces:
     lock: Any = field(factory=threading.RLock)
 
     def of(self, x: Any, dtype: torch.dtype, *, training: bool) -> ModuleTrace:
-        """The trace for inputs such as `x`, with parameters of this type."""
+        """The module's trace for inputs of the shapes of `x` with parameters of `dtype`, made at first use."""
         leaves, structure = tree_flatten(x)
         facts = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
         key = fold_seed(training, dtype, str(structure), facts) >> 2
@@ -138,7 +138,7 @@ class ModuleTraces:
         return found
 
     def by_key(self, key: int) -> ModuleTrace:
-        """A trace that the first segment has asked for."""
+        """The module's trace under `key`, which the first segment passes on after it has looked the trace up."""
         with self.lock:
             return self.known[key]
 
@@ -205,7 +205,7 @@ class ModuleTraces:
         return self._pieces(key, cut_in(blocks_of(module.own[0])))
 
     def _try(self, params: Values, inputs: Any) -> None:
-        """Raise ValueError if the module itself does not take these inputs."""
+        """Run the module with `params` on `inputs`; raises ValueError for the example if this fails."""
         try:
             self.whole.function(params, inputs)
         except Exception as error:
@@ -217,7 +217,7 @@ class ModuleTraces:
             ) from error
 
     def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any) -> None:
-        """Raise NotCutError unless a graph and its module have the same loss and gradients."""
+        """Raise NotCutError if the autograd graph of the module has nodes that the traced graph `uncut` lacks."""
         piece, buffers = module_piece(uncut, 0), {**self.whole.constants, **self.whole.buffers}
         leaves = [tree_leaves(inputs)[i] for i in self._given(uncut)]
         params = {
@@ -267,7 +267,7 @@ def _as_computed(t: Tensor) -> Tensor:
 
 
 def _with_tensors(whole: Segment, fakes: Values) -> Any:
-    """A copy of the module of a segment with these parameters, and its own buffers."""
+    """A copy of the module of segment `whole` with the tensors `fakes` as parameters, and the segment's buffers."""
     module: Any = whole.module
     buffers = {**whole.constants, **whole.buffers}
     memo: dict[int, Any] = {
@@ -278,20 +278,20 @@ def _with_tensors(whole: Segment, fakes: Values) -> Any:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """The first name of every parameter and buffer, by each of its names."""
+    """The first name of every parameter and buffer of a module, by each of its names (tied ones have several)."""
     first = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
     every = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
     return {name: first[id(t)] for name, t in every}
 
 
 def data_dependent(error: Exception) -> str:
-    """Where code branched on the value of a tensor, if that is what an error of a trace says, else ""."""
+    """The file and line where code branched on a tensor's value, if that is a trace's `error`; else ""."""
     text = f"{type(error).__name__}: {error}"
     return _place(error) if any(x in text for x in BRANCHES) else ""
 
 
 def _place(error: Exception) -> str:
-    """The file and line of the code, neither torch's nor zfunc's, that an error comes from."""
+    """The file and line of the user's code, neither torch's nor zfunc's, that raised `error`, as text."""
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not any(x in f.filename for x in _LIBRARIES)
     ]
@@ -351,7 +351,7 @@ def _initial(values: Values, names: list[str], _: int) -> Values:
 
 
 def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tensor], x: Any, *_: Any) -> Any:
-    """Segment `s` of a module's first trace, in the trace that its input is of."""
+    """Run segment `s` of a module's first trace, with the piece of the trace that fits the shapes of its input."""
     if s == 0:
         dtype = next(t.dtype for t in params.values() if t.is_floating_point())
         trace = traces.of(x, dtype, training=training)

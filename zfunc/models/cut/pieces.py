@@ -1,4 +1,4 @@
-"""The part of a graph between two cuts as a function of tensors, on any device.
+"""The part of a module's graph between two cuts as a function of tensors, on any device.
 
 Equal parts have equal texts, in which nodes are numbered and parameters are named from their block.
 """
@@ -20,8 +20,8 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}
 
 @frozen(eq=False)
 class ModulePiece:
-    """`run(device, *parameters and buffers by their short names, *what is alive before it)` returns what is alive
-    behind it. `short` has the short names, in order, with the names in the module."""
+    """The part of a module's graph between two cuts: `run(device, *parameters and buffers, *tensors alive before)`
+    returns the tensors alive behind. `short` has the module's names of parameters and buffers by short name."""
 
     run: GraphModule
     short: dict[str, str]
@@ -29,7 +29,7 @@ class ModulePiece:
 
 
 def module_piece(cut: CutGraph, s: int) -> ModulePiece:
-    """Span `s` of a graph as a function."""
+    """Span `s` of a cut graph as a function of its parameters, buffers and the tensors alive before it."""
     span, before, after = cut.spans[s], cut.alive[s], cut.alive[s + 1]
     prefix = f"{span.name.partition('@')[0]}."
     root, graph, copies = nn.Module(), Graph(), dict[Node, Any]()
@@ -76,7 +76,7 @@ def module_piece(cut: CutGraph, s: int) -> ModulePiece:
 def _copy_nodes(
     nodes: Any, owner: nn.Module, root: nn.Module, graph: Graph, copies: dict[Node, Any], device: Node
 ) -> list[str]:
-    """Copy nodes into `graph`, with what runs in another mode as graphs in `root`; the texts of these."""
+    """Copy `nodes` to `graph`; regions in other grad or autocast modes go to `root`, and their code is returned."""
     texts = list[str]()
 
     def copied(x: Any) -> Any:
@@ -109,7 +109,7 @@ def _replaced(x: Any, copied: Any) -> Any:
 
 
 def _with_device(module: GraphModule) -> GraphModule:
-    """The graph of a region with another mode, which gets the device first."""
+    """A copy of the graph of a region in another grad or autocast mode, with the device as first argument."""
     root, graph, copies = nn.Module(), Graph(), dict[Node, Any]()
     device = graph.placeholder("device")
     *nodes, output = module.graph.nodes
@@ -133,12 +133,12 @@ def _with_autocast(run: GraphModule, mode: tuple[Any, ...], device: torch.device
 
 
 def _crossing(cut: CutGraph, x: Node) -> tuple[torch.dtype, bool]:
-    """The type of a tensor that is alive at a cut, and whether it has a gradient."""
+    """The dtype of the tensor of node `x`, which is alive at a cut, and whether a gradient flows through it."""
     return x.meta["val"].dtype, x in cut.differentiable
 
 
 def _crossing_form(t: Tensor, dtype: torch.dtype, differentiable: bool) -> Tensor:
-    """A tensor in the form in which it crosses a cut: real, and as bits unless it has a gradient."""
+    """A tensor in the form in which it crosses a cut: as real numbers, or as integer bits without a gradient."""
     t = torch.view_as_real(t.resolve_conj()) if dtype.is_complex else t
     return t if differentiable or not t.is_floating_point() else t.detach().view(BITS[t.element_size()])
 

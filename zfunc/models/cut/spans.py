@@ -1,6 +1,6 @@
-"""Where the graph of a module is cut: between the children of its lists of modules.
+"""Cuts the graph of a module into spans, between the children of its lists of modules.
 
-A cut never separates what shares memory from a later write into it, so that each span is a pure function.
+A cut never separates tensors that share memory from a later write into it, so that each span is a pure function.
 """
 
 import operator
@@ -33,7 +33,7 @@ STATISTICS = {torch.ops.aten.batch_norm.default: (3, 4), torch.ops.aten.instance
 
 @define(eq=False)
 class NodeSpan:
-    """The nodes between two cuts, from a `call` of the block `name` on, or, without one, from outside of blocks."""
+    """The nodes of a graph between two cuts: of a `call` of the block `name`, or outside blocks without a name."""
 
     name: str
     call: Any
@@ -42,8 +42,8 @@ class NodeSpan:
 
 @frozen(eq=False)
 class CutGraph:
-    """The exported graph of a module in spans. `alive[s]` are the nodes that span `s` gets of those before it, the
-    last ones what it returns; `differentiable` those with a gradient."""
+    """The exported graph of a module in spans. `alive[s]` are the nodes that span `s` gets from the spans before,
+    the last element the graph's outputs; `differentiable` are the nodes with a gradient."""
 
     exported: ExportedProgram
     spans: list[NodeSpan]
@@ -54,7 +54,7 @@ class CutGraph:
 
 
 def blocks_of(model: nn.Module) -> set[str]:
-    """The names of the outermost children of lists of modules."""
+    """The names of a model's blocks: the outermost children of its lists of modules of at least two."""
     lists = nn.ModuleList | nn.Sequential
     every = {
         f"{name}.{i}".lstrip(".")
@@ -73,8 +73,8 @@ def cut_graph(
     trained: set[str],
     changed: set[str],
 ) -> CutGraph:
-    """An exported graph in spans. `names` has one name for each tensor of the module, by all that it has;
-    `changed` are the buffers that forward changes."""
+    """Cut an exported graph between calls of `blocks`. `names` maps every name of a module's tensor to its first;
+    `trained` are names of parameters, `changed` of the buffers that forward changes."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
         if n.target in CASTS and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
@@ -131,7 +131,7 @@ def _read(span: NodeSpan) -> set[Node]:
 
 
 def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
-    """The nodes that the outputs need, and those that write."""
+    """The nodes of a graph that its outputs need, and the nodes that write in place with their inputs."""
     found = {*outputs}
     for n in reversed(nodes):
         if n.target not in CHECKS and (n in found or (n.op == "call_function" and mutates(n.target))):
@@ -140,7 +140,7 @@ def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
 
 
 def _by_block(nodes: list[Node], blocks: set[str]) -> list[NodeSpan]:
-    """The nodes by the call of a block that they belong to; those between two are a span of their own."""
+    """Group nodes by the call of a block that they belong to; nodes between two calls are a span of their own."""
     spans: list[NodeSpan] = []
     for n in nodes:
         name, call = _block(n, blocks)
@@ -153,7 +153,7 @@ def _by_block(nodes: list[Node], blocks: set[str]) -> list[NodeSpan]:
 
 
 def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
-    """The block in which a node is called, and which call of it; ("", None) outside of blocks."""
+    """The name of the block in which a node is called, and a key of the block's call; ("", None) outside blocks."""
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         starts = [path, *(path[:n] for n, letter in enumerate(path) if letter == ".")]
         if name := next((x for x in starts if x in blocks), ""):
@@ -164,8 +164,8 @@ def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
 def _joined(
     spans: list[NodeSpan], sources: Mapping[str, str], weights: set[str], changed: set[str]
 ) -> tuple[list[NodeSpan], list[str]]:
-    """The spans, joined where a cut would separate memory from a write into it, or several results of an operation;
-    and where one has no parameters. What was joined for a write, in words."""
+    """Join spans where a cut would separate memory from a write into it, or the results of one operation, and spans
+    without parameters. Returns the spans, and why some were joined for a write, as text for the log."""
     at = {n: s for s, span in enumerate(spans) for n in span.nodes}
     joined, why = set[int](), list[str]()  # s: span s with the one before
     base: dict[Node, Node] = {}
@@ -214,7 +214,7 @@ def _reads(span: NodeSpan, weights: set[str]) -> bool:
 
 
 def _may_alias(node: Node) -> bool:
-    """Whether a node may return memory of its first argument."""
+    """Whether the result of a node may share memory with an argument, as a view does."""
     schema = getattr(node.target, "_schema", None)
     return node.target is operator.getitem or (
         schema is not None and any(r.alias_info for r in schema.returns)
@@ -222,7 +222,7 @@ def _may_alias(node: Node) -> bool:
 
 
 def _differentiable(nodes: list[Node], sources: Mapping[str, str], trained: set[str]) -> set[Node]:
-    """The nodes that have a gradient: floating-point, and made of trained parameters with grad mode on."""
+    """The nodes of a graph with a gradient: not integer, computed from `trained` parameters with grad mode on."""
     found = {n for n in nodes if n.op == "placeholder" and sources.get(n.name) in trained}
     for n in nodes:
         stops = n.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
@@ -237,7 +237,7 @@ def _differentiable(nodes: list[Node], sources: Mapping[str, str], trained: set[
 
 
 def place_of(node: Node) -> str:
-    """The file and the line of the user's code that made a node."""
+    """The file and line of the user's code that made a node, as "file:line"; else the node's name."""
     lines = [
         x.strip() for x in (node.meta.get("stack_trace") or "").splitlines() if x.strip().startswith("File ")
     ]
