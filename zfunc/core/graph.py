@@ -42,12 +42,12 @@ ALLOCATED: tuple[Lifetime, ...] = ("program", "state")
 
 
 def label(name: str, index: tuple[int, ...]) -> str:
-    """Name and index as everything prints them: `forward[0,3]`, `decision`."""
+    """Text of a name and index, as everything prints them: `forward[0,3]`, `decision`."""
     return f"{name}[{','.join(map(str, index))}]" if index else name
 
 
 def _tuple(items: Any) -> tuple[Any, ...]:
-    """An iterable as a tuple; `Graph` checks its items."""
+    """An attrs converter of an iterable to a tuple; `Graph` checks the items."""
     if type(items) is tuple:  # nearly always
         return items  # pyright: ignore[reportUnknownVariableType]
     if isinstance(items, str) or not isinstance(items, Iterable):
@@ -109,18 +109,18 @@ class Region:
 
     @property
     def place(self) -> Tier:
-        """Its tier; of several devices that of the second is "device:1", of several stages "host@1" as well."""
+        """The region's tier; on the second of several devices "device:1", of the second stage "host@1", too."""
         mark = "@" if self.of_rank else ":"
         return cast("Tier", f"{self.tier}{mark}{self.device}") if self.device else self.tier
 
     @property
     def kept(self) -> bool:
-        """Whether it outlives its operations."""
+        """Whether the region's memory outlives the operations that use it."""
         return self.lifetime != "operation"
 
     @property
     def trained(self) -> bool:
-        """Whether a step updates it: once an operation that writes it has started, the previous State is lost."""
+        """Whether a step updates the region: once an operation that writes it starts, the old State is lost."""
         return self.lifetime == "state" and self.role in ("params", "state", "module_buffers", "ema")
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Region:
 
 
 def of_stage(regions: Iterable[Region], stage: int | None) -> Iterator[Region]:
-    """Those of the regions that a rank of a pipeline stage has, as on the only device; None has all."""
+    """Those of `regions` that a rank of pipeline stage `stage` has, as on an only device; with None, all."""
     return (
         r if stage is None else evolve(r, device=0, of_rank=False)
         for r in regions
@@ -192,12 +192,12 @@ class Op:
 
     @property
     def _of_ranks(self) -> bool:
-        """Whether the devices have no memory in common."""
+        """Whether the devices of the operation's regions have no memory in common, as ranks."""
         return any(getattr(r, "of_rank", False) for r in (*self.reads, *self.writes))
 
     @property
     def joint(self) -> bool:
-        """Whether every rank executes it together, because it makes what each has."""
+        """Whether all ranks execute the operation together, because it makes data that each rank has."""
         return any(getattr(r, "device", 0) == EVERY for r in self.writes)
 
     def __attrs_post_init__(self) -> None:
@@ -209,7 +209,7 @@ class Op:
 
     @property
     def resource(self) -> str:
-        """What it occupies: its kind; of several devices that of the second is "compute:1", of stages "host@1"."""
+        """The resource the operation occupies: its kind; on the second device "compute:1", of stages "host@1"."""
         mark = "@" if self._of_ranks else ":"
         return f"{self.kind}{mark}{self.device}" if self.device else self.kind
 
@@ -221,7 +221,7 @@ class Op:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions read or written, each once."""
+        """The regions that the operation reads or writes, each once."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
     def read(self, name: str) -> Region:
@@ -235,29 +235,29 @@ class Op:
         return region
 
     def touches(self, name: str) -> bool:
-        """Whether a region of this role or buffer is read or written."""
+        """Whether the operation reads or writes a region of this role or buffer."""
         return any(name in (r.role, r.buffer) for r in self.regions)
 
     def operands(self, role: Role) -> tuple[Region, ...]:
-        """The regions of this role, in the order of declaration."""
+        """The operation's regions of this role, in the order of declaration."""
         return tuple(r for r in self.regions if r.role == role)
 
 
 def _some(regions: tuple[Region, ...]) -> str:
-    """The first of them, and how many more there are."""
+    """Text with the first of some regions, and how many more there are."""
     names = ", ".join(map(str, regions[:SHOWN]))
     return f"{names} and {counted(len(regions) - SHOWN, 'region')} more" if regions[SHOWN:] else names
 
 
 class Access(NamedTuple):
-    """The regions that an operation reads and those that it writes, each once, by position in the graph's."""
+    """The regions that an operation reads and the regions it writes, each once, by position in `Graph.regions`."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
 
 class Conflict(NamedTuple):
-    """Two operations, by position in the graph, that conflict over `region`."""
+    """Two operations of a graph, by position, that conflict over `region`: one writes it, the other touches it."""
 
     before: int
     after: int
@@ -274,7 +274,7 @@ def _operations(ops: Any) -> tuple[Any, ...]:
 
 
 def _instead(got: Any) -> str:
-    """Advice where a recipe returned something other than operations."""
+    """Text of advice for a recipe that returned something other than operations."""
     if isinstance(got, Op):
         return "yield it"
     if isinstance(got, Iterator):
@@ -355,7 +355,7 @@ class Graph:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """The position of each operation, by name."""
+        """The position of each operation in the graph, by the operation's name."""
         return {op.name: i for i, op in enumerate(self.ops)}
 
     @property
@@ -365,12 +365,12 @@ class Graph:
 
     @property
     def accesses(self) -> tuple[Access, ...]:
-        """The reads and writes of each operation, by position in `regions`: numbers are faster keys."""
+        """Each operation's reads and writes, by position in `regions`: numbers are faster keys than regions."""
         return self._numbered[1]
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
-        """The conflicting pairs from which all others follow by transitivity.
+        """The conflicting pairs of operations from which all other pairs follow by transitivity.
 
         A read follows the last write; a write follows the last write and every read since. Linear in the number of
         operations times the regions of each.
@@ -379,7 +379,7 @@ class Graph:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each operation, the positions of the operations it depends on directly."""
+        """For each operation, the positions of the operations that it depends on directly."""
         before: list[dict[int, None]] = [{} for _ in self.ops]
         for earlier, later, _ in self.conflicts:
             before[later][earlier] = None
@@ -387,7 +387,7 @@ class Graph:
 
 
 def _check_name(what: str, name: Any, index: tuple[Any, ...], words: set[str]) -> None:
-    """Raise for a name or an index that a plan's text cannot hold. `words` are names that it can."""
+    """Raise PlanError for a name or index that a plan's text cannot hold; a fit name is added to `words`."""
     if not isinstance(name, str) or (name not in words and (name.split() != [name] or "[" in name)):
         raise PlanError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
     words.add(name)

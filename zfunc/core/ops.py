@@ -26,8 +26,8 @@ class OpBuilder:
     """Constructs the operations of one spec, in the order in which they are asked for. A method has the name of the
     verb; its arguments are the indices: micro-batch `m`, segment `s`, bucket `b`, delivery `d`.
 
-    It knows what later operations of a step depend on: the slots that `at` has given, how often each operation was
-    made, what the decision waits for, and the updates that have begun.
+    The builder records what later operations of a step depend on: the slots that `at` has given, how often each
+    operation was made, what the decision waits for, and the updates that have begun.
     """
 
     spec: StepSpec
@@ -45,7 +45,7 @@ class OpBuilder:
         return Regions(self.spec)
 
     def __getattr__(self, name: str) -> Callable[..., Op]:
-        """The constructor of a pass, or of an operation that only copies, of the row of this name."""
+        """The constructor of operation `name`, a row of the passes or of the operations that only copy."""
         if name in WAYS:
             return partial(make_pass, self.at, WAYS[name])
         if name in MOVES:
@@ -61,8 +61,8 @@ class OpBuilder:
     # --- forward and backward -------------------------------------------------------------------------------
 
     def load(self, m: int, s: int = 0) -> Op:
-        """Copy what segment `s` reads of micro-batch `m` to its device: its inputs to the first, its targets to the
-        last. Both at once where these are on one device."""
+        """Copy what segment `s` reads of micro-batch `m` to its device: inputs for the first segment, targets for
+        the last, both at once where these segments are on one device."""
         device, last = self.spec.device_of(F, m, 0), self.spec.num_segments - 1
         inputs = (self.at("act", m, 0),) if s == 0 else ()
         targets = (self.at("targets", m),) if s == last or self.spec.device_of(F, m, last) == device else ()
@@ -71,7 +71,7 @@ class OpBuilder:
         return Op("load", (m, s) if s else (m,), "h2d", (self.at("batch", m),), made, nbytes=nbytes)
 
     def gather(self, b: int) -> Op:
-        """Gather the parameters of bucket `b` from all ranks in its slot."""
+        """Gather the parameters of bucket `b` from all ranks in the bucket's slot on the device."""
         place = self.spec.places[b]
         slot, fetched = self.at.slot("weight_slot", b), place.params != "device"
         reads = (slot if fetched else self.at.params(b), *self._decision_made())
@@ -79,13 +79,13 @@ class OpBuilder:
         return Op("gather", (self.number("gather", b), b), "network", reads, (slot,), nbytes=nbytes)
 
     def number(self, verb: str, *index: int) -> int:
-        """The number of earlier operations of this verb and index; the first index of a repeated one."""
+        """The number of earlier operations of this verb and index: the first index of a repeated operation."""
         self.times[verb, index] += 1
         return self.times[verb, index] - 1
 
     def keep_buffers(self) -> Op:
-        """Make the buffers that forward changed those of the State, unless the step is skipped; the same on all
-        ranks. Of several devices those of this one."""
+        """Keep the module buffers that forward changed, on this device, in the State, unless the step is skipped;
+        over several ranks, their mean."""
         here, several = self.spec.segments_on(self.at.device, F), self.spec.world > 1
         stateful = [s for s in self.spec.stateful if s in here]
         kept = tuple(self.at("module_buffers", s) for s in stateful)
@@ -104,8 +104,8 @@ class OpBuilder:
     # --- gradients ------------------------------------------------------------------------------------------
 
     def pack(self, m: int, b: int, s: int, *, first: bool) -> Op:
-        """Copy the gradients of segment `s` into the flat gradient of bucket `b`; the `first` one zeroes what none
-        fills."""
+        """Copy the gradients of segment `s` into the flat gradient of bucket `b`; the `first` copy zeroes the
+        elements that no gradient fills."""
         if first and self.spec.settings.stage != 1:
             self.at.ring("grad_slot").give(b)
         grads, into = self.at("grads", m, s), self.at.gradient(b)
@@ -113,13 +113,13 @@ class OpBuilder:
         return Op("pack", (m, b, s), "compute", (grads,) if first else (grads, into), (into,), nbytes=nbytes)
 
     def add(self, m: int, b: int, s: int) -> Op:
-        """Add the gradients of segment `s` for bucket `b` to the sum on the device (stage 1)."""
+        """Add the gradients of segment `s` for bucket `b` to the bucket's sum on the device (stage 1)."""
         into = self.at.gradient(b)
         nbytes = 3 * self.spec.places[b].numel * self.spec.places[b].element_bytes
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
-        """Sum bucket `b` over the ranks in place; each keeps its slice. Losses are divided by the world size."""
+        """Sum bucket `b`'s gradient over ranks in place; each keeps a slice. Losses are divided by `world`."""
         region = self.at.gradient(b)
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
@@ -130,11 +130,11 @@ class OpBuilder:
         return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
 
     def _decision_made(self) -> tuple[Region, ...]:
-        """The decision, for a collective that comes after it. With a barrier all but the last ones come before."""
+        """The decision's region, if a collective must follow it: without a barrier, once it is made."""
         return (self.at("decision"),) if self._decided and not self.spec.barrier else ()
 
     def _between_ranks(self, op: Op) -> Op:
-        """A copy; one over the network is before the decision or after it, as collectives are."""
+        """Copy `op`, ordered before or after the decision, as collectives are, if it uses the network."""
         if not self.spec.over_ranks or op.kind != "network" or self.spec.barrier:
             return op
         if self._decided:
@@ -145,20 +145,20 @@ class OpBuilder:
         return evolve(op, writes=(*op.writes, self._sent[-1]))
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
-        """Sum the squares of a complete bucket on the device: of its gradient, or of the sum that waits."""
+        """Sum the squares of bucket `b`'s complete gradient on the device, or of the sum that `waits` there."""
         grad = self.at.waiting(b) if waits else self.at.gradient(b)
         nbytes = grad.nbytes if waits else self.spec.places[b].shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
+        """Add a delivered gradient to the bucket's fp32 sum, and sum the squares of the sum in that pass."""
         total, slot = self.at.sum(b, d), self.at.slot("host_slot", b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
+        """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum in that buffer."""
         place = self.spec.places[b]
         grad, stays = self.at.gradient(b), place.gradient == "device"
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
@@ -167,7 +167,7 @@ class OpBuilder:
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def join_sums(self, b: int, d: int) -> Op:
-        """Add the sum of delivery `d` of a tied bucket to that of the first, which becomes the whole gradient."""
+        """Add the sum of delivery `d` of a tied bucket to the first delivery's, which becomes the gradient."""
         total, part = self.at.sum(b, 0), self.at.sum(b, d)
         if self.spec.places[b].gradient == "device":
             return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)
@@ -177,7 +177,7 @@ class OpBuilder:
     # --- the decision ---------------------------------------------------------------------------------------
 
     def global_norm(self) -> Op:
-        """The norm of the whole gradient, from the squares of all buckets, and those of all parameters."""
+        """The norm of the step's whole gradient, and norms of all parameters, from all buckets' squares."""
         squares = tuple(self.at("host_squares", b.index) for b in self.spec.layout.buckets)
         kind = "network" if self.spec.several_ranks else "host"
         norms = self.at("norm"), *self.at.some("norms")
@@ -190,7 +190,7 @@ class OpBuilder:
         )
 
     def mean_loss(self) -> Op:
-        """The mean loss over all ranks, on which all of them decide, and those of auxiliary outputs."""
+        """Mean over all ranks, on which all of them decide, of the loss and of auxiliary outputs."""
         means = self.at("mean_loss"), *self.at.some("mean_aux")
         nbytes = sum(r.nbytes for r in means) * (self.spec.world - 1)
         return Op("mean_loss", (), "network", self._losses(), means, nbytes=nbytes)
@@ -213,8 +213,8 @@ class OpBuilder:
         writes: Iterable[Region],
         nbytes: int,
     ) -> Op:
-        """An operation on the state of a bucket, after the decision, where that is which it writes first. On the
-        device it has the verb for there, if there is one."""
+        """An operation on a bucket's state, after the decision, on the device or host that has the first region of
+        `writes`; on the device with the verb `*_on_device`, if there is one."""
         writes = tuple(writes)
         on_device, there = writes[0].tier == "device", f"{verb}_on_device"
         return Op(
@@ -228,8 +228,8 @@ class OpBuilder:
         )
 
     def _gradient(self, b: int) -> Region:
-        """The gradient that an update reads: where it waits, or in the slot where it has arrived, which may be that
-        of the state."""
+        """The gradient of bucket `b` that its update reads: where the gradient waits, or in the slot where it has
+        arrived, which may be the state's slot."""
         place = self.spec.places[b]
         if place.staged and place.gradient != "device":
             return self.at.slot("update_slot", b)
@@ -238,12 +238,12 @@ class OpBuilder:
         return self.at.gradient(b) if place.update == "device" else self.at.slot("host_slot", b)
 
     def _direction(self, b: int) -> str:
-        """The ring with this rank's slices of directions, where the state of bucket `b` is updated."""
+        """The ring with this rank's slices of update directions, on the device or host that updates bucket `b`."""
         return "direction_shard" if self.spec.places[b].update == "device" else "host_direction"
 
     def momentum(self, b: int) -> Op:
-        """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction, on the
-        host or, as `momentum_on_device`, where the state is there."""
+        """Update the momentum of matrix bucket `b`, and write this rank's slice of the direction, on the host or,
+        as `momentum_on_device`, where the state is on the device."""
         place = self.spec.places[b]
         state = self._updated(b, place.weights)
         grad, direction = self._gradient(b), self.at.give(self._direction(b), b)
@@ -253,14 +253,14 @@ class OpBuilder:
     momentum_on_device = momentum
 
     def gather_direction(self, b: int) -> Op:
-        """Gather the slices of a direction from all ranks, which makes its matrices whole."""
+        """Gather the slices of bucket `b`'s direction from all ranks, which makes its matrices whole."""
         nbytes = self.spec.places[b].shard_numel * BF16 * (self.spec.world - 1)
         reads = (self.at("decision"), self.at.slot("direction_shard", b))
         whole = self.at.give("direction_slot", b)
         return Op("gather_direction", (b,), "network", reads, (whole,), nbytes=nbytes)
 
     def orthogonalize(self, b: int) -> Op:
-        """Make whole matrices orthogonal, as many as this rank's slice of the bucket has a part of."""
+        """Make those matrices of bucket `b` orthogonal that this rank's slice has a part of."""
         work, own = self.spec.places[b].work, self.at.slot("direction_shard", b)
         whole = (self.at.slot("direction_slot", b),) if self.spec.world > 1 else ()
         return Op(
@@ -299,33 +299,33 @@ class OpBuilder:
     update_on_device = update
 
     def average(self, b: int) -> Op:
-        """Move the average of the weights of bucket `b` towards the new ones."""
+        """Move the moving average of the weights of bucket `b` towards the new weights."""
         names, average = self.spec.places[b].weights, self.at.of_state(EMA, b)
         weights = tuple(r for r in self.at.bucket_state(b) if r.buffer in names)
         nbytes = 2 * average.nbytes + sum(r.nbytes for r in weights)
         return self._on_state("average", (b,), (*weights, average), (average,), nbytes)
 
     def all_gather(self, b: int) -> Op:
-        """Gather the new slices of bucket `b` from all ranks."""
+        """Gather the updated parameter slices of bucket `b` from all ranks."""
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
         params, late = self.at.params(b), (self.at("decision"),) if self.spec.deferred else ()
         return Op("all_gather", (b,), "network", (params, *late), (params,), nbytes=nbytes)
 
     def _updated(self, b: int, but: Collection[str] = ()) -> tuple[Region, ...]:
-        """The state of a bucket that an update changes: in memory and in the slot it was paged into, or in the slot
-        on the device.
+        """Regions of bucket `b`'s state that an update changes: in memory and in the slot of the paged state, or in
+        the slot on the device.
 
-        Without the buffers that another operation of the update changes.
+        Buffers named in `but` are left out: another operation of the update changes them.
         """
         if self.spec.places[b].staged:
             return (self.at.slot("update_slot", b),)
         return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
 
     def _sweep_bytes(self, b: int) -> int:
-        """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it.
+        """Bytes that bucket `b`'s update moves: state twice, gradient, and the copy unless the state has it.
 
-        One of whole parameters measures them first. One of whole matrices moves the weights alone, and the
+        An update of whole parameters measures them first. An update of matrices moves the weights alone, and the
         direction: `momentum` has moved the rest.
         """
         place, grad = self.spec.places[b], self.at.waiting(b).nbytes
@@ -341,14 +341,14 @@ class OpBuilder:
     # --- checkpoints, and the state on the disk -----------------------------------------------------------------
 
     def write(self, b: int) -> Op:
-        """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update; of a frozen
-        bucket its parameters."""
+        """Write this rank's slice of the state of bucket `b`, or of a frozen bucket's parameters, to the
+        checkpoint, before the next update."""
         into = self.at.written(b)
         reads = (self.at("checkpoint"), *self.at.saved(b), *self.at.paged(b))
         return Op("write", (b,), "write", reads, (into,), nbytes=into.nbytes)
 
     def write_buffers(self) -> Op:
-        """Write the buffers that forward changes to the checkpoint."""
+        """Write the module buffers that forward changes to the checkpoint."""
         reads = (self.at("checkpoint"), *(self.at("module_buffers", s) for s in self.spec.stateful))
         into = self.at("written_buffers")
         return Op("write_buffers", (), "write", reads, (into,), nbytes=into.nbytes)
@@ -368,7 +368,7 @@ class OpBuilder:
         return Op("publish", (), kind, reads, (self.at("published"),))
 
     def copy_state(self, b: int) -> Op:
-        """Copy what memory has of the state of bucket `b` to its slot, for a commit."""
+        """Copy the part of bucket `b`'s state that is in memory to its slot, for a commit to the disk."""
         extent, paged = self.spec.extents[b], self.spec.places[b].state == "disk"
         slot = self.at.slot("state_slot", b) if paged else self.at.give("state_slot", b)
         reads = (self.at("extent", b), *self.at.bucket_state(b), *((slot,) if paged else ()))
@@ -376,7 +376,7 @@ class OpBuilder:
         return Op("copy_state", (b,), "host", reads, (slot,), nbytes=nbytes)
 
     def commit(self) -> Op:
-        """Wait until the state is on the disk, and name its step there: until then the last commit's is valid.
+        """Wait until the state is on the disk, and name its step there: until then the last commit is valid.
 
         A gradient that was not finite, seen after the updates, leaves no commit.
         """

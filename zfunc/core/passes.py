@@ -11,18 +11,18 @@ from zfunc.core.spec import ALLOCATION
 
 
 def _weights(at: Regions, _m: int, s: int) -> tuple[Region, ...]:
-    """The parameters, bucket by bucket, and the model's constants."""
+    """Regions of a segment's parameters, bucket by bucket, and of the model's constants."""
     used, places = at.spec.layout.weights_of(s), at.spec.places
     return (*(at.slot("weight_slot", b) if places[b].streamed else at.params(b) for b in used), *at.constants)
 
 
 def _left(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """What forward has left for backward, where it is now."""
+    """Regions that forward has left for backward, where they are now: on the device or in a slot."""
     return at.left_by_forward(m, s) if at.spec.activations[s] == "device" else (at.slot("act_slot", s),)
 
 
 def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """What backward has of forward; what was recomputed ahead has what came back to a slot."""
+    """Regions of forward that backward reads; after a recomputation, what that has left in its region."""
     recomputed = (at("recomputed", m, s),) if (R, s) in at.spec.parts else ()
     return (*recomputed, *(() if recomputed and at.spec.activations[s] != "device" else _left(at, m, s)))
 
@@ -62,7 +62,7 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
 
 
 def make_pass(at: Regions, way: str, m: int, s: int) -> Op:
-    """The operation of a pass."""
+    """The operation of a pass of kind `way` of micro-batch `m` through segment `s`."""
     kind, spec = PASSES[way], at.spec
     if way == F and spec.activations[s] != "device":
         at.ring("act_room").give(s)

@@ -45,7 +45,7 @@ WAYS = {kind.verb: way for way, kind in PASSES.items()}
 
 
 class Pass(NamedTuple):
-    """One micro-batch through one segment on a device: forward, backward, or a part of that."""
+    """A pass of one micro-batch through one segment on a device: forward, backward, or a part of backward."""
 
     way: str
     m: int
@@ -59,7 +59,7 @@ class Pass(NamedTuple):
 
 @frozen
 class InGroups:
-    """The order of one device: micro-batches pass each segment in groups of `size`.
+    """The order of passes on one device: micro-batches pass each segment in groups of `size`.
 
     A micro-batch passes the last segment both ways at once, because that keeps all of its residuals.
     """
@@ -67,7 +67,7 @@ class InGroups:
     size: int
 
     def __call__(self, _devices: int, segments: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
-        """The passes of the one device."""
+        """The passes `(way, micro-batch, segment)` of the only device, in a list of one list."""
         made, last = list[tuple[str, int, int]](), segments - 1
         for first in range(0, micro_batches, self.size):
             group = range(first, min(first + self.size, micro_batches))
@@ -85,7 +85,7 @@ def passes_listed(
     num_segments: int,
     repeated: Collection[int] = (),
 ) -> list[list[Pass]]:
-    """The passes of each device in its order, as they are made.
+    """The passes of each device in its order, split or left out as they are really made.
 
     `trained` are the segments with gradients of weights, `repeated` those whose forward may be recomputed ahead of
     backward: an R of any other is left out. Raises PlanError for an order that has a pass twice or not at all.
@@ -155,7 +155,7 @@ def passes_in(
     last = max(m for _, m, _ in expected)
 
     def added_up(x: Pass) -> list[int]:
-        """The numbers of the `tied` segments to whose sum a pass adds, whichever device makes it."""
+        """Numbers of the groups of `tied` segments to whose sum pass `x` adds, on any device."""
         return [n for n, group in enumerate(tied) if x.m == last and x.s in group]
 
     # What makes gradients on a device, and those of tied segments on all of them, from the lowest segment up.
@@ -165,7 +165,7 @@ def passes_in(
             groups[group].append(x)
 
     def higher(x: Pass) -> Iterator[tuple[str, int, int]]:
-        """The passes of higher segments that a pass follows: of its device to the next that follows the others."""
+        """Passes of higher segments that pass `x` follows, as gradients are summed from the top down."""
         for group in ((x.m, x.device), *added_up(x)) if x.way in (B, W) and x.s in weights else ():
             own = groups[group]
             for y in own[bisect_right(own, x.s, key=lambda y: y.s) :]:
@@ -177,7 +177,7 @@ def passes_in(
     ends: dict[tuple[str, int, int], tuple[int, int]] = {}  # and the device
 
     def arrives(x: Pass, before: tuple[str, int, int]) -> int:
-        """When pass `x` has what one before it made."""
+        """The time at which the output of pass `before` has reached the device of pass `x`."""
         end, device = ends[before]
         sent = device != x.device and before[2] != x.s
         return end + hops[max(before[2], x.s)] * sent
@@ -205,8 +205,8 @@ def passes_in(
 
 
 def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]) -> str:
-    """The way of a pass as it is made, "" for one that is not: the first trained segment makes no gradient of its
-    input, those below it none at all, and one without trained weights none of these."""
+    """The kind of pass that `way` becomes for segment `s`, "" for none: the first trained segment makes no gradient
+    of its input, a segment below it none, one without trained weights none of weights."""
     if way == R:
         return R if s >= trained[0] and s in repeated else ""
     if s in trained[1:]:
@@ -218,10 +218,10 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
 
 
 def _before(x: Pass, split: Collection[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """The passes of its micro-batch and of its segment that one follows, as far as there are such."""
+    """The passes of the micro-batch and of the segment of `x` that `x` follows; some of them may not exist."""
 
     def of(way: str, m: int, s: int) -> tuple[str, int, int]:
-        """The backward of a micro-batch, or this half of it."""
+        """Backward of micro-batch `m` through segment `s`, or, where it is split, its half `way`."""
         return (way if (m, s) in split else B), m, s
 
     if x.way == F:

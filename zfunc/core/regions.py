@@ -27,8 +27,8 @@ Index = tuple[int, ...]
 
 @frozen
 class Row:
-    """The common fields of a buffer's regions: each is the same for all of them, or follows from the spec and a
-    region's index. A region is on the device or rank whose operations are made, unless `of` has another."""
+    """The common fields of a buffer's regions: each is one value for all of them, or a function of the spec and a
+    region's index. A region is on the device or rank whose operations are made, unless `of` returns another."""
 
     nbytes: int | Callable[[StepSpec, Index], int]
     tier: Tier | Callable[[StepSpec, Index], Tier] = "device"
@@ -59,19 +59,19 @@ def _forward_of(spec: StepSpec, i: Index) -> int:
 
 
 def _square_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of the exact sums of a bucket's squares: one sum, or one for each parameter; with room for what
-    a device has instead, a norm of each parameter."""
+    """Bytes of the exact sums of a bucket's squared gradient: one sum, or one for each parameter; at least the room
+    of a norm for each parameter, which a device has instead."""
     parameters, row = len(spec.layout.buckets[i[-1]].spans), SUM_PARTS * FP64
     return row * (parameters if spec.settings.norms else max(1, -(-FP32 * parameters // row)))
 
 
 def _stashed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes that wait for backward of a segment off the device."""
+    """Bytes of a segment's activations that wait for backward off the device."""
     return max(spec.costs[i[-1]].stash_bytes, spec.costs[i[-1]].input_bytes)
 
 
 def _recomputed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes that a recomputation keeps for backward: residuals, and what has come back to a slot for both."""
+    """Bytes that a segment's recomputation keeps for backward: residuals, and activations copied back to a slot."""
     came_back = 0 if spec.activations[i[-1]] == "device" else spec.costs[i[-1]].stash_bytes
     return spec.costs[i[-1]].recomputed_bytes + came_back
 
@@ -83,7 +83,7 @@ def _extent_bytes(spec: StepSpec, i: Index) -> int:
 
 
 def _delayed(spec: StepSpec, i: Index) -> Lifetime:
-    """The lifetime of a gradient that waits: for the next step, or in this one."""
+    """The lifetime of a waiting gradient: "state" if it waits for the next step, "program" within the step."""
     return "state" if spec.deferred and spec.places[i[-1]].state != "device" else "program"
 
 
@@ -92,7 +92,7 @@ def _dtype_of(spec: StepSpec, i: Index) -> Dtype:
 
 
 def _waiting(dtype: Dtype | None, tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
-    """A gradient that waits for its update, in a dtype, or in that of its bucket's parameters."""
+    """The row of a gradient that waits for its update, in `dtype`, or in the dtype of its bucket's parameters."""
 
     def nbytes(spec: StepSpec, i: Index) -> int:
         place = spec.places[i[-1]]
@@ -102,7 +102,7 @@ def _waiting(dtype: Dtype | None, tier: Tier | Callable[[StepSpec, Index], Tier]
 
 
 def _slot(tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Row:
-    """A slot of a dtype, or of that of most parameters."""
+    """The row of a staging slot in `tier`, of `dtype`, or of the dtype of most parameters."""
     return Row(0, tier, "program", dtype or (lambda spec, _: spec.settings.precision), role)
 
 
@@ -201,7 +201,7 @@ T = TypeVar("T")
 
 
 def _once(make: Method) -> Method:
-    """The method, which makes the regions of equal arguments once: operations share them, which is faster."""
+    """A decorator that caches the regions a method makes of equal arguments: operations share them."""
 
     @wraps(make)
     def made(self: "Regions", *args: Any) -> Any:
@@ -215,9 +215,10 @@ def _once(make: Method) -> Method:
 
 @define
 class Regions:
-    """The regions of one spec, and, as a step goes on, the slot that each item has in the rings of staging.
+    """The regions of one spec, and, as a step goes on, the slot that each item has in the rings of staging slots.
 
-    `device` is the one whose operations are made now: what is on a device, and has no home there, is on that.
+    `device` is the number of the device whose operations are made now: regions on a device that have no fixed one
+    are on `device`.
     """
 
     spec: StepSpec
@@ -229,15 +230,15 @@ class Regions:
 
     @_once
     def __call__(self, buffer: str, *index: int) -> Region:
-        """The region of a row of `REGIONS`."""
+        """The region of row `buffer` of `REGIONS` with `index`."""
         return self._made(buffer, REGIONS[buffer], index)
 
     def some(self, buffer: str, *index: int) -> tuple[Region, ...]:
-        """The region of a row, unless there is nothing in it."""
+        """The region of row `buffer` of `REGIONS` with `index`, or () if it has no bytes."""
         return (r,) if (r := self(buffer, *index)).nbytes else ()
 
     def _made(self, buffer: str, row: Row, index: Index, device: int | None = None) -> Region:
-        """The region of a row and an index, on this device or another."""
+        """The region of `row` with `index`, on `device`, by default the one whose operations are made."""
         spec = self.spec
         tier, lifetime = _for(row.tier, spec, index), _for(row.lifetime, spec, index)
         if row.of is not None:
@@ -251,36 +252,36 @@ class Regions:
         return Region(buffer, index, nbytes, tier, lifetime, dtype, row.role, *own)
 
     def _number(self, tier: Tier, device: int) -> int:
-        """The number of what a device has in a tier: its own, or 0 in memory that devices share."""
+        """The number of a device's memory in `tier`: the device's own, or 0 in memory that devices share."""
         return device if tier == "device" or self.spec.over_ranks else 0
 
     @property
     def constants(self) -> tuple[Region, ...]:
-        """The model's constants on the device, unless there are none."""
+        """The region of the model's constants on this device, or () without constants."""
         return self.some("constants", *([self.device] if self.device else []))
 
     def received(self, buffer: str, way: str, m: int, s: int) -> Region:
-        """The input of segment `s` ("act"), or its gradient ("grad_act"), as a pass of this device makes it, which
-        the next of the same `way` reads: another device gets it sent."""
+        """The input of segment `s` ("act"), or its gradient ("grad_act"), for a pass of this device: as the pass
+        before makes it here, or as another device sends it."""
         if self.spec.device_of(way, m, s if way == F else s - 1) != self.device:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
 
     def params(self, b: int) -> Region:
-        """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
+        """The parameters of bucket `b` where they live: on the device or in pinned memory, all or a slice."""
         return self("params" if self.spec.places[b].trainable else "frozen", b)
 
     def home(self, b: int) -> Region:
-        """The parameters of a bucket, trainable or frozen, in host memory, as the device gets them."""
+        """Parameters of bucket `b`, trainable or frozen, in host memory, in the dtype that the device gets."""
         return self.high_half(b) if self.spec.places[b].keeps_high_half else self.params(b)
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
-        """The residuals that forward of a segment keeps beside its output, unless backward recomputes them."""
+        """Residuals that forward of segment `s` keeps beside its output; () if backward recomputes them."""
         kept = not self.spec.recompute[s] or s in self.spec.stateful
         return (self("residuals", m, s),) if kept and s >= self.spec.layout.first_trainable else ()
 
     def ring(self, buffer: str) -> Ring:
-        """The slots of a buffer: this device's own, or those of all devices."""
+        """The ring of slots of `buffer`: this device's own, or the ring that all devices share."""
         if (own := self._rings.get(self.device)) is None:
             own = self._rings[self.device] = self._rings_of(self.device)
         return own[buffer]
@@ -291,20 +292,20 @@ class Regions:
         return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in rings.items()}
 
     def slots(self, buffer: str, device: int) -> Region:
-        """A slot that has no number and no room yet: `Ring` gives each its own."""
+        """A slot of `buffer` without number and size, from which `Ring` makes its slots."""
         number = self._number(_for(REGIONS[buffer].tier, self.spec, ()), device)
         return self._made(buffer, REGIONS[buffer], (number,) if number else (), device)
 
     def slot(self, buffer: str, item: int) -> Region:
-        """The slot of a ring that has a bucket or what a segment left."""
+        """The slot in ring `buffer` that holds `item`: a bucket, or a segment's activations."""
         return self.ring(buffer).slot(item)
 
     def give(self, buffer: str, item: int) -> Region:
-        """The slot of a ring that it has from now on."""
+        """Give `item` a slot in ring `buffer`; returns the slot."""
         return self.ring(buffer).give(item)
 
     def gradient(self, b: int) -> Region:
-        """The flat gradient of a bucket on the device: in a slot, or in stage 1 in a buffer of its own."""
+        """The flat gradient of bucket `b` on the device: in a slot, or in stage 1 in a buffer of its own."""
         return self._whole_sum(b) if self.spec.settings.stage == 1 else self.slot("grad_slot", b)
 
     @_once
@@ -314,33 +315,33 @@ class Regions:
         return self._made("grad_slot", row, (b,))
 
     def delivered(self, b: int) -> Region:
-        """This rank's slice of a gradient on the device, on its way to the host; in the slot of a whole bucket."""
+        """The region with this rank's slice of bucket `b`'s gradient on the device, about to be delivered."""
         return self.slot("sum_slot", b) if self.spec.places[b].summed else self.gradient(b)
 
     def buffers(self, s: int, *, new: bool) -> tuple[Region, ...]:
-        """The buffers that forward of a segment changes, if any: of the State, or `new` ones."""
+        """The module buffers that forward of segment `s` changes, if any: those of the State, or `new` ones."""
         return (
             (self("next_module_buffers" if new else "module_buffers", s),) if s in self.spec.stateful else ()
         )
 
     def room(self, s: int) -> tuple[Region, ...]:
-        """Empty; it keeps forward from running ahead of the copies of what a segment leaves to the host."""
+        """A slot without bytes: forward of segment `s` waits for it until older activations are on the host."""
         return (self.slot("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
-        """Where the passes of a segment have the keys of a row, if on the host: memory for each device."""
+        """Host memory of this device for the keys of a row, if the passes of segment `s` keep keys there."""
         own = [self.device] if self.device else []
         return (self("host_keys", *own),) if self.spec.costs[s].key_bytes else ()
 
     def left_by_forward(self, m: int, s: int) -> tuple[Region, ...]:
-        """What forward of a segment leaves on the device for backward: its input, residuals, maybe its output."""
+        """Regions that forward of segment `s` leaves on the device: input, residuals, maybe its output."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
         made = (self.received("act", F, m, s + 1),) if output else ()
         return (self("act", m, s), *kept, *made, *self.room(s))
 
     def sum(self, b: int, d: int) -> Region:
-        """The sum over micro-batches of a bucket's delivery `d`; that of the first one becomes the whole gradient.
+        """The sum over micro-batches of delivery `d` of bucket `b`; the first delivery's becomes the gradient.
 
         So the sums of a tied bucket's segments are added in one order, whichever order the micro-batches come in.
         """
@@ -350,19 +351,19 @@ class Regions:
         return evolve(total, buffer="tied_sum", index=(b, d), lifetime="program")
 
     def gradient_to_apply(self, b: int) -> Region:
-        """The gradient of a bucket that waits for its update, in memory; in a page if it waits on the disk."""
+        """The gradient of bucket `b` that waits for its update, in memory; in a page if the disk has it."""
         return self.slot("grad_page", b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
 
     def waiting(self, b: int) -> Region:
-        """The gradient of a bucket that waits for its update in memory; a sum if a step adds up several."""
+        """The gradient of bucket `b` that waits in memory for its update; a sum if a step adds up several."""
         place = self.spec.places[b]
         if place.gradient == "device":
             return self("device_sum" if place.added else "device_grad", b)
         return self("grad_sum" if place.added else "host_grad", b)
 
     def staged_bytes(self, b: int) -> dict[str, int]:
-        """Bytes of what the slot on the device has of bucket `b` while it is updated there: its state, parameters
-        that live elsewhere and are no part of the state, and a gradient that waited elsewhere."""
+        """Bytes by part of the slot on the device in which bucket `b` is updated: its state, parameters that live
+        elsewhere and are no part of the state, and a gradient that waited elsewhere."""
         place = self.spec.places[b]
         parts = {x.name: x.nbytes(place.shard_numel) for x in place.buffers}
         if place.params != "device" and not place.sends_high_half:
@@ -372,8 +373,8 @@ class Regions:
         return parts
 
     def state(self) -> Iterator[Region]:
-        """The regions of a State, which are those of lifetime "state" in any recipe's operations; of a rank with a
-        pipeline stage those of that."""
+        """The regions of a State, which have the lifetime "state" in operations of any recipe; of a rank in a
+        pipeline those of its stage."""
         return of_stage(self._state(), self.spec.stage)
 
     def _state(self) -> Iterator[Region]:
@@ -394,7 +395,7 @@ class Regions:
                 yield self("spilled", b) if place.gradient == "disk" else self.waiting(b)
 
     def on_device(self) -> dict[Region, bool]:
-        """The regions of a State on the device; True for parameters that can be made again of their master."""
+        """Regions of a State on the device; True for parameters that can be remade from their master weights."""
         spec, there = self.spec, (r for r in self.state() if r.tier == "device")
         kept = {x.index for x in spec.places if x.trainable} | spec.frozen_masters
         made = {b for b in kept if spec.world == 1 or spec.places[b].sharded}
@@ -402,7 +403,7 @@ class Regions:
 
     @_once
     def bucket_state(self, b: int) -> tuple[Region, ...]:
-        """The optimizer state of a bucket in memory; pinned where the device gets it as it is."""
+        """Optimizer state of bucket `b` in memory; the buffers that are copied to the device are pinned."""
         place, kinds = self.spec.places[b], self.spec.places[b].buffers
         if place.state == "disk":
             kinds = [x for x in kinds if x.name == HIGH_HALF and place.keeps_high_half]
@@ -411,7 +412,7 @@ class Regions:
 
     @_once
     def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
-        """A buffer of a rank's state of a bucket, or `EMA`, which is where that is; pinned if it is `copied`."""
+        """Buffer `x` of this rank's state of bucket `b`, or `EMA`, in the state's tier; pinned if `copied`."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
         role = "ema" if x == EMA else "state"
@@ -420,18 +421,18 @@ class Regions:
         )
 
     def high_half(self, b: int) -> Region:
-        """The half of a split master that the device gets as it is."""
+        """The bf16 high half of bucket `b`'s split master, which is copied to the device unchanged."""
         return next(r for r in self.bucket_state(b) if r.buffer == HIGH_HALF)
 
     def paged(self, b: int) -> tuple[Region, ...]:
-        """The slot that has the state of a bucket that lives on the disk; of a frozen one the page."""
+        """The slot of bucket `b`'s state, if that lives on the disk; of a frozen bucket on the disk, its page."""
         place = self.spec.places[b]
         if place.state == "disk":
             return (self.slot("state_slot", b),)
         return (self.slot("weight_page", b),) if place.params == "disk" and not place.trainable else ()
 
     def saved(self, b: int) -> tuple[Region, ...]:
-        """The regions of a bucket in memory that are saved: state and averages, or frozen parameters."""
+        """Regions in memory that a checkpoint saves of bucket `b`: state and average, or frozen parameters."""
         if not (place := self.spec.places[b]).trainable:
             return () if place.params == "disk" else (self.params(b),)
         return (
@@ -440,7 +441,7 @@ class Regions:
         )
 
     def written(self, b: int) -> Region:
-        """The bytes of a checkpoint for a bucket, as a region that its write makes."""
+        """A region with the bytes that a checkpoint writes of bucket `b`."""
         place = self.spec.places[b]
         nbytes = sum(place.shard_bytes if r.role == "params" else r.nbytes for r in self.saved(b))
         nbytes += self.spec.extents[b].moved_bytes if "disk" in (place.state, place.params) else 0
@@ -448,8 +449,8 @@ class Regions:
 
 
 def _rings(at: Regions, device: int) -> Iterator[Ring]:
-    """The rings of slots: the bytes of each item that passes through, and how many of them in a row have slots of
-    their own. Those on a device have the items of its passes."""
+    """The rings of slots of `device`: bytes of each item that passes through, and how many items in a row have
+    slots of their own. Rings on a device have the items of its passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
     depth, host = settings.weight_slots, settings.host_slots
 
@@ -470,7 +471,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
         return [s for s in segments if s in there]
 
     def off_device(own: Iterable[T], of_all: Iterable[T]) -> Iterable[T]:
-        """What passes through memory off the device: that of this device's rank, or shared by all devices."""
+        """Items for a ring off the device: this device's `own` if devices are ranks, else the items `of_all`."""
         return own if spec.over_ranks else of_all
 
     # A slot of parameters, or of gradients in their dtype, serves buckets of one.

@@ -28,7 +28,7 @@ Parts = frozenset[tuple[str, int]]
 
 
 def _each(name: str, given: Any) -> tuple[Any, ...]:
-    """A value for each segment."""
+    """An attrs converter of an iterable, with a value for each segment, to a tuple."""
     of_type(name, given, Iterable, EACH)
     return tuple(given)
 
@@ -49,19 +49,19 @@ class PassCost:
     copied_bytes: int = 0
 
     def beside(self, nbytes: int) -> "PassCost":
-        """The cost where so many bytes of the workspace are regions of their own."""
+        """The cost of the pass with `nbytes` of its workspace counted as regions of their own."""
         return evolve(self, workspace=max(0, self.workspace - nbytes))
 
 
 @frozen
 class SegmentCost:
-    """The costs of one segment for one micro-batch, by the verbs of its passes, and bytes.
+    """The costs of one segment for one micro-batch, by the verbs of its passes, and sizes in bytes.
 
-    That of `backward` has its recomputation, unless `recompute` has made that, which leaves `recomputed_bytes`;
-    halves are of a backward that is split, between which `pending_bytes` are kept. `residual_bytes` is kept after
-    forward beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs of
-    forward: the input, the residuals, and what of the output is one, if `keeps_output`. `key_bytes` is the host
-    memory of any pass for keys of a row.
+    The cost of `backward` includes recomputation, unless a pass `recompute` precedes it, which leaves
+    `recomputed_bytes`; `backward_input` and `backward_weight` are the halves of a split backward, between which
+    `pending_bytes` are kept. `residual_bytes` are kept after forward beside the output, 0 if backward recomputes;
+    `stash_bytes` is what backward needs of forward: input, residuals, and an output among these (`keeps_output`).
+    `key_bytes` is the host memory of any pass for keys of a row.
     """
 
     forward: PassCost = PassCost()
@@ -79,7 +79,7 @@ class SegmentCost:
 
     @property
     def passes(self) -> dict[str, PassCost]:
-        """The cost of each kind of pass."""
+        """The segment's cost of each kind of pass, by its letter in `PASSES`."""
         return {way: getattr(self, kind.verb) for way, kind in PASSES.items()}
 
 
@@ -170,24 +170,24 @@ class StepSpec:
 
     @cached_property
     def activations(self) -> tuple[Where, ...]:
-        """The place where activations of each segment wait for backward; those of the last stay on the device."""
+        """For each segment, where its activations wait for backward; the last segment's stay on the device."""
         shares, count = self.settings.activations_on.split(","), self.num_segments
         moving = range(self.layout.first_trainable, count - 1)
         return tuple(in_equal_shares(shares, s, count) if s in moving else "device" for s in range(count))  # pyright: ignore
 
     @property
     def barrier(self) -> bool:
-        """Whether no parameter is updated before the norm of the whole gradient is known."""
+        """Whether no parameter is updated before the norm of the step's whole gradient is known."""
         return self.settings.waits_for_norm
 
     @cached_property
     def recompute(self) -> tuple[bool, ...]:
-        """Whether backward of each segment recomputes its forward."""
+        """For each segment, whether its backward recomputes its forward."""
         return tuple(mode == "all" for mode in self.settings.recompute_modes(self.num_segments))
 
     def loaded_before(self, m: int) -> Sequence[int]:
-        """The micro-batches that come to the first device just before the first pass of `m`: all of its group, or,
-        where other devices send to that one, too, the next one."""
+        """The micro-batches that are copied to the first device just before the first pass of micro-batch `m`: all
+        of its group, or, with several devices, the one after `m`."""
         total, size = self.settings.micro_batches, self.settings.group_size
         if self.devices:
             return range(m + (m > 0), min(m + 2, total))
@@ -195,7 +195,7 @@ class StepSpec:
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """The passes of all micro-batches through the segments, in serial order."""
+        """The passes of all micro-batches through the segments, on all devices, in serial order."""
         work = [{way: cost.flops or PASSES[way].work for way, cost in x.passes.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
         tied = [*self._tied.values()]
@@ -203,7 +203,7 @@ class StepSpec:
 
     @cached_property
     def listed(self) -> list[list[Pass]]:
-        """The passes of each device in its order."""
+        """The passes of each device, in the device's order."""
         order, settings = self.order or InGroups(self.settings.group_size), self.settings
         given = settings.stages, settings.micro_batches, self._trained, self.num_segments, self.repeated
         return passes_listed(order, *given)
@@ -214,55 +214,55 @@ class StepSpec:
 
     @cached_property
     def _tied(self) -> dict[int, set[int]]:
-        """The segments whose gradients of a bucket's weights are added up, of buckets with more than one."""
+        """For each tied bucket, the segments whose gradients are added up to the bucket's gradient."""
         buckets = (x for x in self.layout.buckets if len(x.deliveries) > 1)
         return {x.index: {*chain(*x.deliveries)} for x in buckets}
 
     @property
     def repeated(self) -> list[int]:
-        """The segments whose forward may be recomputed ahead of backward; compiled they would have other bits."""
+        """Segments whose forward may be recomputed ahead of backward; compiled, it would give other bits."""
         whole = self.settings.tiles == 1 and not self.settings.compile_segments
         return [s for s, repeats in enumerate(self.recompute) if repeats and whole]
 
     @cached_property
     def parts(self) -> Parts:
-        """The parts that a backward is made in: (W, s) where that of segment `s` is split for some micro-batch, and
-        (R, s) where what it recomputes is made ahead of it."""
+        """Pairs (W, s) if backward of segment `s` is split for some micro-batch, and (R, s) if the recomputation of
+        segment `s` is a pass of its own."""
         return frozenset((way, s) for way, _, s in self.devices if way in (W, R))
 
     @cached_property
     def devices(self) -> dict[tuple[str, int, int], int]:
-        """The number of the device, or with pp of the stage, that makes each pass (B stands for I), where there are
-        several; of one, which may make millions, none."""
+        """With several devices, the number of the device, or with pp of the stage, that makes each pass (B stands
+        for I); empty for one device, whose passes may be millions."""
         lists = self.listed if self.settings.stages > 1 else ()
         return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
 
     def device_of(self, way: str, m: int, s: int) -> int:
-        """The number of the device that makes a pass (B stands for I)."""
+        """The number of the device that makes pass `way` of micro-batch `m`, segment `s` (B stands for I)."""
         return self.devices.get((way, m, s), 0)
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
-        """The segments of which a device makes passes these ways, in ascending order."""
+        """Ascending segments through which `device` makes passes of the kinds `ways`."""
         if not self.devices:
             return [*range(self.num_segments)]
         return sorted(set[int]().union(*(self._made_on.get((device, way), ()) for way in ways)))
 
     @cached_property
     def _made_on(self) -> dict[tuple[int, str], set[int]]:
-        """The segments whose passes each device makes, each way."""
+        """For each device and kind of pass, the segments through which the device makes such passes."""
         made: dict[tuple[int, str], set[int]] = {}
         for (way, _, s), d in self.devices.items():
             made.setdefault((d, way), set()).add(s)
         return made
 
     def hops(self, way: str) -> list[int]:
-        """The segments whose input, or its gradient, goes from a device to another."""
+        """Segments whose input (`way` F), or its gradient (B), goes from one device to another."""
         of = self.devices
         return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
 
     @cached_property
     def _homes(self) -> dict[int, set[int]]:
-        """The devices on which passes use each bucket."""
+        """For each bucket, the devices on which passes use its parameters."""
         homes: dict[int, set[int]] = {}
         for (_, _, s), d in self.devices.items():
             for b in self.layout.weights_of(s):
@@ -271,16 +271,16 @@ class StepSpec:
 
     @property
     def several_ranks(self) -> bool:
-        """Whether ranks train together: those of a stage, or of several."""
+        """Whether several ranks train together, by data or as stages of a pipeline."""
         return self.world > 1 or self.over_ranks
 
     @property
     def over_ranks(self) -> bool:
-        """Whether each device is that of another rank."""
+        """Whether each device belongs to another rank, as with pp."""
         return self.settings.pp > 1
 
     def _check_places(self) -> None:
-        """Raise PlanError for an order of devices that does not fit where things are, or other settings."""
+        """Raise PlanError if the order of several devices does not fit the places of data, or other settings."""
         if any(way == W for way, _ in self.parts) and (
             self.settings.tiles != 1 or self.settings.compile_segments
         ):
@@ -326,7 +326,7 @@ class StepSpec:
             self._check_sum(b)
 
     def _check_sum(self, b: int) -> None:
-        """Raise PlanError where stage 1 would add gradients of a tied weight in another order than one device."""
+        """Raise PlanError if stage 1 would add a tied weight's gradients in another order than one device."""
         own = [x for x in self.passes if x.ended and x.way in (B, W) and x.s in self._tied[b]]
         for x, y in pairwise(own):
             if (x.m, -x.s) > (y.m, -y.s):
@@ -340,31 +340,31 @@ class StepSpec:
 
     @property
     def num_segments(self) -> int:
-        """The number of segments."""
+        """The number of segments of the model."""
         return len(self.costs)
 
     def is_last(self, s: int) -> bool:
-        """Whether a segment is the last, which makes the loss."""
+        """Whether segment `s` is the last one, which makes the loss."""
         return s == len(self.costs) - 1
 
     @cached_property
     def stateful(self) -> tuple[int, ...]:
-        """The segments whose forward changes buffers of their modules."""
+        """The segments whose forward changes module buffers, such as running statistics."""
         return tuple(s for s, nbytes in enumerate(self.buffer_bytes) if nbytes)
 
     @cached_property
     def slot_numel(self) -> int:
-        """Elements of the largest bucket."""
+        """The number of elements of the largest trainable bucket."""
         return max(b.numel for b in self.layout.buckets)
 
     @cached_property
     def offloaded(self) -> tuple[int, ...]:
-        """The ascending indices of the buckets whose state is not on the device."""
+        """Ascending indices of the buckets whose optimizer state is not on the device."""
         return tuple(b.index for b in self.layout.buckets if b.index not in self.resident)
 
     @property
     def swaps(self) -> bool:
-        """Whether the state, or frozen parameters, have a place on the disk."""
+        """Whether optimizer state or frozen parameters of the model are kept on the disk."""
         return bool(self.first_on_disk)
 
     @property
@@ -374,25 +374,25 @@ class StepSpec:
 
     @property
     def swapped(self) -> dict[int, Extent]:
-        """The extents of this rank in its swap space, by bucket."""
+        """The extents of this rank in its swap space, by bucket index."""
         buckets = (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))
         return {b: self.extents[b] for b in buckets if self.places[b].owned}
 
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
-        """The extent of this rank's state of each bucket on the disk, with its parameters if they live nowhere
-        else; of a frozen bucket that of its parameters."""
+        """For each bucket, the extent of this rank's state on the disk, with the parameters if the disk alone has
+        them; of a frozen bucket, the extent of its parameters."""
         return tuple(_extent(x, master=x.index in self.frozen_masters) for x in self.places)
 
     @cached_property
     def first_on_disk(self) -> frozenset[int]:
-        """The first bucket, if any, of which a step reads the disk; over pipeline ranks, that of each stage."""
+        """The first bucket that a step reads from the disk, if any; with pp, the first of each stage."""
         there = [x for x in self.places if "disk" in (x.state, x.params)]
         return frozenset({x.home if self.over_ranks else 0: x.index for x in reversed(there)}.values())
 
     @cached_property
     def swap_records(self) -> int:
-        """Bytes of a swap space in one folder beside its extents, at most: its header and two records."""
+        """Upper bound in bytes of the header and the two records of a swap space in one folder."""
         spans = (*self.layout.spans, *self.layout.frozen)
         header = BLOCK + sum(6 * len(x.name) + 24 * len(x.shape) + 64 for x in spans)
         header += sum(160 + 64 * len(extent.parts) for extent in self.extents)
@@ -401,29 +401,29 @@ class StepSpec:
 
     @property
     def deferred(self) -> bool:
-        """Whether updates are deferred to the next step, so that a State has the gradient of the step before."""
+        """Whether updates are deferred to the next step, so that a State has the previous step's gradient."""
         return self.settings.defer and self.barrier
 
     @cached_property
     def matrix_buckets(self) -> tuple[int, ...]:
-        """The ascending indices of the buckets of whole matrices."""
+        """Ascending indices of the buckets whose updates need whole matrices."""
         return tuple(x.index for x in self.places if x.matrices)
 
     @property
     def updates_ahead(self) -> int:
-        """The number of updates in parts that may have begun before the first of them ends."""
+        """The number of matrix buckets whose updates may have begun before the first update ends."""
         return min(self.settings.host_slots, self.state_room)
 
     @property
     def state_room(self) -> int:
-        """The number of buckets whose state has room where it is updated, of those that live elsewhere."""
+        """The number of buckets whose state, kept elsewhere, has slots where updates are made."""
         rooms = [self.settings.state_slots] if self.paged else []
         rooms += [self.settings.update_slots] if any(x.staged for x in self.places) else []
         return min(rooms, default=self.settings.state_slots)
 
     @cached_property
     def grad_bytes(self) -> tuple[int, ...]:
-        """Bytes of the gradients of each segment as separate tensors."""
+        """For each segment, bytes of its gradients on the device as separate tensors."""
         layout = self.layout
 
         def of(s: int, names: frozenset[str]) -> int:
@@ -436,7 +436,7 @@ class StepSpec:
 
     @cached_property
     def _one_sum_at_a_time(self) -> bool:
-        """Whether no device of several adds to two sums of a bucket, nor two devices to one."""
+        """Whether no device adds to two gradient sums of a bucket, and no two devices to one."""
         pulled: dict[int, set[int]] = {}
         for (way, _, s), d in self.devices.items():
             if way == B:
@@ -447,7 +447,7 @@ class StepSpec:
         return not pulled or all(len({min(pulled[s]) for s in own}) == len(own) for own in of)
 
     def open_sums(self, device: int) -> int:
-        """The most segments of which a device has passed some micro-batches back and not all, at any time."""
+        """The most segments at any time through which `device` has passed some micro-batches back, not all."""
         most, counts = 0, Counter[int]()
         for x in self.passes if self.devices else ():
             if x.way in (B, W) and x.device == device and x.ended:
@@ -459,7 +459,7 @@ class StepSpec:
 
 
 def _extent(place: BucketPlaces, *, master: bool) -> Extent:
-    """The extent of a rank's slice of a bucket; of a frozen one with its fp32 `master` weights."""
+    """The disk extent of a rank's slice of a bucket; of a frozen bucket with its fp32 weights if `master`."""
     numel, params = place.shard_numel, place.shard_numel * place.element_bytes
     if not place.trainable:
         here = place.params == "disk"
