@@ -191,7 +191,7 @@ def share_on_host(spec: StepSpec) -> float:
 
 
 def log_offload(program: Program) -> Program:
-    """Log how much optimizer state is on the host, unless all is; settings without effect; returns `program`."""
+    """Log the share of the state on the host, unless it is 1, and settings without effect. Returns `program`."""
     spec, requested = program.spec, program.settings.offload_ratio
     if spec.resident or requested != 1:
         log.info(

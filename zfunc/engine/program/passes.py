@@ -24,8 +24,8 @@ def segment_calls(
     *,
     parts: Parts,
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with their forward and backward, whose `parts` may be apart. Equal segments share passes, which
-    are traced or compiled once; with `joints`, segments that recompute differently share traced joint graphs."""
+    """The segments with their passes; `parts`, as (pass, segment), run apart from backward. Equal segments share
+    passes, traced and compiled once; with `joints`, segments recomputed differently share traced joint graphs."""
     settings, layout, last = spec.settings, spec.layout, len(segments) - 1
     compiled = settings.compile_segments
     modes = settings.recompute_modes(len(segments))

@@ -3,7 +3,7 @@
     metrics                 `Metrics`: what a step reports
     outputs                 what the last segment returns: its loss, and auxiliary outputs
     stage_context           the arguments of a stage function
-    messages                what a pipeline stage sends to another, as bytes
+    messages                messages between pipeline stages, as bytes
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
     update_stages           stages that update parameters
     move_stages             stages that copy from one tier to another, and commit

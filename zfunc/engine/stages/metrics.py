@@ -12,7 +12,7 @@ class Metrics:
     """The report of one step.
 
     `loss` is the mean loss, and `aux` has the means of the last segment's auxiliary outputs by name. `grad_norm` is
-    the gradient's norm before clipping, unscaled; `norms`, with that setting, each parameter's by full name.
+    the gradient's norm before clipping, unscaled; with the setting `norms`, `norms` has each parameter's by name.
     `step` is the number of the step, from 1; `skipped` is set by an overflow at this `loss_scale`. `host_seconds`
     is the part of `seconds` in host operations. `sent_bytes` went to other ranks (see `zfunc.runtime.collectives`).
     `timeline` and its `plan` are there with `trace=True`, and `saved`, the checkpoint's path or the reason of its

@@ -154,7 +154,7 @@ def state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a bucket's state to a device's slot for its update, or back with new parameters unless a step skips."""
+    """Copy a bucket's state to a device's slot for an update, or back with new parameters; no copy if skipped."""
     if op.touches("decision") and mem[op.read("decision")].skip:
         return
     (slot,) = (r for r in op.regions if r.buffer == "update_slot")

@@ -324,7 +324,7 @@ def _input(op: Op) -> Region:
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
-    """The cotangents of a segment's outputs, from the segment above; for the loss, its scale / micro-batches."""
+    """Cotangents of a segment's outputs, from the segment above; of the loss, scale / (micro-batches * ranks)."""
     if op.touches("targets"):
         seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.devices[op.device])]

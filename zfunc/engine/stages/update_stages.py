@@ -24,7 +24,7 @@ from zfunc.runtime.accelerator import on_accelerator
 
 
 def update(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update this rank's slice of a bucket on the host, and write the new parameters for the device to a slot."""
+    """Update this rank's slice of a bucket on the host: optimizer state, and new parameters for the device."""
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return

@@ -1,6 +1,6 @@
 """The State: its memory, who may use it, and its weights.
 
-    memory                  the memory of regions: tensors, what slots have in turn, what is on the disk
+    memory                  the memory of regions: tensors, slots, state on the disk, spill files
     state                   `State`, its buffers, and who may use them
     weights                 fp32 weights: into a State and out of it
     restore                 reads a checkpoint into a State, on any number of ranks

@@ -106,7 +106,7 @@ class ActivationSlot:
         self.tree = tree_map_only(Tensor, here, other.tree)
 
     def put(self, tree: Any) -> None:
-        """Copy the tensors of `tree` into this slot, on an accelerator without waiting; shared memory stays so."""
+        """Copy the tensors of `tree` to this slot, without waiting for a device; shared memory stays shared."""
         leaves, structure = tree_flatten(tree)
         on_host = self.flat.device.type == "cpu"
         if on_host and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):

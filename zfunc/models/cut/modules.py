@@ -100,7 +100,7 @@ class NotCutError(Exception):
 class ModuleTrace:
     """The pieces of a module for one set of shapes, by `key`; `given` are the numbers of the input leaves used.
 
-    `first_alike[s]` is the first piece with the text of piece `s`. `apart`: segments alike in the first one differ.
+    `first_alike[s]`: the first piece with the text of piece `s`. `apart`: segments alike in the first trace differ.
     """
 
     key: int
