@@ -62,7 +62,7 @@ Placed = tuple[Event, str, bool]  # an operation of a lane: when it runs, its ve
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Pause the garbage collector, which looks at every value of a plan again and again, and finds no cycle."""
+    """Pause Python's garbage collector, which scans a plan's values again and again, and finds no cycle."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,38 +74,38 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @frozen(eq=False, slots=False)
 class Repetition:
-    """A step of many micro-batches as the `small` one and, `more` times, what the `large` one, of two groups of
-    micro-batches more, adds to it."""
+    """A step of many micro-batches: the step `small` of few, plus `more` times what the step `large`, of two groups
+    more, adds to `small`."""
 
     small: "PlannedStep"
     large: "PlannedStep"
     more: int
 
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """The sum that `measure` takes over the operations."""
+        """Sums for the step of many micro-batches, by key, of what `measure` sums over a step's operations."""
         few, many = measure(self.small), measure(self.large)
         added = {key: many.get(key, 0) - few.get(key, 0) for key in {**few, **many}}
         return {key: few.get(key, 0) + self.more * nbytes for key, nbytes in added.items()}
 
     @cached_property
     def grown(self) -> float:
-        """The seconds that two more groups add."""
+        """Simulated seconds that two more groups of micro-batches add to the step."""
         return self.large.seconds - self.small.seconds
 
     def settled(self) -> bool:
-        """Whether two groups more are the last ones once more, and add as many seconds as to a step of many."""
+        """Whether two more groups repeat the last two, and add as many seconds as to a step of many groups."""
         repeats = all(map(self._repeats, self.large.timeline.lanes))
         return repeats and abs((longest := self._longest()) - self.grown) <= 2 * CLOSE * longest
 
     @cached_property
     def _grows(self) -> set[str]:
-        """The verbs of which two groups add operations."""
+        """The verbs of which two more groups of micro-batches add operations."""
         large, small = (Counter(op.verb for op in step.graph) for step in (self.large, self.small))
         return {*(large - small)}
 
     def _repeats(self, lane: str) -> bool:
-        """Whether a lane repeats. Operations that follow no other may run ahead, if those behind them on the lane
-        would not wait for all of them either."""
+        """Whether lane `lane` repeats. Operations without predecessors may run ahead, if operations behind them on
+        the lane would not wait for all of them either."""
         few, many = ([*step.on(lane)] for step in (self.small, self.large))
         if self._even(few, many):
             return True
@@ -116,9 +116,9 @@ class Repetition:
         return enough and self._even(*([x for x in of if x[2]] for of in (few, many)))
 
     def _even(self, few: list[Placed], many: list[Placed]) -> bool:
-        """Whether operations of a lane of the large step are those of the small one with more of them in one place,
-        and those of the last group but one, which the end of the step does not change, start as long after their
-        like of two groups before as two groups add."""
+        """Whether a lane's operations in the large step are those of the small one with more of them in one place,
+        and those of the last group but one start as long after their like of two groups before as two groups add:
+        the end of the step does not change that group."""
         if _alike(few, many) + _alike(few[::-1], many[::-1]) < len(few):
             return False
         starts = [(verb, e.start) for e, verb, _ in many if verb in self._grows]
@@ -131,7 +131,7 @@ class Repetition:
         )
 
     def _longest(self) -> float:
-        """The seconds that two groups add to a step of many: only what grows, and follows others, takes time."""
+        """Seconds two groups add to a step of many: only operations that repeat and have predecessors count."""
         grows = self._grows
 
         def seconds(step: "PlannedStep") -> float:
@@ -144,14 +144,14 @@ class Repetition:
 
 
 def _alike(few: Sequence[Placed], many: Sequence[Placed]) -> int:
-    """How many operations have the verbs of the others before the first that differs."""
+    """The number of leading operations of `few` and `many` that have the same verbs."""
     differ = (n for n, ((_, x, _), (_, y, _)) in enumerate(zip(few, many, strict=False)) if x != y)
     return next(differ, min(len(few), len(many)))
 
 
 @frozen(eq=False, slots=False)
 class PlannedStep:
-    """The step of a spec on `hardware`. What is asked of it is found out then.
+    """The step of a spec on `hardware`; graph, plan, seconds and memory are computed when first read.
 
     Raises PlanError for a schedule whose plan is wrong, when asked.
     """
@@ -164,24 +164,24 @@ class PlannedStep:
 
     @property
     def settings(self) -> StepSettings:
-        """The settings of the spec."""
+        """The settings of the step's spec."""
         return self.spec.settings
 
     # --- by arithmetic alone -----------------------------------------------------------------------------
 
     @cached_property
     def graph(self) -> Graph:
-        """The operations."""
+        """The graph of the step's operations."""
         return operations_of(self.spec)
 
     @cached_property
     def kept(self) -> dict[Tier, int]:
-        """The bytes of the kept regions by tier, whatever the schedule."""
+        """Bytes of the step's kept regions by tier, the same for every schedule."""
         return self._sum(persistent_bytes)
 
     @cached_property
     def floor(self) -> "tuple[dict[Tier, int], WorkOf]":
-        """Bytes that are kept and work, without the operations: no more than `kept` and `work_of` have."""
+        """Lower bounds of `kept` (bytes by tier) and `work_of` (seconds), found without making operations."""
         spec, at, seconds = self.spec, Regions(self.spec), self.hardware.seconds
         kept: dict[Region, None] = dict.fromkeys(at.state())
         for x in (x for x in spec.places if x.waits):
@@ -213,7 +213,7 @@ class PlannedStep:
 
     @cached_property
     def work_of(self) -> "WorkOf":
-        """The seconds of all operations of each kind, on each device."""
+        """Seconds of all operations of the step, summed by kind and device."""
 
         def of(graph: Graph) -> dict[tuple[Kind, int], float]:
             seconds = {(kind, 0): 0.0 for kind in KINDS}
@@ -225,11 +225,11 @@ class PlannedStep:
 
     @cached_property
     def work(self) -> dict[Kind, float]:
-        """The seconds of all operations of each kind, on the one of several devices that has most."""
+        """Seconds of all operations of each kind on the device that has most of that kind."""
         return by_kind(self.work_of)
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """The sum that `measure` takes over the operations of all micro-batches."""
+        """Sums, by key, that `measure` takes over the graph of all micro-batches."""
         for few in self._few:
             return few.total(lambda step: measure(step.graph))
         return measure(self.graph)
@@ -238,12 +238,12 @@ class PlannedStep:
 
     @property
     def seconds(self) -> float:
-        """Simulated time of the step."""
+        """Simulated duration of the step in seconds."""
         return self._figures[0]
 
     @property
     def peaks(self) -> dict[Tier, Peak]:
-        """The peak of every tier."""
+        """Peak memory of the step on each tier."""
         return self._figures[1]
 
     @cached_property
@@ -258,45 +258,45 @@ class PlannedStep:
 
     @property
     def memory(self) -> dict[Tier, int]:
-        """Bytes needed on each tier."""
+        """Peak memory of the step on each tier, in bytes."""
         return bytes_by_tier(self.peaks)
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:
-        """The bytes that do not fit, by tier; of `init` where a step fits."""
+        """Bytes that the step needs beyond each tier's memory; if the step fits, bytes that `init` lacks."""
         return self.hardware.lacking(self.memory) or self.hardware.lacking(
             bytes_by_tier(initial_memory(self.spec))
         )
 
     @property
     def fits(self) -> bool:
-        """Whether it fits on every tier whose size is known."""
+        """Whether step and `init` fit on every tier whose size is known."""
         return not self.lacking
 
     @cached_property
     def held(self) -> dict[Tier, dict[str, int]]:
-        """Bytes of each tier's peak by buffer, the largest first."""
+        """Bytes of each tier's peak memory by buffer, the largest first."""
         if (few := self.repetition) is not None:
             parts = {x: few.total(lambda step, tier=x: step.held[tier]) for x in self.peaks}
             return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
         return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
 
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """The sum that `measure` takes over the operations, or over their seconds."""
+        """Sums, by key, that `measure` takes over the operations of the step, or over their seconds."""
         return measure(self) if self.repetition is None else self.repetition.total(measure)
 
     @property
     def plan(self) -> Plan:
-        """The plan, of all micro-batches."""
+        """The plan of the step, with all its micro-batches."""
         return self._full[0]
 
     @property
     def timeline(self) -> Timeline:
-        """When each operation would run."""
+        """The simulated timeline of the step, with all its micro-batches."""
         return self._full[1]
 
     def on(self, lane: str) -> Iterator[Placed]:
-        """The operations of a lane."""
+        """The events of a lane, each with its operation's verb and whether that has predecessors."""
         for e in self.timeline.on(lane):
             i = self.graph.position[e.op]
             yield e, self.graph.ops[i].verb, bool(self.graph.predecessors[i])
@@ -308,7 +308,7 @@ class PlannedStep:
 
     @cached_property
     def seconds_without_compute(self) -> float:
-        """Simulated time of the plan if devices computed in no time."""
+        """Simulated seconds of the step if devices computed in no time."""
         if (few := self.repetition) is not None:
             small, large = (step.seconds_without_compute for step in (few.small, few.large))
             return small + few.more * (large - small)
@@ -317,13 +317,13 @@ class PlannedStep:
         return simulate(self.plan, self.hardware, [*free]).seconds
 
     def without_operations(self) -> "PlannedStep":
-        """The step, simulated, whose operations are made again if asked for: those of many are too many to keep."""
+        """Simulate the step, then drop its operations, which are many and can be made again; returns it."""
         _ = self._figures, self.work
         self.forget_operations()
         return self
 
     def forget_operations(self) -> None:
-        """Drop the operations, and with them what repeats."""
+        """Drop the step's graph, plan and timeline; they are made again when read."""
         for name in ("graph", "_few", "_full", "_from_few"):
             self.__dict__.pop(name, None)
 
@@ -331,17 +331,17 @@ class PlannedStep:
 
     @property
     def repetition(self) -> Repetition | None:
-        """The few micro-batches that the step repeats, if it has settled after them."""
+        """The steps of few micro-batches that this step repeats; None if it has not settled."""
         return self._from_few[0]
 
     @property
     def unsettled_seconds(self) -> float:
-        """The least that a step takes that does not settle, if it goes on as a few micro-batches do; else 0."""
+        """Lower bound in seconds of a step that has not settled, from few micro-batches; else 0."""
         return self._from_few[1] if self.repetition is None else 0.0
 
     @cached_property
     def _from_few(self) -> tuple[Repetition | None, float]:
-        """The repetition and the seconds of the step; None and the least of them where it does not settle."""
+        """Repetition and seconds of the step; if it has not settled, None and the least seconds."""
         least: list[float] = []
         for few in self._few:
             least.append(few.small.seconds + few.more * few.grown)
@@ -354,7 +354,7 @@ class PlannedStep:
 
     @cached_property
     def _few(self) -> list[Repetition]:
-        """Steps of a few micro-batches, and of two groups more, with the pairs of groups that are left."""
+        """Candidates of Repetition for the step: a few micro-batches, and two groups more."""
         settings = self.settings
         # Of a pipeline as many as there are devices: by then all are busy, and each has what waits for backward.
         total, group = (
@@ -373,18 +373,18 @@ class PlannedStep:
 
 
 def step_of(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> PlannedStep:
-    """The step of `spec` with these settings, in their buckets. Its costs stay those of their micro-batches."""
+    """The planned step of `spec` with other settings, laid out anew; costs stay those of the old micro-batches."""
     laid_out = in_buckets(lay_out(spec.layout.parameters, settings, spec.world), settings)
     return PlannedStep(evolve(spec, **laid_out), hardware)
 
 
 def by_kind(work: WorkOf) -> dict[Kind, float]:
-    """The most seconds of each kind on a device."""
+    """Seconds of each kind of operation on the device that has most of that kind."""
     return {kind: max([0.0, *(x for (k, _), x in work.items() if k == kind)]) for kind in KINDS}
 
 
 def least_seconds(work: WorkOf, hardware: Hardware) -> float:
-    """What no schedule can be faster than: the work of a kind on a device, or of all that share a resource.
+    """Lower bound in seconds for any schedule: the work of a kind on a device, or of all that share a resource.
 
     >>> from zfunc.core.hardware import ROUND
     >>> least_seconds({("read", 0): 2.0, ("write", 0): 3.0, ("compute", 0): 4.0}, ROUND)
@@ -399,17 +399,17 @@ def least_seconds(work: WorkOf, hardware: Hardware) -> float:
 
 
 def operations_of(spec: StepSpec) -> Graph:
-    """The operations of the step of a spec with its settings in it."""
+    """The graph of the step of `spec`, with the spec's own settings."""
     return Graph(recipe_of(spec)(spec))
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:
-    """The gains and costs of `new` against `old`: "3 % faster, 0.4 GiB more pinned"."""
+    """Text of the gains and costs of `new` against `old`: "3 % faster, 0.4 GiB more pinned"."""
     return ", ".join([_speed_change(new.seconds, old.seconds), *_memory_changes(new.memory, old.memory)])
 
 
 def shortage_text(lacking: dict[Tier, int]) -> str:
-    """The missing bytes by tier, in words.
+    """Text of the bytes that are lacking, by tier.
 
     >>> shortage_text({"device": 5 << 29})
     '2.5 GiB of device memory short'
@@ -418,7 +418,7 @@ def shortage_text(lacking: dict[Tier, int]) -> str:
 
 
 def _speed_change(new: float, old: float) -> str:
-    """Up to twice or half as long in percent, beyond that in times.
+    """Text of a change in seconds: in percent up to twice or half as long, beyond that in times.
 
     >>> _speed_change(1.01, 1.0), _speed_change(0.996, 1.0), _speed_change(5.32, 1.0), _speed_change(0.3, 1.0)
     ('1 % slower', '0.4 % faster', '5.3 times as long', '3.3 times as fast')
@@ -433,7 +433,7 @@ def _speed_change(new: float, old: float) -> str:
 
 
 def _memory_changes(new: dict[Tier, int], old: dict[Tier, int]) -> Iterator[str]:
-    """The tiers that need at least 1 % and 1 MiB more or less."""
+    """Texts on the tiers of which the new step needs at least 1 % and 1 MiB more or less."""
     for tier, nbytes in new.items():
         change = nbytes - old[tier]
         if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1 << 20:

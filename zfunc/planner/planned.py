@@ -36,8 +36,8 @@ WIDTH = 118  # columns of a sentence
 
 @frozen
 class DiskTraffic:
-    """The traffic of one rank's step with its share of the drives. Bytes are by direction, "read" and
-    "write"; those of a second, too.
+    """The traffic of one rank's step with its share of the drives. Bytes, and bytes a second, are by direction,
+    "read" and "write".
 
     - `step_bytes`, `commit_bytes`: of the planned step, which commits if all do, and of one that commits, which
       also writes what memory has of the state.
@@ -56,14 +56,14 @@ class DiskTraffic:
 
     @property
     def busy(self) -> float:
-        """Seconds of the drives in one of the busiest other kind of work."""
+        """Seconds in which the drives work for each second of the busiest other kind of work."""
         return sum(self.needed[kind] / self.available[kind] for kind in DRIVES)
 
 
 @frozen
 class ReleaseCost:
-    """Bytes of one rank that `zfunc.release` copies off the device and that come back, and the seconds at the rates
-    of the bus, and of the drives where these have the masters."""
+    """Bytes that `zfunc.release` copies off a rank's device, bytes that come back, and seconds of both at the rates
+    of the bus, and of the drives if these have the masters."""
 
     bytes_out: int
     bytes_back: int
@@ -73,7 +73,7 @@ class ReleaseCost:
 
 @frozen(eq=False, repr=False)
 class Planned:
-    """A step that was planned. As `str` it is one screen of text: what fits, how fast, why, and what would help.
+    """A step that was planned. Its `str` is one screen of text: what fits, how fast, why, and what would help.
 
     `step` has the simulated plan and the settings, what was chosen among them. `tokens` are those of one rank's
     batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes that
@@ -95,7 +95,7 @@ class Planned:
         return report(self)
 
     def html(self) -> str:
-        """The plan as one HTML page, with the picture of the step."""
+        """The plan as text on one HTML page, with the picture of the step."""
         return report_html(self)
 
     def __repr__(self) -> str:
@@ -105,22 +105,22 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether a step and `init` fit on every tier of the hardware."""
+        """Whether the step and `init` fit on every tier of the hardware whose size is known."""
         return not self.lacking
 
     @property
     def lacking(self) -> dict[Tier, int]:
-        """The bytes that do not fit, by tier; of `init` where a step fits."""
+        """Bytes that the step needs beyond each tier's memory; if the step fits, bytes that `init` lacks."""
         return self.step.lacking
 
     @property
     def step_seconds(self) -> float:
-        """Simulated time of a step."""
+        """Simulated duration of the step in seconds."""
         return self.step.seconds
 
     @property
     def devices(self) -> int:
-        """The devices of a rank."""
+        """The number of devices of a rank."""
         return self.step.settings.devices
 
     @property
@@ -137,7 +137,7 @@ class Planned:
 
     @property
     def tokens_per_second(self) -> float:
-        """All ranks together."""
+        """Tokens that all ranks together train on in a second."""
         return self.tokens * self.world / self.step.seconds if self.step.seconds else 0.0
 
     @property
@@ -164,14 +164,14 @@ class Planned:
 
     @property
     def bubble(self) -> float:
-        """The share of the time of all devices in which they do not compute, 0 to 1."""
+        """Share (0 to 1) of the time of all devices in which they do not compute."""
         busy = self.step.total(_compute_seconds)
         whole = self.devices * self.step_seconds
         return 1 - sum(busy.values()) / whole if whole else 0.0
 
     @cached_property
     def disk(self) -> DiskTraffic | None:
-        """The step's traffic with the drives; None for none."""
+        """The step's traffic with the drives; None if the step uses no drive."""
         step, every = self.step, self.step.settings.commit_every
         if not step.spec.uses_disk:
             return None
@@ -204,7 +204,7 @@ class Planned:
 
     @property
     def lanes(self) -> dict[str, float]:
-        """The share of the step in which each lane is busy, 0 to 1."""
+        """Share (0 to 1) of the step in which each lane is busy."""
         busy, whole = self.step.total(lambda step: step.timeline.busy_seconds), self.step_seconds
         return {lane: seconds / whole if whole else 0.0 for lane, seconds in busy.items()}
 
@@ -216,22 +216,22 @@ class Planned:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """The changes that make the step fit, or faster."""
+        """The suggested changes that make the step fit, or faster, as text."""
         return tuple(map(str, self.suggestions))
 
     @property
     def held(self) -> dict[Tier, dict[str, int]]:
-        """Bytes of each tier's peak by buffer, the largest first."""
+        """Bytes of each tier's peak memory by buffer, the largest first."""
         return self.step.held
 
     @property
     def plan(self) -> Plan:
-        """The plan, to print or to draw."""
+        """The plan of the step, to print or to draw."""
         return self.step.plan
 
     @property
     def timeline(self) -> Timeline:
-        """When each operation would run."""
+        """The simulated timeline of the step: when each operation would run."""
         return self.step.timeline
 
     def _repr_html_(self) -> str:
@@ -259,10 +259,10 @@ def report(
     found: Sequence[str] = (),
     written: Callable[[Suggestion], str] = str,
 ) -> str:
-    """The plan as one screen of text.
+    """The plan `p` as one screen of text.
 
-    With `chosen_precision` it says of which the precision was chosen; `found` are more lines on what a search
-    found, and `written` is how a suggestion is.
+    With `chosen_precision` the text lists the precisions to choose from; `found` are more lines on what a search
+    found, and `written` turns a suggestion into text.
     """
     of = f" (chosen of {', '.join(p.profile.precisions)})" if p.profile and chosen_precision else ""
     parts = [
@@ -297,14 +297,14 @@ def report_html(p: Planned, text: str = "") -> str:
 
 
 def wrapped(sentence: str, indent: int = 2) -> list[str]:
-    """The lines of a sentence. No flag or value is cut in two."""
+    """`sentence` wrapped into lines of the report's width. No flag or value is cut in two."""
     return wrap(
         sentence, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
     )
 
 
 def _nodes(p: Planned) -> Iterator[str]:
-    """The nodes of several ranks, the devices that are used of each, and the link between ranks."""
+    """A line on the nodes of several ranks, the devices used of each node, and the link between ranks."""
     if p.profile is not None and p.world > 1:
         local = min(p.world, int(p.profile.value("count", "devices")) // p.devices)
         nodes = -(-p.world // local)
@@ -314,7 +314,7 @@ def _nodes(p: Planned) -> Iterator[str]:
 
 
 def _plan(p: Planned) -> Iterator[str]:
-    """The words for the settings, the unusual ones last."""
+    """Words of the report for the plan's settings, the unusual settings last."""
     settings, spec = p.step.settings, p.step.spec
     count = settings.micro_batches
     share = "state" if settings.disk_ratio == 1 else f"{settings.disk_ratio:.0%} of the state"
@@ -381,7 +381,7 @@ def _time(p: Planned) -> Iterator[str]:
 
 
 def _devices(p: Planned) -> Iterator[str]:
-    """The devices of a pipeline, how long each computes, and what it moves."""
+    """Lines on the devices of a pipeline: how long each computes, and the bytes it moves."""
     if p.devices == 1:
         return
     busy, moved, spec = p.step.total(_compute_seconds), p.bus_bytes, p.step.spec
@@ -398,7 +398,7 @@ def _devices(p: Planned) -> Iterator[str]:
 
 
 def _ranges(segments: Sequence[int]) -> str:
-    """Ascending numbers as ranges.
+    """Text of ascending numbers, consecutive ones as ranges.
 
     >>> _ranges([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7-8'
@@ -409,13 +409,13 @@ def _ranges(segments: Sequence[int]) -> str:
 
 
 def launch_seconds(step: PlannedStep) -> dict[str, float]:
-    """The seconds of the operations that the device works off while the host launches them."""
+    """Seconds, by "launch", of the operations for which the host's launches take as long as their work."""
     launch, on = step.hardware.launch, step.hardware
     return {"launch": sum(x for op in step.graph if 0 < (x := op.launches * launch) >= on.seconds(op))}
 
 
 def _compute_seconds(step: PlannedStep) -> dict[int, float]:
-    """The seconds in which each device computes."""
+    """Simulated seconds of the step in which each device computes, by device."""
     busy: dict[int, float] = {}
     for e in step.timeline.events:
         if e.kind == "compute":
@@ -425,7 +425,7 @@ def _compute_seconds(step: PlannedStep) -> dict[int, float]:
 
 
 def _disk(p: Planned) -> Iterator[str]:
-    """The step's traffic with the drives, if it has any."""
+    """Lines on the step's traffic with the drives, if there is any."""
     if (disk := p.disk) is None:
         return
     read, write = (

@@ -61,7 +61,7 @@ SPACE: Space = {name: values for name, values in VALUES.items() if name not in N
 
 
 def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | None:
-    """The settings with `changes`, and what cannot stay as it is beside them; None where they exclude each other.
+    """`settings` with `changes` and what these require beside them; None where settings exclude each other.
 
     Parameters that leave the devices of several ranks are in slices, stage 3; what is on the disk is beside the
     state there.
@@ -89,14 +89,14 @@ def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | 
 
 
 def differing(new: StepSettings, old: StepSettings) -> Changes:
-    """The values of `new` that differ from those of `old`."""
+    """The values of settings of `new` that differ from those of `old`, by name."""
     return {
         f.name: value for f in fields(StepSettings) if (value := getattr(new, f.name)) != getattr(old, f.name)
     }
 
 
 def beside(values: tuple[int, ...], value: int) -> list[int]:
-    """The next smaller and the next larger of `values`."""
+    """The largest of `values` below `value` and the smallest above it, as far as there are such."""
     return [*sorted(v for v in values if v < value)[-1:], *sorted(v for v in values if v > value)[:1]]
 
 
@@ -104,18 +104,18 @@ def beside(values: tuple[int, ...], value: int) -> list[int]:
 
 
 def may_gain(step: PlannedStep) -> bool:
-    """Whether a step may gain from anything in a nearer tier: its device waits, or its drives wear."""
+    """Whether a step may gain from data in a nearer tier: its device waits, or its drives wear."""
     return step.spec.uses_disk or step.work["compute"] < step.seconds * (1 - WORTH)
 
 
 def lacks_host(step: PlannedStep) -> bool:
-    """Whether a step does not fit the host, which may be the device."""
+    """Whether a step lacks memory of the host, which may be the device's memory, too."""
     return "host" in step.lacking or (step.hardware.unified and "device" in step.lacking)
 
 
 def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> list[str]:
-    """The places that may be better than the present one: the disk where the host is full, where it is in use, or
-    where memory was not enough in the first round.
+    """Values of the place setting `name` that may be better than the present one: the disk where the host is full,
+    where the disk is in use, or where memory was not enough in the first round.
 
     Where the device is the host, only the disk, and the way back from it.
     """
@@ -127,7 +127,7 @@ def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> li
 
 
 def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Parameters and activations on the device, on the host, or on the disk."""
+    """Changes that place parameters and activations on the device, on the host, or on the disk."""
     names = ("params_on", "activations_on")
     for places in product(*(_worth_trying(best, space, name, first) for name in names)):
         if places[1].count(",") < best.spec.num_segments and (
@@ -137,7 +137,7 @@ def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 
 def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """The state in memory, or on the disk with parameters that are streamed and gradients that wait."""
+    """Changes that place the state in memory, or on the disk with streamed parameters and waiting gradients."""
     now = best.settings
     waits = [x for x in space.get("grads_on", ()) if x != "host"] if best.spec.barrier else ()
     for state_on in _worth_trying(best, space, "state_on", first):
@@ -153,7 +153,8 @@ def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 
 def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Activations of a quarter of the segments in the next tier: further away where the step does not fit."""
+    """Changes that move activations of a quarter of the segments a tier nearer, or further if the step lacks
+    memory."""
     known = {place for places in space.get("activations_on", ()) for place in places.split(",")}
     if len(known) > 1 and (not best.fits or may_gain(best)):
         count = min(QUARTERS, best.spec.num_segments)
@@ -163,7 +164,7 @@ def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
 
 
 def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterator[str]:
-    """Places of activations with those of one of `count` shares in the next tier, and none nearer than a later one.
+    """Values of `activations_on` with one of `count` shares moved by one tier, no share nearer than a later share.
 
     >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
     ['disk,host,host,host', 'disk,disk,host,device']
@@ -183,9 +184,10 @@ def _in_fewest_shares(places: list[str]) -> str:
 
 
 def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """The values of `recompute`, with activations where they are now, and in the first round elsewhere too.
+    """Changes of `recompute`, with activations where they are now, and in the first round elsewhere too.
 
-    They change what devices compute: not tried where a step that fits would gain nothing if that took no time.
+    `recompute` changes what devices compute: not tried where a step that fits gains nothing if compute took no
+    time.
     """
     if best.fits and best.seconds_without_compute > best.seconds * (1 - WORTH):
         return
@@ -197,7 +199,7 @@ def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes
 
 
 def most_persistent(step: PlannedStep) -> int:
-    """The most elements of a parameter if those of no more stay on the device and fit it; 0 if all of them do."""
+    """The largest size, in elements, such that all parameters up to it fit the device; 0 if all parameters fit."""
     capacity, spec = step.hardware.memory.get("device"), step.spec
     if capacity is None:
         return 0
@@ -222,12 +224,12 @@ def _persistent(best: PlannedStep, space: Space, first: bool) -> Iterator[Change
 
 
 def share_of_state(settings: StepSettings) -> str:
-    """The setting for the share of the state that is further away."""
+    """The name of the setting for the share of the state that is in the tier further away."""
     return "disk_ratio" if settings.state_on == DISK else "offload_ratio"
 
 
 def _shares(name: str) -> Coordinate:
-    """Each share in the space, or those that fit; after the first round, the least."""
+    """A coordinate: each value of the ratio `name` in the space, or those that fit; after round one the least."""
 
     def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
         given = space.get(name, ())
@@ -240,7 +242,7 @@ def _shares(name: str) -> Coordinate:
 
 
 def giving_way(step: PlannedStep, space: Space) -> Iterator[StepSettings]:
-    """The settings of a step that does not fit, with as much more of the state further away as makes it fit."""
+    """Settings of a step that does not fit, with enough more of the state in the tier further away to fit."""
     name = share_of_state(step.settings)
     if may_give_way(step.settings, step.lacking, space):
         enough = shares_that_fit(step, name)[-2:][0]
@@ -249,13 +251,13 @@ def giving_way(step: PlannedStep, space: Space) -> Iterator[StepSettings]:
 
 
 def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: Space) -> bool:
-    """Whether only that tier is full whose part of the state may be smaller."""
+    """Whether the only full tier is one from which more of the state may be moved away."""
     name = share_of_state(settings)
     return lacking.keys() == {NEARER[name][0]} and AUTO in space.get(name, ()) and getattr(settings, name) < 1
 
 
 def shares_that_fit(best: PlannedStep, name: str) -> tuple[float, ...]:
-    """Values of the ratio `name` from 1 down to where the tier of the rest is full, and half way.
+    """Values of the ratio `name` from 1 down to where the nearer tier, which has the rest, is full; and half way.
 
     What is kept there grows linearly from a ratio of 1 to one of 0. The last value is the lowest by arithmetic: it
     may be too low by a bucket, by which the one before is higher. 1 alone where the rest is nowhere nearer.
@@ -298,7 +300,7 @@ def _buckets(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 
 def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
-    """The ends of buckets of that size: two sizes with equal ends are one choice."""
+    """The ends, in elements, of buckets of `bucket_size`: two sizes with equal ends are one choice."""
     settings = evolve(best.settings, bucket_size=bucket_size, offload_ratio=1.0)
     layout = lay_out(best.spec.layout.parameters, settings, best.spec.world)
     return tuple(b.stop for b in layout.buckets)
@@ -307,7 +309,7 @@ def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
 def _values(
     name: str, useful: Callable[[PlannedStep], bool] = lambda _: True, least: Any = None
 ) -> Coordinate:
-    """Each value in the space that is not below `least`; of slots, one fewer and one more."""
+    """A coordinate: each value of setting `name` in the space from `least` on; of slots one fewer and one more."""
 
     def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
         if useful(best):
@@ -319,8 +321,8 @@ def _values(
 
 
 def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """The sizes of groups of micro-batches: two values with equal groups are one choice. On several devices, whose
-    order says what follows what, only whether gradients of all are added up there."""
+    """Changes of `accumulate` to other sizes of groups of micro-batches. With several devices, whose order decides
+    the sequence, only to whether a group is all micro-batches."""
 
     def grouped(settings: StepSettings) -> int:
         return settings.group_size if settings.devices == 1 else settings.group_size // settings.micro_batches
@@ -337,7 +339,7 @@ def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
 
 
 def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Orders with stages cut by cost, and more or fewer micro-batches; then one segment on another device."""
+    """Changes to orders with stages cut by cost, and other numbers of micro-batches; later by one moved segment."""
     if best.settings.devices > 1 and "order" in space:
         # Where weights and activations are decides which orders there are.
         places = ({"params_on": "device"}, {"params_on": "host", "activations_on": "host"}) if first else ()
@@ -383,7 +385,7 @@ COORDINATES: tuple[Coordinate, ...] = (
 
 @frozen(eq=False)
 class SearchResult:
-    """The best step, why each setting differs from the start's, and all steps that were simulated."""
+    """The best step of a search, why each setting differs from the start's, and all steps that were simulated."""
 
     step: PlannedStep
     reasons: tuple[str, ...]
@@ -402,13 +404,13 @@ class Watch:
     stopped: bool = False
 
     def begins(self, tried: int, about: int, best: str) -> None:
-        """Tell that candidate number `tried` of about so many begins, and the best before it."""
+        """Call `tell` with a line: candidate `tried` of `about` so many begins, and the `best` so far."""
         self.tell(f"searching: {tried} of about {max(tried, about)} candidates; the best so far: {best}")
 
 
 @contextmanager
 def watched(watch: Watch | None) -> Generator[None]:
-    """A context that Ctrl-C ends, which sets `stopped` of the `watch`; without one Ctrl-C is raised."""
+    """A context in which Ctrl-C ends the block and sets `watch.stopped`; without a watch Ctrl-C is raised."""
     try:
         yield
     except KeyboardInterrupt:
@@ -423,10 +425,10 @@ def search(
     space: Space = SPACE,
     watch: Watch | None = None,
 ) -> SearchResult:
-    """The fastest step that fits its hardware's memory; if none does, the one that lacks least.
+    """The fastest step that fits its hardware's memory; if no step fits, the one that lacks the fewest bytes.
 
-    `planned` is the step of settings. Varies what `space` allows. Values of `start` stay where others gain nothing.
-    Takes seconds for 50 layers.
+    `planned` plans the step of settings; values of `space` are tried; those of `start` stay where others gain
+    nothing. Takes seconds for 50 layers.
     """
     first = planned(start).without_operations()
     walk = _Walk(planned, space, first, first, first.seconds, {first.settings: first}, watch)
@@ -440,8 +442,8 @@ def search(
 
 @define(eq=False)
 class _Walk:
-    """A search in progress: the best step so far, the time of the fastest that fits, and the steps that were seen,
-    None where arithmetic excluded one."""
+    """A search in progress: the best step so far, the seconds of the fastest that fits, and the steps seen by
+    settings, None for those that arithmetic excluded."""
 
     planned: Callable[[StepSettings], PlannedStep]
     space: Space
@@ -464,7 +466,7 @@ class _Walk:
                 return  # the first round looks at the disk only for what the host lacks
 
     def weigh(self, settings: StepSettings) -> None:
-        """Try `settings`, unless arithmetic says that it cannot win. The better one stays best.
+        """Try `settings`, unless arithmetic says that their step cannot win; the better step stays the best.
 
         What does not fit is tried again with less of the state where memory is short.
         """
@@ -474,7 +476,7 @@ class _Walk:
                 self._try(smaller)
 
     def _try(self, settings: StepSettings) -> PlannedStep | None:
-        """The step of `settings`, if it was simulated now: unless it was tried or arithmetic excludes it."""
+        """The step of `settings` if simulated now; None if it was tried before or arithmetic excludes it."""
         if settings in self.seen:
             return None
         self.seen[settings] = None
@@ -496,12 +498,12 @@ class _Walk:
         return self._simulated(step)
 
     def _enough(self, work: Mapping[Kind, float]) -> float:
-        """The time that a step with so much work may take and win."""
+        """Seconds that a step with this work may take and still beat the best one."""
         gains = not self.best.fits or _spares_drives(work, self.best.work)
         return math.inf if gains else self.best.seconds * (1 - WORTH)
 
     def _cannot_win(self, step: PlannedStep, kept: dict[Tier, int], work: WorkOf) -> bool:
-        """Whether a step that keeps at least these bytes and has at least this work cannot win."""
+        """Whether a step that keeps at least the bytes `kept` and has at least `work` cannot be the best."""
         lacking = step.hardware.lacking(kept)
         short = sum(lacking.values()) > sum(self.best.lacking.values())
         slow = least_seconds(work, step.hardware) > self._enough(by_kind(work))
@@ -525,15 +527,15 @@ class _Walk:
                 self.best = back
 
     def reasons(self) -> Iterator[str]:
-        """For each setting that differs from the start's, what the start's value would cost."""
+        """For each setting that differs from the start's, a text on what the start's value would cost."""
         for name, back in self._backs():
             change = f"{name} {_value(name, self.best)} instead of {_value(name, back)}"
             shortage = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and self.best.fits else ""
             yield f"{change}: {gains_and_costs(self.best, back)}{shortage}"
 
     def _backs(self) -> Iterator[tuple[str, PlannedStep]]:
-        """The best step with the start's value of each setting that differs, unless what else has changed since
-        excludes that; simulated even where it cannot win."""
+        """By setting that differs from the start's, the best step with the start's value, unless other changes
+        exclude that value; simulated even where it cannot win."""
         for name in differing(self.best.settings, self.first.settings):
             settings = moved(
                 self.best.settings, self.best.spec.world, **{name: getattr(self.first.settings, name)}
@@ -544,8 +546,8 @@ class _Walk:
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:
-    """Whether `new` lacks fewer bytes, or as few and is faster by what is worth a change, or as fast and spares the
-    drives: they wear."""
+    """Whether `new` lacks fewer bytes than `old`, or as few and is faster by more than `WORTH`, or as fast and uses
+    the drives, which wear, less."""
     lacking, before = sum(new.lacking.values()), sum(old.lacking.values())
     faster = new.seconds < old.seconds * (1 - WORTH)
     spares = new.seconds < old.seconds * (1 + AS_FAST) and _spares_drives(new.work, old.work)
@@ -553,7 +555,7 @@ def _better(new: PlannedStep, old: PlannedStep) -> bool:
 
 
 def _spares_drives(new: Mapping[Kind, float], old: Mapping[Kind, float]) -> bool:
-    """Whether work asks less of the drives, by what is worth a change."""
+    """Whether the work `new` takes fewer seconds of the drives than `old`, by more than `WORTH`."""
     now, before = (sum(work[kind] for kind in DRIVES) for work in (new, old))
     return now < before * (1 - WORTH)
 

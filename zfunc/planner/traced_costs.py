@@ -37,11 +37,11 @@ LARGEST = 3  # buffers of a peak that an error names
 def traced_costs(
     segments: Sequence[Segment], example: Batch, optimizer: Optimizer, world: int = 1
 ) -> SegmentCosts:
-    """The costs of segments with one rank's batch `(inputs, targets)`, of which only shapes count."""
+    """Costs of `segments` with one rank's batch `example`, (inputs, targets), of which only shapes count."""
     programs: dict[tuple[Any, ...], Program] = {}
 
     def program_of(settings: StepSettings, kernels: bool | None, parts: Parts) -> Program:
-        """The segments, checked, with the passes for what of the settings these depend on. All for the same kernels
+        """The segments, checked, with passes for the settings that passes depend on. Programs for the same kernels
         share what is traced, however they recompute."""
         recompute, compiled, moving, tiles, _, key_of_parts = passes_key(settings, parts)
         if (key := (kernels, recompute, compiled, moving, tiles, key_of_parts)) not in programs:
@@ -91,7 +91,7 @@ def traced_costs(
 
 
 def local_hardware(program: Program) -> Hardware:
-    """One rank's share of this machine's free memory. Its speed does not matter: those figures are round ones."""
+    """One rank's share of this machine's free memory, as Hardware with round rates, which do not matter."""
     ranks = min(local_ranks(), program.ranks.world)
     free = {"host": max(1, available_host_bytes() // ranks)}
     if not on_accelerator(program.device):
@@ -101,7 +101,7 @@ def local_hardware(program: Program) -> Hardware:
 
 
 def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collection[str]) -> None:
-    """Raise OutOfMemory unless a step of `program` on such a batch fits this machine.
+    """Raise OutOfMemory unless a step of `program` on a batch like `example` fits this machine's free memory.
 
     `settable` are the names of the settings that the error may suggest to change.
     """
