@@ -81,23 +81,23 @@ class Matrices(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """The rows of all matrices."""
+        """The number of rows of all matrices of the parameter."""
         return self.count * self.rows
 
     @property
     def num_lines(self) -> int:
-        """The rows and the columns of all matrices."""
+        """The number of lines (rows and columns) of all matrices of the parameter."""
         return self.count * (self.rows + self.columns)
 
     def split(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The values of every row, and those of every column."""
+        """Split `lines`, a value for each row and column, into the values of the rows and those of the columns."""
         return lines[: self.num_rows], lines[self.num_rows :]
 
     @property
     def kept(self) -> slice:
-        """The lines whose means are kept.
+        """The slice of the lines (rows, then columns) whose mean squared gradients the state keeps.
 
-        Of a single row, or column, they would be as many as its elements and one more: that one is their mean.
+        A single row or column has a mean for each element; the one more mean, of these, is not kept.
         """
         if not prod(self[:3]):
             return slice(0, 0)
@@ -107,11 +107,11 @@ class Matrices(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """The number of means that are kept."""
+        """The number of mean squared gradients of rows and columns that the state keeps."""
         return self.kept.stop - self.kept.start
 
     def rectangles(self, start: int, stop: int) -> Iterator[Rectangle]:
-        """Elements `start` to `stop` of the parameter, in at most five rectangles.
+        """Elements `start` to `stop` of the parameter's matrices, as at most five rectangles.
 
         >>> [x.shape for x in Matrices(3, 2, 4, True).rectangles(2, 23)]
         [(1, 1, 2), (1, 1, 4), (1, 2, 4), (1, 1, 4), (1, 1, 3)]
@@ -133,7 +133,7 @@ class Matrices(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """Whole matrices, whole rows of one, or a part of a row."""
+    """A part of a parameter: whole matrices, whole rows of a matrix, or a part of a row."""
 
     elements: slice
     shape: tuple[int, int, int]  # matrices, rows and columns
@@ -141,7 +141,7 @@ class Rectangle(NamedTuple):
     columns: slice
 
     def of(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Its rows [matrices, rows, 1] and columns [matrices, 1, columns] of `lines`."""
+        """The values in `lines` of the rectangle's rows [matrices, rows, 1] and columns [matrices, 1, columns]."""
         count = self.shape[0]
         return lines[self.rows].view(count, -1, 1), lines[self.columns].view(count, 1, -1)
 
@@ -150,7 +150,7 @@ class Rectangle(NamedTuple):
 
 
 class AdafactorFactors(NamedTuple):
-    """The scalars of one step, in double; each is rounded once to float32 where it is used."""
+    """The scalars of one Adafactor step, in float64; each is rounded once to float32 where it is used."""
 
     grad_scale: float
     grad_floor: float
@@ -199,24 +199,24 @@ class Adafactor(KernelOptimizer):
     d: float = number_field("d", 1.0, least=1.0)
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
+        """The group of a parameter: 1 without weight decay, else 0, plus 2 for a vector or a small matrix."""
         matrices = Matrices.of(shape)
         small = not matrices.factored or matrices.num_kept > -(-prod(shape) // ALIGNMENT)
         return super().group(name, shape) + 2 * small
 
     def state_format(self, group: int = 0) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of Adafactor's state format for `group`, in `zfunc.core.optimizer_state.STATE_FORMATS`."""
         return f"adafactor-{'small-' if group & 2 else ''}{self.moments}"
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of a parameter of `numel` elements allocates.
 
-        It holds for matrices of at least 64 rows and columns, and for any other one below PIECE elements.
+        The bound holds for matrices of at least 64 rows and columns, and for any parameter below PIECE elements.
         """
         return 6 * numel + 128 * min(numel + SUMMED, PIECE) + (1 << 16)
 
     def checked_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
-        """The scalars of a step; ValueError for one that float32 cannot hold."""
+        """The scalars of a step for `group`. Raises ValueError for a scalar that float32 cannot hold."""
         lr, add = decision.factors["lr"], decision.number**self.beta2_decay
         grad_scale = number("grad_scale", decision.grad_scale)
         decay = lr * (0.0 if group & 1 else self.weight_decay)
@@ -239,7 +239,7 @@ class Adafactor(KernelOptimizer):
         self._run(KernelUpdate, *args, **given)
 
     def device_update(self, *args: Any, **given: Any) -> None:
-        """The same, to the bit, in torch operations on the tensors' device."""
+        """Update a parameter in torch operations on the tensors' device, with the bits of `host_update`."""
         self._run(Update, *args, **given)
 
     def _run(self, kind: type[Update], *args: Any, group: int, **how: Any) -> None:
@@ -255,7 +255,7 @@ class Adafactor(KernelOptimizer):
 
 
 class Update:
-    """An update under way of the 1-D contiguous buffers of a parameter, by name, in place or `into` others.
+    """An Adafactor update of a parameter's 1-D contiguous buffers, by name, in place or `into` others.
 
     `out`: [n] fp32, bf16 or fp16, receives the rounded new weights. Raises TypeError or ValueError with every
     buffer unchanged.
@@ -284,7 +284,7 @@ class Update:
         self.variance, self.new_variance = state[variance], self.into[variance]
 
     def run(self) -> None:
-        """Measure the parameter, and write its new variances and weights."""
+        """Run the update: measure the parameter, and write its new mean squared gradients and weights."""
         if not self.grad.numel():
             return
         kept = self.matrices.num_kept
@@ -299,7 +299,7 @@ class Update:
 
     @cached_property
     def _sums(self) -> Tensor:
-        """The sums of squares of each line: fp64."""
+        """The sum of squared gradients of each line (row or column) of the parameter, in fp64."""
         n = self.matrices.num_lines
         largest, sums = self._zeros(n).float(), self._zeros(n)
         for at in self._rectangles():
@@ -312,14 +312,14 @@ class Update:
 
     @cached_property
     def _counts(self) -> Tensor:
-        """The elements of each line: fp64."""
+        """The number of elements of each line (row or column) of the parameter, in fp64."""
         rows, columns = self.matrices.split(counts := self._zeros(self.matrices.num_lines))
         rows.fill_(self.matrices.columns), columns.fill_(self.matrices.rows)
         return counts
 
     @cached_property
     def _means(self) -> Tensor:
-        """The new variances, of all lines that are kept."""
+        """The new mean squared gradients of the lines (rows and columns) that the state keeps."""
         old = self.variance[: self.matrices.num_kept].clone()
         if self.matrices.factored:
             mean = _over(self._sums, self._counts)[self.matrices.kept]
@@ -330,7 +330,7 @@ class Update:
 
     @cached_property
     def _lines(self) -> Tensor:
-        """The factors of a gradient for each line: fp32."""
+        """For each line (row or column) the factor that multiplies its gradients, in fp32."""
         kept, lines = self.matrices.kept, self._zeros(self.matrices.num_lines).float()
         lines[kept] = self._means
         row, column = (x.view(self.matrices.count, -1) for x in self.matrices.split(lines))
@@ -346,7 +346,7 @@ class Update:
 
     @property
     def _rate(self) -> Tensor:
-        """The learning rate of this parameter, by the sizes of direction and weights."""
+        """The learning rate of this parameter, from the root mean squares of the direction and the weights."""
         n = self.grad.numel()
         blocks = self._zeros(2 * -(-n // SUMMED)).view(2, -1)  # sums of squares: direction, weights
         self._fill_blocks(*blocks)
@@ -359,7 +359,7 @@ class Update:
     # Its sweeps
 
     def _pieces(self) -> Iterator[slice]:
-        """The parameter in multiples of SUMMED elements, and in whole rows if PIECE has room for them."""
+        """Slices that cut the parameter at multiples of SUMMED elements, and of whole rows if PIECE has room."""
         unit, n = lcm(SUMMED, max(1, self.matrices.columns)), self.grad.numel()
         size = max(1, PIECE // unit) * unit if unit <= PIECE else PIECE
         return (slice(at, min(at + size, n)) for at in range(0, n, size))
@@ -380,7 +380,7 @@ class Update:
 
     @cached_property
     def _loaded(self) -> Tensor:
-        """The gradient as an update takes it, [n] fp32, which becomes the direction."""
+        """The scaled gradient [n] fp32 of the update, in a buffer that becomes the direction."""
         loaded = self.grad.float() if self.grad.dtype.itemsize < 4 else self.grad.clone()
         for piece in map(loaded.__getitem__, self._pieces()):
             piece.masked_fill_(piece.abs() < self.k.grad_floor, 0.0).mul_(self.k.grad_scale)
@@ -427,7 +427,7 @@ POINTERS = [  # its buffers, in the order of csrc/_adafactor_kernel.h
 class KernelUpdate(Update):
     """An update in host memory by the compiled kernel: four sweeps over the gradient.
 
-    Threads and instruction set change no bit. It allocates n / 4 bytes, and 64 for each row and column.
+    Threads and instruction set change no bit. Allocates n / 4 bytes, and 64 for each row and column.
     """
 
     on_host = True
@@ -457,7 +457,7 @@ class KernelUpdate(Update):
         self._sweep("FACTORED", rate=rate.item())
 
     def _sweep(self, sweep: str, at: Rectangle | None = None, *, rate: float = 0.0, **known: Tensor) -> None:
-        """One of the kernel's over matrices of their own, or over the parameter, with these tensors by name."""
+        """Run the kernel's sweep named `sweep` over rectangle `at`, or the parameter, with tensors by name."""
         from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 
         k, known["grad"] = self.k, self.grad if at is None else self.grad[at.elements]
@@ -483,8 +483,8 @@ class KernelUpdate(Update):
 
 
 def _unit_of(largest: Tensor, bits: int | Tensor) -> Tensor:
-    """What a term of an exact sum is added to and freed of again: of the `largest` term [n] fp64, and the bits of
-    how many there are.
+    """The number to add to a term of an exact sum and subtract again, which rounds the term: from the `largest`
+    term [n] fp64 and the `bits` of the number of terms.
 
     >>> import torch
     >>> unit = _unit_of(torch.tensor([1.0], dtype=torch.float64), 2)
@@ -495,7 +495,7 @@ def _unit_of(largest: Tensor, bits: int | Tensor) -> Tensor:
 
 
 def exact_sum(terms: Tensor) -> Tensor:
-    """Sums of float64 along the last dimension, from 0 up, which no order changes."""
+    """The sum of float64 `terms`, none negative, along the last dimension; the same bits in any order."""
     unit = _unit_of(terms.amax(-1, keepdim=True), terms.shape[-1].bit_length())
     return ((terms + unit) - unit).sum(-1)
 
@@ -513,7 +513,7 @@ def _square_sums(x: Tensor) -> Tensor:
 
 
 def _over(sums: Tensor, count: int | Tensor) -> Tensor:
-    """Means in float32."""
+    """The means `sums / count` of float64 sums, rounded to float32."""
     return (sums / (sums.new_ones(()) * count)).float()  # by a tensor: a device may multiply by 1 / count
 
 

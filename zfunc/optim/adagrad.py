@@ -1,4 +1,4 @@
-"""Adagrad."""
+"""The optimizer Adagrad as a value with checked settings."""
 
 from typing import Any, ClassVar
 
@@ -12,8 +12,8 @@ from zfunc.optim.rules import Factors, Operations
 class Adagrad(Elementwise):
     """Adagrad (Duchi et al. 2011) with L2 weight decay, as `torch.optim.Adagrad` has it.
 
-    The state `sum` is that of the squared gradients alone: `initial_accumulator_value` is added when it is used, so
-    a resumed training may change it. `lr` is a value or a pure function of the step, counted from 1, which
+    The state `sum` is of squared gradients alone: `initial_accumulator_value` is added when the sum is used, so a
+    resumed training may change that value. `lr` is a value or a pure function of the step, counted from 1, which
     `lr_decay` divides by 1 + (step - 1) * lr_decay. `decay(name, shape)` says whether weight decay applies to a
     parameter. `moments` is the format of the sum, as SGD's of its momentum, without a sign.
 
@@ -40,6 +40,6 @@ class Adagrad(Elementwise):
         return k.rate * (g / (o.sqrt(m + k.initial) + k.eps)), m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """The numbers of step `step` for the rule."""
+        """The scalars of Adagrad's rule in step number `step`."""
         rate = lr / (1.0 + (step - 1) * self.lr_decay)
         return {"rate": rate, "eps": self.eps, "initial": self.initial_accumulator_value}

@@ -1,4 +1,4 @@
-"""Adam and AdamW."""
+"""The optimizers Adam and AdamW as a value with checked settings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AdamW(Elementwise):
         return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v
 
     def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
-        """The numbers of step `step` for the rule, bias corrections included (Kingma & Ba 2015, section 3)."""
+        """The scalars of Adam's rule in step `step`, bias corrections included (Kingma & Ba 2015, section 3)."""
         beta1, beta2 = betas
         return {
             "rate": lr / (1.0 - beta1**step),
@@ -88,12 +88,12 @@ class AdamW(Elementwise):
         return ""
 
     def state_format(self, group: int = 0) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of Adam's state format in `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
         return adam_format(self.moments, split_master=self.split_master)
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> AdamW:
-        """The same optimizer with its moments in another format, on a split master if they are fp32 or not."""
+        """A copy of the optimizer with its moments in format `moments`, and the fp32 master split or not."""
         return evolve(self, moments=moments, split_master=self.split_master or split_master)
 
 

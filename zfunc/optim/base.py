@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """Settings as a value. An update gets flat slices of the state by the names of the format's buffers.
+    """An optimizer's settings as a value. An update gets flat slices of the state's buffers by name.
 
-    They are of parameters of one group, side by side. Where the format has a `whole` or a `matrix` buffer, they are
-    of one parameter, whose `shape=` is passed too.
+    The slices are of parameters of one group, side by side. Where the format has a `whole` or a `matrix` buffer,
+    the slices are of one parameter, whose `shape=` is passed too.
 
     - `whole`, as of `zfunc.optim.adafactor`: an update needs numbers of a whole parameter, so a single rank, whose
       slice has it whole.
@@ -37,16 +37,16 @@ class Optimizer(Protocol):
     """
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """The number of the settings for a parameter, such as 0 with weight decay and 1 without."""
+        """The number of a parameter's group of settings, such as 0 with weight decay and 1 without."""
 
     def state_format(self, group: int) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`. Every buffer but the weights starts at 0."""
+        """The name of a group's format in `core.optimizer_state.STATE_FORMATS`; buffers but weights start at 0."""
 
     def factors(self, step: int) -> Mapping[str, Any]:
-        """The values that depend on the step, counted from 1, by name: `lr`, other numbers, tuples of numbers."""
+        """The settings that depend on the step, counted from 1, by name: `lr`, other numbers, number tuples."""
 
     def describe(self) -> Mapping[str, Any]:
-        """The settings that are constant over all steps, as JSON values."""
+        """The optimizer's settings that are constant over all steps, by name, as JSON values."""
 
     def host_update(
         self,
@@ -67,19 +67,19 @@ class Optimizer(Protocol):
     def device_update(
         self, state: State, grad: Tensor, decision: StepDecision, *, group: int, out: Tensor | None = None
     ) -> None:
-        """The same update, to the bit, in torch operations on the tensors' device."""
+        """Update parameters in torch operations on the tensors' device, with the bits of `host_update`."""
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
 
     def convert_state(self, state: State, state_format: str, step: int, *, group: int) -> State:
-        """A checkpoint's state of another format, as it was after update `step`, in the format of `group`.
+        """Convert a checkpoint's `state` of another format, from after update `step`, to the format of `group`.
 
-        The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
-        cannot convert.
+        The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that the
+        optimizer cannot convert.
         """
 
 
 def has_moments(optimizer: Any) -> bool:
-    """Whether an optimizer has a choice of the format of its state."""
+    """Whether an optimizer offers a choice of state formats (the method `with_moments`)."""
     return hasattr(optimizer, "with_moments")

@@ -16,10 +16,10 @@ NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor | GroupedOptimizer
 
 
 def make_optimizer(name: str, **arguments: Any) -> NamedOptimizer:
-    """The optimizer of `CLASSES`, with these arguments of its class.
+    """The optimizer called `name` in `CLASSES`, with `arguments` for its class.
 
-    "muon" is Muon for hidden matrices, and AdamW with `betas` and `eps` for the rest. The other arguments are those
-    of both, also the learning rate.
+    "muon" is Muon for hidden matrices, and AdamW with `betas` and `eps` for the rest. The other arguments, the
+    learning rate among them, go to both.
 
     >>> make_optimizer("lion", lr=1e-4).betas
     (0.9, 0.99)
@@ -40,7 +40,7 @@ _MAKERS = {**CLASSES, "muon": _muon}
 
 
 def rules_in_c() -> str:
-    """The text of csrc/_rules.h: the rules that the compiled kernel has."""
+    """The text of csrc/_rules.h: C code of the optimizer rules that the compiled kernel has."""
     adamw, muon = AdamW().rule, Muon()
     some = [adamw, SGD().rule, SGD(momentum=0.9, nesterov=True).rule, Lion().rule, Adagrad().rule]
     return header([*some, muon.look_ahead_rule, muon.rule], adamw)

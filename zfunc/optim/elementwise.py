@@ -39,13 +39,13 @@ WhichDecay = Callable[[str, tuple[int, ...]], bool]
 
 
 def decay_all(name: str, shape: tuple[int, ...]) -> bool:
-    """Decay every parameter, as torch's optimizers do."""
+    """Apply weight decay to every parameter, as torch's optimizers do."""
     del name, shape
     return True
 
 
 def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
-    """Decay matrices and embeddings, but not norms and biases, which are vectors.
+    """Apply weight decay to matrices and embeddings, but not to norms and biases, which are vectors.
 
     >>> matrices_only("head.weight", (8, 4)), matrices_only("head.bias", (8,))
     (True, False)
@@ -55,7 +55,7 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """Matrices but those of embeddings and of the head, by their names in zfunc's GPT and Hugging Face's models.
+    """Whether a parameter is a matrix of neither embedding nor head, by names of zfunc's GPT and Hugging Face.
 
     >>> [hidden_matrices(x, (8, 4)) for x in ("block0.up.weight", "embed.tok.weight", "lm_head.weight")]
     [True, False, False]
@@ -98,7 +98,7 @@ def eps_field(default: float) -> Any:
 
 
 def choice_field(name: str, default: str, choices: tuple[str, ...]) -> Any:
-    """An attrs field that takes one of some names."""
+    """An attrs field for setting `name`, which takes one of the texts `choices`."""
     return field(default=default, kw_only=True, converter=partial(one_of(choices), name))
 
 
@@ -109,7 +109,7 @@ def _decay(value: Any) -> WhichDecay:
 
 
 def checked_betas(name: str, betas: Any) -> Betas:
-    """Two decay rates in [0, 1)."""
+    """Check that setting `name` is two decay rates in [0, 1), and return them as floats."""
     try:
         beta1, beta2 = (number(name, beta, least=0.0) for beta in betas)
         if max(beta1, beta2) < 1.0:
@@ -124,9 +124,9 @@ def checked_betas(name: str, betas: Any) -> Betas:
 
 @frozen
 class KernelOptimizer(ABC):
-    """Methods of `zfunc.optim.base.Optimizer` for a frozen class of settings, and those settings that all have.
+    """Methods of `zfunc.optim.base.Optimizer` for a frozen class of settings, and settings common to all.
 
-    A class has `lr` beside them, and another default of one by a field of its own.
+    A subclass adds `lr`, and changes the default of a common setting by a field of its own.
     """
 
     # Of a class in `by_name`: learning rate, weight decay and other arguments with which `zfunc train` begins; and
@@ -147,14 +147,14 @@ class KernelOptimizer(ABC):
         """The scalars of a step; ValueError for one that float32 cannot hold."""
 
     def __attrs_post_init__(self) -> None:
-        """Check what the fields make together; a schedule's values are checked at each step."""
+        """Check the settings together, by the scalars of a step; values of schedules are checked at each step."""
         if not callable(self.lr) and not callable(getattr(self, "betas", None)):
             self.factors(1)
 
     def factors(self, step: int) -> dict[str, Any]:
         """The learning rate, and betas where there are some, of step `step`, counted from 1.
 
-        TypeError or ValueError where a schedule returns none, or one that float32 has no scalars for.
+        Raises TypeError or ValueError if a schedule returns another type, or a value that float32 cannot hold.
         """
         lr, betas = self.lr, getattr(self, "betas", None)
         found = {"lr": number(f"lr at step {step}", lr(step), least=0) if callable(lr) else lr}
@@ -171,13 +171,13 @@ class KernelOptimizer(ABC):
         return {name: [*x] if isinstance(x, tuple) else x for name, x in constant.items()}
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """0 for a parameter with weight decay, 1 for one without."""
+        """The number of a parameter's group: 0 with weight decay, 1 without."""
         return int(not self.decay(name, shape))
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> Self:
-        """The same optimizer with its state in another format; beside fp32 the master is not split.
+        """A copy of the optimizer with its state in format `moments`; beside fp32 moments the master is not split.
 
-        A split that rounds as a copy does needs a bit beside the 32, and no bit of a momentum is free.
+        A split master that rounds as a bf16 copy does needs a 33rd bit, and no bit of a momentum is free.
         """
         del split_master
         return evolve(self, moments=moments)  # pyright: ignore
@@ -185,7 +185,7 @@ class KernelOptimizer(ABC):
     def convert_state(
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
-        """From another format of the same optimizer, through fp32; CheckpointError for one of another optimizer.
+        """Convert `state` from another format of the same optimizer, through fp32; CheckpointError for another's.
 
         Weights stay exact, moments are rounded as update `step` would have rounded them.
         """
@@ -202,8 +202,8 @@ class KernelOptimizer(ABC):
 
 
 class Elementwise(KernelOptimizer):
-    """The methods of `zfunc.optim.base.Optimizer`, for a frozen class with a field `lr`. Weights and moments are
-    float32 in a rule, whatever format they have between steps."""
+    """Base class of optimizers whose rule sees one element at a time: a frozen class with a field `lr`. Weights and
+    moments are float32 in the rule, whatever their format between steps."""
 
     state: ClassVar[tuple[str, ...]] = ()
     unsigned: ClassVar[tuple[str, ...]] = ()  # those of them that are never below 0
@@ -213,12 +213,12 @@ class Elementwise(KernelOptimizer):
 
     @abstractmethod
     def update(self, o: Operations, k: Factors, g: Any, *moments: Any) -> tuple[Any, ...]:
-        """The change of the weights and the new moments, in `o`'s operations and + - * / on any kind of array."""
+        """The optimizer's rule: the change of weights and the new moments, in operations of `o` and + - * /."""
 
     @abstractmethod
     def scalars(self, step: int, lr: float, **factors: Any) -> dict[str, float]:
-        """The numbers of step `step`, counted from 1, for `update`: some of rate, keep, add, look_keep, look_add,
-        keep_sq, add_sq, root_scale, eps and initial, the fields of `zfunc.optim.rules.Factors`."""
+        """The scalars of step `step`, counted from 1, for the rule `update`: some of rate, keep, add, look_keep,
+        look_add, keep_sq, add_sq, root_scale, eps and initial, the fields of `zfunc.optim.rules.Factors`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -239,7 +239,7 @@ class Elementwise(KernelOptimizer):
 
     @classmethod
     def kind(cls) -> str:
-        """The prefix of the names of its state formats."""
+        """The prefix of the names of the optimizer's state formats."""
         return cls.__name__.lower()
 
     def state_format(self, group: int = 0) -> str:
@@ -250,7 +250,7 @@ class Elementwise(KernelOptimizer):
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates.
 
-        They are the gradient, new moments and a rule's temporaries in fp32, and what a state does not have in it.
+        Allocated are gradient, new moments and a rule's temporaries in fp32, and fp32 copies of compact state.
         """
         n, rows = (
             min(round_up(numel, ALIGNMENT), rules.PIECE),
@@ -261,7 +261,7 @@ class Elementwise(KernelOptimizer):
     def host_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
-        """The update of state, gradient and decision by the compiled kernel: `updates.host_update_`."""
+        """Update parameters in host memory by the compiled kernel, with `updates.host_update_`."""
         from zfunc.optim.updates import host_update_
 
         host_update_(self.rule_step(decision, group, shape), state, grad, **how)
@@ -269,13 +269,13 @@ class Elementwise(KernelOptimizer):
     def device_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
-        """The same update, to the bit, in torch operations on the tensors' device: `updates.device_update_`."""
+        """Update parameters on the tensors' device by `updates.device_update_`, to the bits of `host_update`."""
         from zfunc.optim.updates import device_update_
 
         device_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
     def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
-        """The rule of an update, with the numbers of its step."""
+        """The optimizer's rule for an update, with the scalars of the step that `decision` describes."""
         del shape
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"
@@ -283,11 +283,11 @@ class Elementwise(KernelOptimizer):
 
     @property
     def rule(self) -> Rule:
-        """The rule of a step."""
+        """The optimizer's element-wise rule: its update, and its name in the compiled kernel."""
         return Rule(self.update, self.state, self.kernel)
 
     def checked_factors(self, decision: StepDecision, group: int) -> Factors:
-        """The scalars of a step; ValueError for one that float32 cannot hold. Group 1 has no weight decay."""
+        """The scalars of a step; group 1 has no weight decay. ValueError for a scalar that float32 cannot hold."""
         scale = number("grad_scale", decision.grad_scale)
         decay = 0.0 if group else self.weight_decay
         found = {

@@ -74,17 +74,17 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def _ints(x: Tensor) -> Tensor:
-    """Stored 8 or 16 bits, of bfloat16 too, or truth as int32."""
+    """The bits of `x`, of 8-bit or 16-bit elements (bfloat16 included) or bool, as int32."""
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).int()
 
 
 def _bf16(bits: Tensor) -> Tensor:
-    """int32 that are those of a bfloat16."""
+    """The bfloat16 values whose bits are the int32 `bits`."""
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[blocks, 64], the last one filled up with zeros; of a whole number of blocks a view."""
+    """`x` [n] as blocks [blocks, 64], the last padded with zeros; a view if 64 divides n."""
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
@@ -102,7 +102,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_to_even(x: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `split`, but ties to even, as a copy is rounded; and exp_avg_sq with a sign where one was rounded down.
+    """Split fp32 `x` as `split`, but with ties to even; exp_avg_sq gets a sign where a tie was rounded down.
 
     An even bfloat16 is the nearest to 65,537 values then, one more than an int16 can tell apart: the ties on both
     sides of it have the same lower bits. exp_avg_sq is never negative, so its sign is free to say which side it is.
@@ -120,7 +120,7 @@ def split_to_even(x: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None = None) -> Tensor:
-    """The float32 whose halves these are; for those of `split_to_even` with exp_avg_sq."""
+    """The float32 values with the halves `high` and `low`; halves of `split_to_even` need exp_avg_sq."""
     bits = (_ints(high) << 16) + _ints(low)
     if exp_avg_sq is not None:
         bits = bits - (_bits(exp_avg_sq) >> 31 << 16)  # a sign adds 1 << 16
@@ -139,7 +139,7 @@ def first_dither(step: int, moment: int) -> int:
 
 
 def dither(step: int, moment: int, like: Tensor) -> Tensor:
-    """The dithers of one step for a block: [64] int32, fractions of 2^31, where `like` is."""
+    """The dithers of one step for a block: [64] int32, fractions of 2^31, on the device of `like`."""
     places = torch.arange(BLOCK, device=like.device)  # int64: the product has up to 38 bits
     return (places * SPREAD + first_dither(step, moment) & 0xFFFFFFFF).bitwise_right_shift_(1).int()
 
@@ -154,7 +154,7 @@ def pack_bf16(x: Tensor, dither: Tensor) -> Tensor:
 def pack_floats(x: Tensor, dither: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks.
 
-    Of a moment with a sign the highest bit of a code is that, and 7 are left for the size.
+    For a moment with a sign the highest bit of a code is the sign, and 7 bits are left for the size.
     """
     infinite, min_shift = INFINITE >> signed, MIN_SHIFT + signed
     coarsest = 1 << min_shift + NUM_SHIFTS - 1
@@ -229,14 +229,14 @@ def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def unpack_weights(state: Mapping[str, Tensor]) -> Tensor:
-    """The float32 weights of a state of any format, by the names of its buffers; exact, maybe its own memory."""
+    """The exact float32 weights of an optimizer state of any format, buffers by name; may share its memory."""
     if "master" in state:
         return state["master"]
     return join(state[HIGH_HALF], state["master_low"], state["exp_avg_sq"] if _has_signs(state) else None)
 
 
 def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
-    """The fp32 weights `start` to `stop` of a state in any format, on the host; read only: maybe a view."""
+    """The fp32 weights `start` to `stop` of a state in any format, on the host; read only, as maybe a view."""
     names = [x for x in ("master", HIGH_HALF, "master_low", "exp_avg_sq") if x in state]
     return unpack_weights(
         {x: state[x][start:stop].cpu() for x in names if x != "exp_avg_sq" or _has_signs(state)}
@@ -244,7 +244,7 @@ def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor
 
 
 def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """fp32 weights [n] as the buffers that hold them in such a state before the first step, on the host."""
+    """The weight buffers of a state like `state` before the first step, from fp32 weights [n], on the host."""
     if "master" in state:
         return {"master": weights}
     even = _has_signs(state)
@@ -253,12 +253,12 @@ def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _has_signs(state: Mapping[str, Tensor]) -> bool:
-    """Whether the sign of exp_avg_sq belongs to the halves: beside fp32 moments."""
+    """Whether the sign of exp_avg_sq is a bit of the split master, as with fp32 moments."""
     return "master" not in state and "exp_avg_sq" in state and state["exp_avg_sq"].itemsize == 4
 
 
 def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tensor]:
-    """The float32 moments of a state of any format; exact, maybe its own memory."""
+    """The exact float32 moments of an optimizer state of any format; they may share the state's memory."""
     kinds = moment_buffers(state_format)
     own = [state[x.name] for x in kinds]
     if state_format == "8bit":
@@ -270,7 +270,7 @@ def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tenso
 
 
 def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: int) -> dict[str, Tensor]:
-    """Float32 weights and moments as the buffers of a format, rounded as step `step` does; None: moments alone."""
+    """Float32 weights `p` (None: no weights) and moments as buffers of a format, rounded as in step `step`."""
     kinds = moment_buffers(state_format)
 
     def spread(moment: int) -> Tensor:
@@ -295,10 +295,10 @@ def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: i
 
 
 def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
-    """A format as the compiled kernel takes it, which has room for some moments.
+    """A state format as arguments of a compiled kernel with room for `room` moments.
 
-    The names of its weights, their low half, moments and scales, "" where it has none; then how weights and moments
-    are kept, in the kernel's words.
+    The names of the buffers of weights, their low half, moments and scales, "" for none; then the kernel's names
+    for how weights and moments are stored.
 
     >>> kernel_layout("lion-8bit")
     (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])

@@ -55,7 +55,7 @@ def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> GroupedOptimizer:
 
 
 def _of_member(method: str) -> Any:
-    """A method of `zfunc.optim.base`'s protocol, which the group's optimizer has."""
+    """A method of GroupedOptimizer that calls `method` of the optimizer of the given group."""
 
     def call(self: GroupedOptimizer, *args: Any, group: int, **given: Any) -> Any:
         own, n = divmod(group, len(self.optimizers))
@@ -67,7 +67,7 @@ def _of_member(method: str) -> Any:
 
 @frozen
 class GroupedOptimizer:
-    """The optimizers of `groups`, the default last, by the rule "*". Group numbers count them, then their own."""
+    """The optimizer that `groups` makes: several optimizers by rules on parameter names, the default last."""
 
     rules: tuple[Rule, ...]
     optimizers: tuple[Optimizer, ...] = field()
@@ -97,11 +97,11 @@ class GroupedOptimizer:
 
     @property
     def moments(self) -> Moments:
-        """The format of the states of all optimizers that have a choice."""
+        """The state format of all member optimizers that have a choice of formats."""
         return next((x.moments for x in self.optimizers if has_moments(x)), "fp32")
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> GroupedOptimizer:
-        """All of them with another format. Raises ValueError if one has no choice."""
+        """A copy with state format `moments` for all members. Raises ValueError if one has no choice."""
         without = [type(x).__name__ for x in self.optimizers if not has_moments(x)]
         if moments != "fp32" and without:
             got = f"{moments!r} with {without[0]}, which has no choice"
@@ -113,23 +113,23 @@ class GroupedOptimizer:
         return evolve(self, optimizers=tuple(changed))
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """The number of the settings for a parameter."""
+        """The number of the group of a parameter, over the groups of all member optimizers."""
         n = self._member(name, shape)
         return n + len(self.optimizers) * self.optimizers[n].group(name, shape)
 
     def state_format(self, group: int) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of a group's state format in `zfunc.core.optimizer_state.STATE_FORMATS`."""
         own, n = divmod(group, len(self.optimizers))
         return self.optimizers[n].state_format(own)
 
     def factors(self, step: int) -> dict[str, Any]:
-        """The default's learning rate as `lr`, and the factors of all: those of optimizer 2 as "2.lr" and so on."""
+        """The default optimizer's learning rate as `lr`, and the factors of all optimizers, such as "2.lr"."""
         each = [x.factors(step) for x in self.optimizers]
         named = {f"{n}.{name}": value for n, own in enumerate(each) for name, value in own.items()}
         return {"lr": each[-1]["lr"], **named}
 
     def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps, of each."""
+        """The settings of each member optimizer that are constant over all steps."""
         shown = [x if isinstance(x, str) else getattr(x, "__name__", "a function") for x in self.rules]
         each = zip([*shown[:-1], "default"], self.optimizers, strict=True)
         return {"groups": [{"rule": rule, "optimizer": type(x).__name__, **x.describe()} for rule, x in each]}
@@ -152,7 +152,7 @@ def _matches(rule: Rule, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _decision(decision: StepDecision, n: int) -> StepDecision:
-    """The decision with the factors of optimizer `n` alone."""
+    """The decision on a step with the factors of member optimizer `n` alone."""
     prefix = f"{n}."
     own = {name.removeprefix(prefix): x for name, x in decision.factors.items() if name.startswith(prefix)}
     return evolve(decision, factors=own)

@@ -12,7 +12,7 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 def _load() -> ModuleType:
-    """Import the extension; its OpenMP symbols come from the runtime torch has loaded."""
+    """Import the extension `zfunc._cpu_adam`, with OpenMP symbols from the runtime that torch has loaded."""
     try:
         return importlib.import_module("zfunc._cpu_adam")
     except ImportError as first:

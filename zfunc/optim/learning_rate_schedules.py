@@ -1,7 +1,7 @@
 """Learning rates: pure functions of the step, counted from 1.
 
-Each is a frozen value, so it prints, compares and can be kept with a run; there is no state to restore.
-Any function `step -> lr` serves as well, and so does a number: a constant one.
+Each schedule is a frozen value: it prints, compares and can be kept with a run; there is no state to restore. Any
+function `step -> lr` serves as a schedule, and so does a number, as a constant learning rate.
 """
 
 import math
@@ -22,7 +22,7 @@ _rate, _warmup = _checked(number, least=0, hint="pass such as 1e-4"), _checked(w
 
 @frozen
 class LinearWarmup:
-    """Rises linearly, reaches `lr` at step `warmup` and stays there. The first step already moves.
+    """A learning rate that rises linearly to `lr` at step `warmup` and stays; above 0 from the first step.
 
     >>> rate = linear_warmup(1.0, warmup=4)
     >>> [rate(step) for step in (1, 2, 4, 100)]
@@ -56,13 +56,13 @@ class _Decaying(LinearWarmup):
         return self.final + (self.lr - self.final) * self.left(gone)
 
     def left(self, gone: float) -> float:
-        """The share of the fall that is left when a share of its steps is gone."""
+        """The share of the learning rate's fall that is left after the share `gone` of the fall's steps."""
         raise NotImplementedError
 
 
 @frozen
 class WarmupCosine(_Decaying):
-    """Rises to `lr` at step `warmup`, then falls along half a cosine to `final` at step `total` and stays there.
+    """A learning rate that rises to `lr` at step `warmup`, then falls along half a cosine to `final` at `total`.
 
     `final` is a learning rate, not a fraction of `lr` (Loshchilov & Hutter 2017, without restarts).
 
@@ -74,13 +74,13 @@ class WarmupCosine(_Decaying):
     """
 
     def left(self, gone: float) -> float:
-        """The share of the fall that is left, along half a cosine."""
+        """The share of the learning rate's fall left, along half a cosine, after the share `gone` of its steps."""
         return 0.5 * (1.0 + math.cos(math.pi * gone))
 
 
 @frozen
 class WarmupLinear(_Decaying):
-    """Rises to `lr` at step `warmup`, then falls linearly to `final` at step `total` and stays there.
+    """A learning rate that rises to `lr` at step `warmup`, then falls linearly to `final` at step `total`.
 
     >>> rate = warmup_linear(1.0, warmup=2, total=6)
     >>> [rate(step) for step in (1, 2, 3, 6, 9)]
@@ -88,7 +88,7 @@ class WarmupLinear(_Decaying):
     """
 
     def left(self, gone: float) -> float:
-        """The share of the fall that is left, along a line."""
+        """The share of the learning rate's fall that is left, along a line, after the share `gone` of its steps."""
         return 1.0 - gone
 
 

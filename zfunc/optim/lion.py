@@ -1,4 +1,4 @@
-"""Lion."""
+"""The optimizer Lion as a value with checked settings."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -14,8 +14,8 @@ class Lion(Elementwise):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), with decoupled decay.
 
     Every weight moves by `lr` in the direction of the sign of beta1 * exp_avg + (1 - beta1) * gradient, and not at
-    all where that is 0. So the size of gradients, and clipping, change their balance with exp_avg alone. The paper
-    takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
+    all where the sign is 0. So the size of gradients, and clipping, change their balance with exp_avg alone. The
+    paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
 
     `lr` and `betas` are values or pure functions of the step, counted from 1; `decay(name, shape)` says whether
     weight decay applies to a parameter. `moments` is the format of exp_avg, as SGD's of its momentum.
@@ -36,12 +36,12 @@ class Lion(Elementwise):
     betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.99))
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Lion's rule: the sign of one mean of gradient and moment; the other mean is the new moment."""
+        """Lion's rule: weights move by the sign of a mean of gradient and moment; another is the new moment."""
         change = o.signed(k.look_keep * m + k.look_add * g, k.rate)
         return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 
     def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
-        """The numbers of step `step` for the rule."""
+        """The scalars of Lion's rule in step number `step`."""
         del step
         look, keep = betas
         return {"rate": lr, "keep": keep, "add": 1.0 - keep, "look_keep": look, "look_add": 1.0 - look}

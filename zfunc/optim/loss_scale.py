@@ -23,7 +23,7 @@ def _whole(least: int) -> Any:
 
 @frozen
 class LossScale:
-    """The factor that multiplies the loss, and the settings and counters that change it.
+    """The fp16 loss scale: the factor of the loss, and the settings and counters of its changes.
 
     The scale halves after `hysteresis` overflows. That count restarts when the scale grows, and with `consecutive`
     after every step without an overflow. The scale doubles after the first `window` + 1 steps in a row without an
@@ -47,7 +47,7 @@ class LossScale:
             object.__setattr__(self, "left", self.hysteresis)
 
     def update(self, *, overflow: bool) -> "LossScale":
-        """The scale after a step. Raises NonFiniteError for an overflow when the scale is at its minimum."""
+        """The loss scale after a step. Raises NonFiniteError for an overflow when the scale is at its minimum."""
         steps = self.steps + 1
         if not overflow:
             stable = self.steps - self.last_overflow - 1

@@ -75,53 +75,53 @@ class Muon(Elementwise):
     eps: float = number_field("eps", 1e-7)
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
-        """Muon's second rule: the weights move along the orthogonal direction, which is passed as the gradient."""
+        """Muon's second rule: weights move along the orthogonalized direction, which is passed as the gradient."""
         return (k.rate * o.flush(0.0 + g, EXP_AVG_FLOOR),)
 
     @property
     def rule(self) -> Rule:
-        """The update of the weights, which reads no momentum."""
+        """Muon's rule for the weights, which reads no momentum."""
         return Rule(self.update, (), self.kernel)
 
     @property
     def look_ahead_rule(self) -> Rule:
-        """The direction, which updates no weights."""
+        """Muon's rule for momentum and direction, which updates no weights."""
         return Rule(self.look_ahead, self.state, "direction", weights=False)
 
     def look_ahead(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """The direction that is made orthogonal, and the momentum."""
+        """Muon's first rule: the direction to orthogonalize, and the new momentum."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         return k.look_keep * m + k.look_add * g, m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """The numbers of step `step` for both rules."""
+        """The scalars of step number `step` for both of Muon's rules."""
         del step
         mean = {"keep": self.momentum, "add": 1.0 - self.momentum}
         look = mean if self.nesterov else {"keep": 1.0, "add": 0.0}
         return {"rate": lr, **mean, "look_keep": look["keep"], "look_add": look["add"]}
 
     def lr_ratio(self, shape: tuple[int, ...]) -> float:
-        """The factor of a matrix's learning rate."""
+        """The factor of the learning rate of a matrix of this shape [rows, columns]."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
     def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
-        """The rule step that moves the weights of a matrix along a direction, which has been scaled."""
+        """The rule step that moves the weights of a matrix along an orthogonalized direction."""
         assert shape is not None  # by the format of its state
         step = super().rule_step(evolve(decision, grad_scale=1.0), group)
         rate = number("lr of a matrix", step.factors.rate * self.lr_ratio(shape))
         return step._replace(state_format=f"weights-{self.moments}", factors=step.factors._replace(rate=rate))
 
     def direction_step(self, decision: StepDecision) -> RuleStep:
-        """The rule step that makes a direction."""
+        """The rule step that updates Muon's momentum and makes the direction from the gradient."""
         return super().rule_step(decision, 1)._replace(rule=self.look_ahead_rule)
 
     def direction(
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
     ) -> None:
-        """Update the momentum of parameters, and write the direction to `out`, in bf16: the same bits anywhere."""
+        """Update the momentum of parameters, and write the bf16 direction to `out`: the same bits on any device."""
         from zfunc.optim.updates import device_update_, host_update_
         from zfunc.runtime.accelerator import on_accelerator
 
@@ -130,9 +130,9 @@ class Muon(Elementwise):
         update(self.direction_step(decision), state, grad, out=out)
 
     def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
-        """The whole matrix [rows, columns] bf16 with its singular values near 1: Newton-Schulz, by products alone.
+        """The `direction` [rows, columns] bf16 with singular values near 1, by Newton-Schulz iterations.
 
-        It is divided by its norm, at least `eps`, first. The argument may be overwritten.
+        The matrix is divided by its norm, at least `eps`, first. The argument may be overwritten.
         """
         del group
         from torch import addmm
@@ -148,7 +148,7 @@ class Muon(Elementwise):
     def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
         """The work of `orthogonalize` for a matrix.
 
-        A step has 4 m m n + 2 m m m FLOPs with n the longer side: 6 h a parameter if square.
+        A Newton-Schulz step takes 4 m m n + 2 m m m FLOPs, n the longer side: 6 h a parameter if h x h.
 
         >>> Muon().update_work((1024, 1024), group=0).flops / 1024**2 / 1024
         30.0

@@ -28,7 +28,7 @@ EMA_PIECE = 1 << 18  # elements of a moving average at a time, which stay in the
 
 
 class Factors(NamedTuple):
-    """The scalars of one step, in double; each is rounded once to float32 where it is used."""
+    """The scalars of one step of a rule, in float64; each is rounded once to float32 where it is used."""
 
     grad_scale: float
     grad_floor: float
@@ -46,22 +46,22 @@ class Factors(NamedTuple):
 
 
 class Operations(Protocol):
-    """The operations of a rule beside + - * /. `flush` may overwrite its argument, a result of the rule."""
+    """The operations of a rule beside + - * /. `flush` may overwrite its argument, an intermediate result."""
 
     def flush(self, x: Any, floor: float, /) -> Any:
-        """x, and 0 where its size is below the floor."""
+        """`x`, with 0 in place of elements whose absolute value is below `floor`."""
 
     def sqrt(self, x: Any, /) -> Any:
-        """The square root, rounded to the nearest float32."""
+        """The square root of `x`, rounded to the nearest float32."""
 
     def signed(self, x: Any, size: float, /) -> Any:
         """`size` with the sign of x; 0 where x is 0, NaN where it is NaN."""
 
 
 class Rule(NamedTuple):
-    """`update(o, k, g, *moments)` returns the change of the weights, then the new moments.
+    """An optimizer's rule: `update(o, k, g, *moments)` returns the change of the weights, then the new moments.
 
-    `name` is that of its C, printed by `rules_in_c`; None for a rule that the compiled kernel does not have.
+    `name` is the rule's name in C, printed by `rules_in_c`; None for a rule that the compiled kernel lacks.
     """
 
     update: Callable[..., tuple[Any, ...]]
@@ -71,7 +71,7 @@ class Rule(NamedTuple):
 
 
 class RuleStep(NamedTuple):
-    """One step of a rule, number `number`: all that an update needs beside its tensors."""
+    """Step number `number` of a rule: all that an update needs beside its tensors."""
 
     rule: Rule
     state_format: str
@@ -81,7 +81,7 @@ class RuleStep(NamedTuple):
 
 
 def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) -> list[Any]:
-    """The new weights, then the new moments, of factors in float32; each operation is rounded once to float32.
+    """The new weights, then the new moments, of a rule's step; each operation is rounded once to float32.
 
         g = grad * grad_scale                 0 where |grad * grad_scale| < 2^-56
         g = g + decay * p                     only with weight decay that is not decoupled; floored again
@@ -102,27 +102,27 @@ def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) 
 
 
 def scaled(o: Operations, k: Factors, grad: Any) -> Any:
-    """The gradient times `grad_scale`, with what is below the floor as 0: what a rule takes."""
+    """The gradient times `grad_scale`, with 0 for elements below the floor, as a rule takes it."""
     return o.flush(grad, k.grad_floor) * k.grad_scale
 
 
 def with_l2(o: Operations, k: Factors, g: Any, p: Any) -> Any:
-    """The gradient with L2 decay: `decay` times the weights added, and floored again."""
+    """The gradient `g` with L2 decay: plus `decay` times the weights `p`, with 0 for elements below the floor."""
     return o.flush(g + k.decay * p, GRAD_FLOOR)
 
 
 def checked_step(step: Any) -> int:
-    """A step number, counted from 1."""
+    """Check that `step` is a step number, counted from 1, and return it as an int."""
     plain = step if isinstance(step, bool) or not hasattr(step, "__index__") else int(step)
     return whole("step", plain, 1, MAX_STEP)
 
 
 def as_float32(factors: T) -> T:
-    """The factors rounded once; what is too large is infinite."""
+    """The scalars of a step, each rounded once to float32; too large ones become infinite."""
     return factors._make(c_float(x).value for x in factors)
 
 
 def grad_floor_of(grad_scale: float) -> float:
-    """The floor of a gradient that is to be scaled. So the product of a denormal is never computed."""
+    """The floor of a gradient before its product with `grad_scale`, so that no denormal is multiplied."""
     floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
     return max(floor, SMALLEST_NORMAL)

@@ -75,7 +75,7 @@ def name(text: str) -> Value:
 
 
 def value_of(x: Any) -> Value:
-    """The argument as a Value: itself, or a number as a literal of C's float."""
+    """`x` as a Value: a Value unchanged, a number as a float literal of C."""
     if isinstance(x, Value):
         return x
     rounded = struct.unpack("f", struct.pack("f", x))[0]
@@ -84,7 +84,7 @@ def value_of(x: Any) -> Value:
 
 
 class _Names:
-    """`rules.Operations` that build Values instead of computing."""
+    """The operations of a rule (`rules.Operations`) that build C expressions (Values) instead of computing."""
 
     def flush(self, x: Value, floor: Any, /) -> Value:
         return Value("flush", x, floor if isinstance(floor, Value) else Value("floor", text=repr(floor)))
@@ -97,7 +97,7 @@ class _Names:
 
 
 def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> dict[Value, None]:
-    """All Values that `results` are made of, each once, operands before what uses them."""
+    """All Values in the expressions `results`, each once, operands before the Values that use them."""
     seen = {} if seen is None else seen
     for x in results:
         if x not in seen:
@@ -110,14 +110,14 @@ def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> d
 
 
 class Printer:
-    """Values as text: `vector` of csrc/_vectors.h, or one float."""
+    """Prints Values as C code on the `vector` type of csrc/_vectors.h, or on single floats."""
 
     def __init__(self, *, vector: bool = False) -> None:
         self.vector = vector
         self.names: dict[Value, str] = {}
 
     def text(self, x: Value) -> str:
-        """The C expression of a Value; a Value that has a variable is named."""
+        """The C expression of a Value; the variable's name for a Value that has a variable."""
         if x in self.names or x.op == "name":
             return self.names.get(x, x.text)
         if x.op == "floor":
@@ -147,7 +147,7 @@ class Printer:
         return f"ZF_FLOOR_{known.upper()}" if known else hex(bits_of(floor))
 
     def lines(self, results: Sequence[Value]) -> Iterator[str]:
-        """A variable for everything that is read more than once, and for every new moment."""
+        """Lines of C that define a variable for each Value read more than once, and for each new moment."""
         uses = Counter(y for x in unique(results) for y in x.args) + Counter(results[1:])
         for x in unique(results):
             # Also of an old moment that becomes another: stores come last.
@@ -163,7 +163,7 @@ def bits_of(x: float) -> int:
 
 
 def plain_loop(rule: Rule) -> str:
-    """The loop of a rule over some elements, whose moments are float arrays."""
+    """The C loop of a rule over some elements, with moments in float arrays."""
     k: Any = Factors._make(name(f"k.{x}") for x in Factors._fields)
     o, printer, g, p = _Names(), Printer(), name("g"), name("p[i]")
     change, *new = rule.update(o, k, g, *(name(f"{x}[i]") for x in rule.state))
@@ -185,8 +185,8 @@ def plain_loop(rule: Rule) -> str:
 
 
 def staged(rule: Rule) -> str:
-    """A rule with one root for vectors, in stages of which none waits for another: `keep`, what is a product of old
-    moments alone; the new `moments`; after their root the `change`."""
+    """The C of a rule with one square root for vectors, in stages: `keep`, the products of old moments alone; the
+    new `moments`; after their square root the `change` of the weights."""
     k: Any = Factors._make(name(f"k->{x}") for x in Factors._fields)
     o, g, p, old = _Names(), name("g"), name("p"), [name(f"*{x}") for x in rule.state]
     change, *new = rule.update(o, k, g, *old)
@@ -215,7 +215,7 @@ def staged(rule: Rule) -> str:
 
 
 def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
-    """A header with some rules: their numbers, factors, floors, loops, and the choice of one."""
+    """The text of a C header with the rules `printed`: their numbers, factors, floors, loops and a switch."""
     names = [str(x.name) for x in printed]
     floors = (
         f"#define ZF_FLOOR_{x.upper()} {bits_of(y):#010x} /* bits of {y!r} */" for y, x in FLOORS.items()
@@ -247,7 +247,7 @@ def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
 
 
 class CompiledRule:
-    """A library's update of one rule, in a kernel with room for `num_moments` moments."""
+    """The update function of a compiled library for one rule, with room for `num_moments` moments."""
 
     def __init__(self, library: Path, num_moments: int) -> None:
         self.num_moments = num_moments
@@ -255,15 +255,15 @@ class CompiledRule:
         self._call.restype = None
 
     def update(self, *args: Any) -> None:
-        """As `_cpu_adam.update`, and as little checked. ctypes releases the GIL."""
+        """Update as `_cpu_adam.update` does, with arguments as unchecked; ctypes releases the GIL."""
         *arrays, n, threads, isa = args  # addresses, how, dithers and factors first
         kinds = zip((ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_float), arrays, strict=True)
         self._call(*((kind * len(x))(*x) for kind, x in kinds), ctypes.c_size_t(n), threads, isa)
 
 
 def compiled(rule: Rule) -> CompiledRule | None:
-    """The kernel of a rule that zfunc's has not; None where torch operations have to do. A rule is pure, so it is
-    printed once."""
+    """The compiled kernel of a rule that zfunc's kernel lacks; None where the rule runs in torch operations. A rule
+    is pure, so its C is printed once."""
     try:
         return _of(rule)
     except TypeError:  # it has no hash
@@ -282,7 +282,7 @@ def _of(rule: Rule) -> CompiledRule | None:
 
 @cache
 def _library(text: str, num_moments: int) -> CompiledRule | None:
-    """The library compiled from `text`, one for all processes with the same compiler."""
+    """The library compiled from the C code `text`, shared by all processes with the same compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return _in_torch("there is no C compiler: apt install gcc, or name one in CC")
@@ -301,7 +301,7 @@ def _library(text: str, num_moments: int) -> CompiledRule | None:
 
 
 def _folder() -> Path:
-    """The user's cache, which nobody else may write to: what is there gets loaded."""
+    """The folder of compiled rules in the user's cache, writable by the user alone, as its files are loaded."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zfunc" / "rules"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()

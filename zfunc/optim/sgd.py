@@ -1,4 +1,4 @@
-"""Stochastic gradient descent."""
+"""The optimizer SGD (stochastic gradient descent) as a value with checked settings."""
 
 from typing import Any, ClassVar
 
@@ -43,19 +43,19 @@ class SGD(Elementwise):
 
     @property
     def kernel(self) -> str:  # pyright: ignore
-        """The rule's name in the compiled kernel."""
+        """The name of SGD's rule in the compiled kernel."""
         return "nesterov" if self.nesterov else "sgd"
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any = 0.0) -> tuple[Any, ...]:
-        """SGD's rule: the momentum, or with Nesterov's variant the momentum one step ahead."""
+        """SGD's rule: weights move along the momentum, or with Nesterov's variant the momentum one step ahead."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         return k.rate * (g + k.keep * m if self.nesterov else m), m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """The numbers of step `step` for the rule."""
+        """The scalars of SGD's rule in step number `step`."""
         add = 1.0 - self.dampening if step > 1 and self.momentum else 1.0
         return {"rate": lr, "keep": self.momentum, "add": add}
 
     def state_format(self, group: int = 0) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`; without momentum the weights alone."""
+        """The name of SGD's format in `zfunc.core.optimizer_state.STATE_FORMATS`: weights, maybe momentum."""
         return super().state_format(group) if self.momentum else f"weights-{self.moments}"

@@ -37,7 +37,7 @@ DECAYS = {"none": cpu_adam.NO_DECAY, "l2": cpu_adam.L2, "decoupled": cpu_adam.DE
 
 
 class _Torch:
-    """`rules.Operations` on float32 tensors."""
+    """The operations of a rule (`rules.Operations`) on float32 torch tensors."""
 
     def flush(self, x: Tensor, floor: float, /) -> Tensor:
         return x.masked_fill_(x.abs() < floor, 0.0)
@@ -63,7 +63,7 @@ def host_update_(
     threads: int | None = None,
     isa: int = -1,
 ) -> None:
-    """A step over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
+    """One optimizer step over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
     result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
@@ -94,7 +94,7 @@ def host_update_(
 def device_update_(
     step: RuleStep, state: Mapping[str, Tensor], grad: Tensor, *, out: Tensor | None = None
 ) -> None:
-    """A step over 1-D contiguous buffers of one device, in place, with the bits of `host_update_`.
+    """One optimizer step over 1-D contiguous buffers of one device, in place, with the bits of `host_update_`.
 
     On CUDA the operations are queued on the current stream. Raises TypeError or ValueError, with every buffer
     unchanged, for a wrong dtype, shape, device or layout, and buffers that overlap.
@@ -123,7 +123,7 @@ def device_update_(
 
 
 def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
-    """`ema` [n] fp32 becomes `decay * ema + (1 - decay) * weights`, of the weights in any format of the state.
+    """Set `ema` [n] fp32 to `decay * ema + (1 - decay) * weights`, with the weights of a state in any format.
 
     Two products and their sum are each rounded once, so no cut, device or number of threads changes a bit.
     `torch.lerp`, which `torch.optim.swa_utils` averages with, rounds once less in vectorized parts.
@@ -195,7 +195,7 @@ INTO = "into "  # prefix of the buffers that receive a new state
 
 
 def checked_threads(threads: int | None) -> int:
-    """The number of threads to use: at most those available; the default for None."""
+    """The number of threads of an update: `threads`, at most those available; the default for None."""
     return default_threads() if threads is None else limit_threads(whole("threads", threads, 1))
 
 
@@ -209,10 +209,10 @@ def update_spans(
     device: torch.device | None = CPU,
     weights: bool = True,
 ) -> dict[str, Span]:
-    """The memory of every buffer of an update, by name; the names of those of `into` begin with "into ".
+    """The memory spans of all buffers of an update, by name; names of buffers of `into` begin with "into ".
 
-    Those of the weights are among them with `weights`. Raises TypeError or ValueError unless all are 1-D contiguous
-    buffers on `device`, or that of the first, with the sizes and dtypes of `state_format`, and share no memory.
+    Buffers of the weights are included if `weights` is true. Raises TypeError or ValueError unless all are 1-D
+    contiguous, on `device` or the first's, of the sizes and dtypes of `state_format`, and share no memory.
     """
     formats = STATE_FORMATS[state_format] if weights else moment_buffers(state_format)
     first = state[formats[0].name]
@@ -239,7 +239,7 @@ def checked_span(
     device: torch.device = CPU,
     written: bool = True,
 ) -> Span:
-    """The memory of a 1-D contiguous tensor of `n` elements (None: any) on `device`; raises for anything else."""
+    """The memory span of a 1-D contiguous tensor of `n` elements (None: any) on `device`; raises otherwise."""
     if not isinstance(tensor, Tensor):
         refuse(name, type(tensor).__name__, "a torch.Tensor", "pass torch.from_numpy(array)", TypeError)
     n = tensor.numel() if n is None else n
@@ -272,7 +272,7 @@ def checked_span(
 
 
 def check_disjoint(spans: Collection[Span]) -> None:
-    """Raise ValueError where two buffers share memory."""
+    """Raise ValueError if two of the buffers in `spans` share memory."""
     end, last = 0, ""
     for start, stop, name in sorted(spans):
         if start < end:
