@@ -81,8 +81,8 @@ def _setting(
     tries: tuple[Any, ...] = (),
     **more: Any,
 ) -> Any:
-    """A field. Its flag is checked as the setting is, but has "auto" only where a command offers it. `more` goes to
-    its Option.
+    """An attrs field for a setting. Its flag is checked like the setting, but takes "auto" only where a command
+    offers it. `more` are further arguments of its Option.
 
     `tries` are the values that the planner tries, those that take most memory of the device first; "auto" stands
     for what it computes.
@@ -96,7 +96,7 @@ def _setting(
 
 
 def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
-    """The one of `values` for segment `s`: each is for an equal share of the segments, in order.
+    """That one of `values` which is for segment `s`, as each value is for an equal share of the segments, in order.
 
     >>> [in_equal_shares(("host", "device"), s, 5) for s in range(5)]
     ['host', 'host', 'host', 'device', 'device']
@@ -105,7 +105,7 @@ def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
 
 
 def tile_counts(tokens: int) -> list[int]:
-    """The numbers of tiles that "auto" stands for of a row of so many tokens, the fewest first: divisors.
+    """The numbers of tiles that "auto" stands for in a row of `tokens` tokens, the fewest first: divisors of it.
 
     >>> tile_counts(3000), tile_counts(1)
     ([1, 4, 5], [1])
@@ -116,12 +116,12 @@ def tile_counts(tokens: int) -> list[int]:
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
-    """`schedule`, or the device's default where it is BY_DEVICE."""
+    """`schedule`, or the default schedule on a CPU or on an accelerator where it is BY_DEVICE."""
     return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
 
 
 def _callable(signature: str, name: str, value: Any) -> Any:
-    """A name or a callable; a class is called without arguments."""
+    """Check setting `name`: a name or a callable; a class is called without arguments to make an object."""
     if isinstance(value, type):
         try:
             return value()
@@ -139,7 +139,7 @@ def _callable(signature: str, name: str, value: Any) -> Any:
 
 
 def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
-    """A check that a value is one of `words`, or the `other`, a number as text too, which `check` takes."""
+    """A check that a value is one of `words`, or a number, also as text, that `check` takes (`other` in errors)."""
 
     def either(name: str, value: Any) -> Any:
         if not isinstance(value, str):
@@ -157,12 +157,12 @@ def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
 
 
 def _clip_norm(name: str, value: Any) -> float | None:
-    """A norm, or None for 0, which does not clip."""
+    """Check `clip_norm`: a number of 0 or more; 0 returns None, which does not clip."""
     return not_negative(name, value) or None
 
 
 def _persistent(name: str, value: Any) -> int | str:
-    """A number of elements, or a text of names and such a number."""
+    """Check `persistent_params`: a number of elements, or names and numbers, as a list or joined by commas."""
     if isinstance(value, list | tuple):
         value = ",".join(str(part) for part in cast("Sequence[Any]", value))
     if not isinstance(value, str):
@@ -175,7 +175,7 @@ def _persistent(name: str, value: Any) -> int | str:
 
 
 def _globs(name: str, value: Any) -> tuple[str, ...]:
-    """Globs, or a text of some joined by commas."""
+    """Check globs of parameter names: a list, or a text joined by commas; returns a tuple."""
     texts: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name}: got {value!r}, expected globs of names: pass such as '*norm*,*.router'")
@@ -186,7 +186,7 @@ def _globs(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _swap(name: str, value: Any) -> tuple[str, ...]:
-    """One folder, or several."""
+    """Check `swap`: a folder, or one per drive; returns a tuple of paths."""
     folders: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
     for folder in folders:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):  # pyright: ignore
@@ -547,17 +547,17 @@ class StepSettings:
 
     @property
     def streams(self) -> bool:
-        """Whether parameters are whole on the device only while a segment uses them, on any number of ranks."""
+        """Whether parameters are whole on the device only while a segment uses them."""
         return self.params_on in ("host", DISK) or self.stage == 3
 
     @property
     def splits_master(self) -> bool:
-        """Whether the high half of a bucket's master is its bf16 parameter, which is no copy then."""
+        """Whether a bucket's bf16 parameters are the high half of its master weights, not a copy."""
         return self.params_on in ("host", DISK) and self.precision == "bf16"
 
     @property
     def moves(self) -> bool:
-        """Whether backward gets weights or inputs in other memory than forward did."""
+        """Whether weights or inputs are in other device memory in backward than in forward."""
         return self.streams or self.stashes
 
     @property
@@ -572,7 +572,7 @@ class StepSettings:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether a segment keeps all that autograd does."""
+        """Whether some segment keeps all the activations that autograd keeps: recompute "none"."""
         return "none" in self.recompute.split(",")
 
     def recompute_of(self, s: int, num_segments: int) -> Recompute:
@@ -581,14 +581,14 @@ class StepSettings:
         return in_equal_shares(modes, s, num_segments)
 
     def recompute_modes(self, num_segments: int) -> list[Recompute]:
-        """The mode of recomputation of each segment. The last one never repeats its forward, which it follows."""
+        """Each segment's mode of recomputation. The last segment never repeats its forward: backward follows."""
         modes: list[Recompute] = [self.recompute_of(s, num_segments) for s in range(num_segments)]
         if modes[-1] == "all":
             modes[-1] = "min-cut" if self.compile_segments else "none"
         return modes
 
     def persistent(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
-        """The names of the parameters that stay on the device where others are streamed.
+        """Names of the parameters that stay on the device while the others are streamed.
 
         Raises ValueError for a name that no parameter has.
 
@@ -614,8 +614,8 @@ class StepSettings:
         return chosen if self.streams else set()
 
     def in_fp32(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
-        """The names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none
-        apart where the precision is that.
+        """Names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none if all
+        are, by precision fp32.
 
         Raises ValueError for a glob that matches no name.
 
@@ -638,7 +638,7 @@ class StepSettings:
         return "fp32" if bucket.in_fp32 else self.precision
 
     def check_shares(self, num_segments: int) -> None:
-        """Raise ValueError for settings with more values than there are segments."""
+        """Raise ValueError if `recompute` or `activations_on` has more values than there are segments."""
         for name in ("recompute", "activations_on"):
             if (count := getattr(self, name).count(",") + 1) > num_segments:
                 raise ValueError(
@@ -669,7 +669,7 @@ class StepSettings:
                 yield self.at(**changes, **({"stage": 3} if sliced else {}))
 
     def at(self, **places: Any) -> "StepSettings":
-        """The settings with these places, without folders and a share of the disk that none of them needs."""
+        """The settings with these `places`; `swap` and `disk_ratio` are reset where no place needs them."""
         unused = {} if places.get("state_on", self.state_on) == DISK else {"disk_ratio": 1.0}
         settings = evolve(self, swap=(), **unused, **places)
         return evolve(settings, swap=self.swap) if settings.needs_folders else settings
@@ -681,7 +681,7 @@ class StepSettings:
 
     @property
     def needs_folders(self) -> bool:
-        """Whether anything is in the folders of `swap`."""
+        """Whether state, parameters, gradients or activations are in the folders of `swap`."""
         return DISK in (self.state_on, self.params_on, self.grads_on) or self.spills_activations
 
     @property
@@ -691,12 +691,12 @@ class StepSettings:
 
     @property
     def stages(self) -> int:
-        """The number of devices that micro-batches pass, of this process or of ranks."""
+        """The number of devices that micro-batches pass, in one process or, with pp, in several ranks."""
         return max(self.devices, self.pp)
 
     @property
     def group_size(self) -> int:
-        """The number of micro-batches that pass a segment together, on one device."""
+        """The number of micro-batches that pass a segment one after another before the next segment."""
         if isinstance(self.accumulate, int):
             return min(self.accumulate, self.micro_batches)
         vertical = self.streams if self.accumulate == AUTO else self.accumulate == "vertical"
@@ -704,11 +704,11 @@ class StepSettings:
 
     @property
     def waits_for_norm(self) -> bool:
-        """Whether updates wait for the norm of the whole gradient."""
+        """Whether updates wait for the norm of the step's whole gradient, for clipping or fp16."""
         return self.clip_norm is not None or self.precision == "fp16"
 
     def check_folders(self) -> None:
-        """Raise ValueError where something is on the disk without a folder for it."""
+        """Raise ValueError if a place is the disk, but `swap` names no folder."""
         if self.needs_folders and not self.swap:
             name = next(x for x in TIERS_OF if DISK in getattr(self, x).split(","))
             raise ValueError(
@@ -717,7 +717,7 @@ class StepSettings:
             )
 
     def scheduled(self, *, on_cpu: bool) -> "StepSettings":
-        """The settings with the schedule for the device, unless they name another.
+        """The settings with the default schedule of the device, CPU or accelerator, unless they name one.
 
         >>> StepSettings().scheduled(on_cpu=True).schedule, StepSettings().scheduled(on_cpu=False).schedule
         ('SharedCores', 'Overlapped')
@@ -726,7 +726,7 @@ class StepSettings:
 
     @property
     def schedule_name(self) -> str:
-        """The name of the schedule, or of its class."""
+        """The name of the schedule, or of its class if the setting is an object."""
         return self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__
 
 
