@@ -22,7 +22,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 546.0, 10.0, 184.0  # edges of the plot in 
 
 @frozen
 class Curve:
-    """Points by step. A "line" runs through the mean of each place, "dots" are single."""
+    """A curve of a chart: points by step, drawn as a "line" through the mean of each place, or as "dots"."""
 
     name: str
     form: Literal["line", "dots"]
@@ -31,7 +31,7 @@ class Curve:
 
 @frozen
 class Chart:
-    """Curves on one pair of axes. `text` formats a value."""
+    """A chart: curves over steps on one pair of axes. `text` formats a value of a curve."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -92,7 +92,7 @@ def _chart_svg(chart: Chart, span: tuple[int, int]) -> str:
 
 @frozen
 class _Frame:
-    """Steps and values at the edges of the plot, and where others are, in px."""
+    """The frame of a chart: steps and values at the plot's edges, and the place of others in px."""
 
     first: int
     last: int
@@ -115,7 +115,7 @@ class _Frame:
         return _TOP + (_BOTTOM - _TOP) * (self.high - value) / (self.high - self.low)
 
     def through(self, places: Sequence[PlotPoint], which: int) -> str:
-        """A line through the lowest (0), mean (1) or highest (2) values."""
+        """The SVG points of a line through the lowest (0), mean (1) or highest (2) values of the places."""
         points = [
             f"{self.x((p.first + p.last) / 2):.1f} {self.y(p.values[which]):.1f}" for p in places if p.values
         ]
@@ -154,7 +154,7 @@ def _shapes(curve: Curve, places: Sequence[PlotPoint], frame: _Frame) -> Iterato
 
 
 def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """One tick on the time axis for all marks that fall on the same pixel."""
+    """SVG ticks on the axis of steps for the chart's marks; marks on the same pixel share a tick."""
     for x, group in groupby(chart.marks, lambda step: round(frame.x(step))):
         steps = list(group)
         which = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"

@@ -13,7 +13,7 @@ _PROCESS = "zfunc, "  # and then the timeline's source
 
 
 def chrome_trace(timelines: Timelines) -> str:
-    """JSON in the Chrome trace event format, for Perfetto: a process a timeline, a thread a lane."""
+    """The timelines as JSON in the Chrome trace event format: a process a timeline, a thread a lane."""
     trace = [entry for pid, t in enumerate(timeline_tuple(timelines)) for entry in _entries(pid, t)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}, separators=(",", ":"))
 

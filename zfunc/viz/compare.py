@@ -21,12 +21,12 @@ class Sum:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted: the last timeline's seconds over the first's. None where those are 0."""
+        """The last (measured) timeline's seconds over the first's (predicted); None where the first's are 0."""
         return self.seconds[-1] / self.seconds[0] if self.seconds[0] else None
 
 
 def sums(timelines: Timelines, by: Callable[[Event], str]) -> tuple[Sum, ...]:
-    """The sum of each group of operations, named by `by`, in order of appearance.
+    """The seconds of each group of operations, grouped by the name `by(event)`, in order of appearance.
 
     >>> events = Event("gpu", "use[0]", "compute", 0.0, 1.0), Event("gpu", "use[1]", "compute", 2.0, 5.0)
     >>> sums(Timeline(events, "simulated"), by_lane)
@@ -49,7 +49,7 @@ def by_lane(event: Event) -> str:
 
 
 def by_verb(event: Event) -> str:
-    """The verb of an event."""
+    """The verb of the operation of an event."""
     return verb_of(event.op)
 
 

@@ -36,10 +36,10 @@ def timeline_tuple(timelines: Timelines) -> tuple[Timeline, ...]:
 
 
 def lanes_of(timelines: Sequence[Timeline]) -> dict[str, bool]:
-    """The lanes of all timelines from above, and whether one only copies between host and device: it is drawn thin.
+    """The lanes of all timelines from the top, and whether a lane only copies between host and device (drawn thin).
 
-    Lanes of a device are together, and what its devices share comes below them: network, host cores, drives. Ranks
-    share none of these.
+    Lanes of a device are together; lanes that devices of a rank share come below: network, host cores, drives.
+    Ranks share no lane.
 
     >>> from zfunc.core.timeline import Event
     >>> events = (Event(x, x, x.partition(":")[0], 0.0, 1.0) for x in ("host", "d2h", "h2d:1", "h2d"))
@@ -61,7 +61,7 @@ def lanes_of(timelines: Sequence[Timeline]) -> dict[str, bool]:
 
 
 def micro_batches_of(timelines: Sequence[Timeline]) -> dict[str, str]:
-    """The micro-batch of each pass of a pipeline, by operation; of none where one lane makes all passes.
+    """The micro-batch of each pass of a pipeline, by operation; empty where one lane makes all passes.
 
     >>> from zfunc.core.timeline import Event
     >>> events = (Event(f"gpu:{n}", f"forward[3,{n}]", "compute", n, n + 1.0) for n in (0, 1))
@@ -102,7 +102,7 @@ def verbs_of(timelines: Sequence[Timeline], plan: Plan | None = None) -> dict[st
 
 
 def legend_summary(timeline: Timeline) -> str:
-    """Source, duration and size of a timeline, as a heading."""
+    """A heading with the source, duration and numbers of operations and lanes of a timeline."""
     ops, lanes = counted(len(timeline.events), "operation"), counted(len(timeline.lanes), "lane")
     return f"{timeline.source}: {format_seconds(timeline.seconds)}, {ops} on {lanes}"
 

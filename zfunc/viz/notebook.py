@@ -27,7 +27,7 @@ MOST_DRAWN = 3000  # operations of a picture that is worth its bytes; `zfunc dra
 
 @frozen
 class Picture:
-    """HTML that a notebook shows."""
+    """A picture as HTML, which a notebook shows."""
 
     html: str
 
@@ -39,12 +39,12 @@ class Picture:
 
 
 def plan_html(plan: Plan) -> str:
-    """The plan, simulated on round numbers; no picture of a long one."""
+    """The plan as HTML with a picture of its simulation on round numbers; no picture for a long plan."""
     return timeline_html(simulate(plan), plan, f"One step, on {ROUND.name}")
 
 
 def timeline_html(timeline: Timeline, plan: Plan | None = None, title: str = "One step") -> str:
-    """The timeline, with the arrows of its plan if that is known; no picture of a long one."""
+    """The timeline as HTML with a picture, with arrows if the plan is known; no picture for a long timeline."""
     if len(timeline.events) > MOST_DRAWN:
         return f"<p>{escape(repr(timeline))}: too long for a notebook; zfunc draw shows it as a page</p>"
     return image(svg(timeline, plan=plan, title=title, width=1000))
@@ -57,7 +57,7 @@ def image(picture: str) -> str:
 
 
 def curves(metrics: Iterable[Any]) -> Picture:
-    """Loss, norm of the gradient and learning rate over steps, from the `Metrics` of each `train_step`.
+    """Charts of loss, gradient norm and learning rate over steps, from the `Metrics` of each `train_step`.
 
     >>> curves([])
     Picture(15 characters of HTML)

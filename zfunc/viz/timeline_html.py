@@ -66,7 +66,7 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
 
 
 def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
-    """The values that the page shows, in JSON's types.
+    """The values that the HTML page of timelines shows, in JSON's types.
 
     Operations, verbs, kinds, lanes and regions are numbers wherever they are referred to; times are whole numbers
     of each timeline's `tick`, in seconds.
@@ -145,5 +145,5 @@ def _cells(row: Sum, shown: tuple[Timeline, ...]) -> list[str]:
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end the element it is in: `<` only comes inside its strings."""
+    """`value` as JSON that cannot end its HTML element: `<` occurs only in strings, and is escaped."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

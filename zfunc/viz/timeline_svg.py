@@ -49,7 +49,7 @@ text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-s
 
 @frozen
 class _Frame:
-    """The geometry of a picture, in px: rows by lane and number of the timeline, and the time axis."""
+    """The geometry of an SVG timeline in px: rows by lane and timeline number, and the time axis."""
 
     rows: dict[tuple[str, int], float]
     high: dict[str, float]  # the bars of a lane
@@ -64,9 +64,9 @@ class _Frame:
 
 
 def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", width: int = 1200) -> str:
-    """One SVG file, `width` px wide; every bar has a tooltip.
+    """The timelines as one SVG file, `width` px wide; every bar has a tooltip.
 
-    With the `plan` tooltips also list what an operation waits for, and a short plan of one timeline has arrows.
+    With the `plan`, tooltips list what an operation waits for, and a short plan of one timeline has arrows.
     Raises ValueError for a width below 400.
 
     >>> svg(Timeline((Event("gpu", "use[0]", "compute", 0.0, 3e-3),), "simulated"), width=400)[:16]
@@ -189,7 +189,7 @@ def _bar(
 
 
 def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame) -> Iterator[str]:
-    """Arrows from the end of each operation that another waited for to the start of that one."""
+    """SVG arrows from the end of each awaited operation to the start of the operation that waited for it."""
     events = {e.op: e for e in timeline.events}
     for name, waits in after.items():
         for a, b in ((events[n], events[name]) for n in waits if n in events and name in events):
@@ -203,7 +203,7 @@ def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame
 
 
 def _legend(verbs: dict[str, int], width: int, y: float) -> Iterator[tuple[int, str]]:
-    """A swatch and the name of each verb, and the row it is on."""
+    """The legend of an SVG timeline: for each verb its row number, and SVG of a swatch and the name."""
     row, x = 0, _MARGIN
     for verb, n in verbs.items():
         wide = 18 + 6.0 * len(verb) + 24

@@ -24,10 +24,10 @@ from zfunc.viz.legend import (
 
 
 def text(timelines: Timelines, width: int = 100) -> str:
-    """The lanes as rows of letters, at most `width` columns wide, with a time axis and a legend.
+    """The timelines' lanes as rows of letters, at most `width` columns wide, with a time axis and a legend.
 
-    A cell shows the verb that fills most of it, as a capital where an operation begins; behind that of a pipeline's
-    pass is its micro-batch. Raises ValueError for a width that is too small.
+    A cell shows the verb that fills most of the cell, as a capital where an operation begins; after a pipeline
+    pass's letter comes the micro-batch. Raises ValueError for a width that is too small.
 
     >>> from zfunc.core.timeline import Timeline
     >>> events = Event("gpu", "fill[0]", "compute", 0.0, 3e-3), Event("cpu", "use[0]", "host", 3e-3, 4e-3)
@@ -67,7 +67,7 @@ def text(timelines: Timelines, width: int = 100) -> str:
 
 
 def _letters(verbs: Iterable[str]) -> dict[str, str]:
-    """A letter for each verb: the first of its own that is free, any free one otherwise."""
+    """A letter for each verb: the first free letter of the verb itself, else any free letter."""
     letters: dict[str, str] = {}
     for verb in verbs:
         wanted = [c for c in verb.lower() if c in ascii_lowercase]
@@ -101,7 +101,7 @@ def _row(
 
 
 def _wrapped(words: Sequence[str], width: int) -> Iterator[str]:
-    """The words in lines of at most `width` columns, three blanks between two."""
+    """The words joined by three blanks, in lines of at most `width` columns."""
     line = ""
     for word in words:
         if line and len(line) + 3 + len(word) > width:

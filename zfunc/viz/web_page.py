@@ -21,7 +21,7 @@ def web_page(
     refresh: float | None = None,
     **parts: str,
 ) -> str:
-    """The page of `body`, `style` and `scripts`, files of `web/`; the scripts run as one, in their order.
+    """An HTML page of `body`, `style` and `scripts`, files of `web/`; the scripts run as one, in order.
 
     `title` is text; `parts` are HTML by their names in the body. `styles` are the texts of further style elements.
     A browser loads the page anew after `refresh` seconds.
@@ -38,7 +38,7 @@ def web_page(
 
 
 def web_file(name: str) -> str:
-    """A file of `web/`, which is installed beside this module."""
+    """The text of file `name` in the folder `web/`, which is installed beside this module."""
     return (files("zfunc.viz") / "web" / name).read_text(encoding="utf-8")
 
 
