@@ -82,14 +82,14 @@ def bytes_of(buffer: Any) -> memoryview:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all bytes of `data` at `offset`."""
+    """Write all bytes of `data` to the file of descriptor `fd`, from byte `offset` on."""
     while data.nbytes:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
 
 
 def read_all(fd: int, data: memoryview, offset: int) -> None:
-    """Fill `data` from `offset`. Raises OSError if the file ends before."""
+    """Fill `data` with the bytes of file `fd` from `offset` on. Raises OSError if the file ends before."""
     while data.nbytes:
         read = os.preadv(fd, [data], offset)
         if not read:

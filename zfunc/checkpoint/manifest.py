@@ -55,7 +55,7 @@ Format = Annotated[str, known(lambda: {_written(name): name for name in STATE_FO
 
 
 def _written(state_format: str) -> str:
-    """The name of a state format in the file."""
+    """The name of a state format as a manifest's file has it."""
     return _FORMAT_NAMES.get(state_format, state_format)
 
 
@@ -96,13 +96,13 @@ class ParameterEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a scalar."""
+        """The number of elements of the parameter; 1 for a scalar."""
         return math.prod(self.shape)
 
 
 @frozen
 class TrainingPosition:
-    """The counters of a State: with them and the buffers a resume is exact."""
+    """The counters of a training State; with the counters and the buffers a resume is exact."""
 
     step: Count
     batches: Count
@@ -150,11 +150,11 @@ class Manifest:
 
     @cached_property
     def buffers(self) -> frozenset[str]:
-        """The names of modules' buffers that forward changes."""
+        """The full names of the module buffers in the checkpoint, which forward changes."""
         return frozenset(x.name for x in self.parameters if BUFFER in x.pieces)
 
     def tensor(self, piece: StateSlice) -> TensorInfo:
-        """The tensor that a piece lies in."""
+        """The tensor of a shard in which a piece of a parameter's state lies."""
         return self.shards[piece.shard].by_name[piece.tensor]
 
     def format_of(self, entry: ParameterEntry) -> str:
@@ -325,7 +325,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _checksum(named: Mapping[str, Any]) -> int:
-    """The CRC-32 of all fields of the manifest but the checksum, as they are written."""
+    """The CRC-32 of all fields of a manifest but the checksum, as the file has them."""
     return zlib.crc32(strict_json.render(named))
 
 

@@ -74,7 +74,7 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a scalar."""
+        """The number of elements of the tensor; 1 for a scalar."""
         return prod(self.shape)
 
     @property
@@ -113,7 +113,7 @@ class Shard:
 
     @cached_property
     def by_name(self) -> dict[str, TensorInfo]:
-        """The tensors by name."""
+        """The tensors of the shard by name."""
         return {t.name: t for t in self.tensors}
 
     @cached_property

@@ -101,7 +101,7 @@ class Within:
     high: float
 
     def __call__(self, value: Any) -> Any:
-        """The value, if the check holds. Raises Refusal if not."""
+        """Return `value` if it is within the bounds. Raises Refusal otherwise."""
         value = float(value) if self.type is float and type(value) is int else value
         size: Any = len(value) if type(value) is str else value
         if type(value) is not self.type or not self.low <= size <= self.high:

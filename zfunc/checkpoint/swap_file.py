@@ -246,11 +246,11 @@ class SwapHeader:
 
     @property
     def paths(self) -> list[Path]:
-        """The files of the space, by folder."""
+        """The paths of the swap space's files, in the order of its folders."""
         return [Path(x) / swap_file_name(self.rank, self.world, n) for n, x in enumerate(self.folders)]
 
     def of(self, folder: int) -> "SwapHeader":
-        """The header of the file in the folder of that number."""
+        """The header of the swap file in the folder of number `folder`."""
         return evolve(self, folder=folder)
 
     @cached_property
@@ -285,23 +285,23 @@ class SwapHeader:
 
     @property
     def num_checksums(self) -> int:
-        """Checksums in a record: of all buffers."""
+        """The number of checksums in a commit record, over all buffers of all buckets."""
         return self._laid[2]
 
     @property
     def record_size(self) -> int:
-        """Bytes reserved for a record."""
+        """The bytes reserved in a swap file for a commit record."""
         return record_bytes(len(self.extents), self.num_checksums)
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each folder's file."""
+        """The size in bytes of the swap file in each folder."""
         first, *others = self._laid[1]
         return [first + 2 * self.record_size, *others]
 
     @property
     def sizes_of_two(self) -> list[int]:
-        """The same, with room for two generations of every extent."""
+        """The size in bytes of each folder's swap file with two generations of every extent."""
         return self._laid[3]
 
     def record_at(self, number: int) -> int:
@@ -396,7 +396,7 @@ class CommitRecord:
         return any(g == x.generations for g, x in pairs)
 
     def raw(self, room: int) -> bytes:
-        """Its bytes. Raises CheckpointError if they are more than `room`."""
+        """The bytes of the commit record. Raises CheckpointError if they are more than `room`."""
         raw = frame_record(self.number, strict_json.render(strict_json.to_plain(self)), self.checksums)
         if len(raw) > room:
             disk.reject(

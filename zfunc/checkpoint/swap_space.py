@@ -62,7 +62,7 @@ class _Bucket:
 
     @property
     def other(self) -> int:
-        """The generation that the next write goes to: the one that is not committed."""
+        """The generation of the bucket that the next write goes to: the uncommitted one."""
         return 0 if self.committed < 0 else 1 - self.committed
 
     def newest(self, name: str) -> int:
@@ -71,7 +71,7 @@ class _Bucket:
 
     @property
     def missing(self) -> list[str]:
-        """The buffers that have to be written before a commit, because others of the bucket were."""
+        """The bucket's buffers still to be written before a commit, because other buffers of it were."""
         changed = self.committed < 0 or self.written
         return [x for x in self.sizes if changed and x not in self.written]
 
@@ -212,7 +212,7 @@ class SwapSpace:
 
     @property
     def number(self) -> int:
-        """The number of the last commit; 0 before the first."""
+        """The number of the swap space's last commit; 0 before the first."""
         return max(self._records)
 
     def record(self) -> Mapping[str, Any] | None:
@@ -220,11 +220,11 @@ class SwapSpace:
         return self._records[self.number].metadata if self.number else None
 
     def is_written(self, b: int) -> bool:
-        """Whether a bucket has anything to read, committed or not."""
+        """Whether bucket `b` has state to read in the swap space, committed or not."""
         return self._buckets[b].committed >= 0 or bool(self._buckets[b].written)
 
     def missing(self, b: int) -> list[str]:
-        """The buffers of a bucket that have to be written before `commit`, because others of it were."""
+        """The buffers of bucket `b` still to be written before `commit`, because its others were."""
         return self._buckets[b].missing
 
     def make_room(self) -> None:
@@ -299,7 +299,7 @@ class SwapSpace:
     def _buffers(
         self, b: int, names: Sequence[str], views: Sequence[memoryview], of: Callable[[str], int]
     ) -> list[StripedBuffer]:
-        """Buffers of a bucket, each in the generation that `of` gives."""
+        """The named buffers of a bucket, each in the generation that `of` gives."""
         stripes = self._buckets[b].stripes
         return [
             StripedBuffer(f"bucket {b}, {name!r}", view, stripes[g][name], self._checksums[g])
@@ -324,7 +324,7 @@ class SwapSpace:
         return bucket
 
     def _retire_older(self) -> None:
-        """The extents of the record before the last are about to be overwritten."""
+        """Retire the record before the last, whose extents are about to be overwritten."""
         with self._lock, self._lost_if_it_fails("retiring a record"):
             for number in sorted(self._records)[:-1]:
                 _retire(self._files[0], self.header, self._records[number])
@@ -362,7 +362,7 @@ def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:
 
 
 def _reads(file: DirectFile) -> Read:
-    """A reader of the header and records of a file."""
+    """A function that reads the header and records of a swap file."""
 
     def read(offset: int, nbytes: int) -> bytes:
         with pages_for(nbytes) as pages:
@@ -374,7 +374,7 @@ def _reads(file: DirectFile) -> Read:
 
 
 def _close(files: list[DirectFile], locks: list[int]) -> None:
-    """Release the locks if nothing writes any more: a drive that hangs keeps them until the process ends."""
+    """Close swap files, and release `locks` if no write is under way: a hanging drive keeps them."""
     closed = [file.close() for file in files]
     if all(closed):
         while locks:

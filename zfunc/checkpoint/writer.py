@@ -64,7 +64,7 @@ class Save:
 
 @frozen
 class SaveResult:
-    """The folder of the published checkpoint, or why there is none."""
+    """The result of a save: the folder of the published checkpoint, or why there is none."""
 
     path: Path | None
     failure: str = ""
