@@ -157,10 +157,15 @@ def test_chats_and_texts_keep_their_order(tmp_path: Path) -> None:
             False,
             "line 1: got a chat for .*json, without a chat template, expected a tokenizer with one",
         ),
+        (
+            {"rag": CHATML},
+            False,
+            "line 1: got a chat for a tokenizer with the chat templates rag, expected one c",
+        ),
     ],
 )
 def test_a_chat_that_cannot_be_written_is_refused(
-    template: str | None, system: bool, message: str, tmp_path: Path
+    template: Any, system: bool, message: str, tmp_path: Path
 ) -> None:
     saved(tmp_path, template)
     with pytest.raises(ValueError, match=message):

@@ -306,6 +306,11 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
         r"--chat-template-args: got '\[1\]' .*a JSON object",
         lambda: None,
     ),
+    "variables": (
+        '--chat-template-args {"tools":3}',
+        "--chat-template-args: got tools, which zfunc passes to the template itself, expected variables",
+        lambda: None,
+    ),
     "vocabulary": ("--vocab-size 9", "--vocab-size: got 9 for model, expected its 50", lambda: None),
     "no tokenizer": ("", "got none, and no tokenizer.json in model", TOKENIZER.unlink),
     "larger vocabulary": (

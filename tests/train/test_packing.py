@@ -531,6 +531,11 @@ REFUSED: dict[
         ({"prompt": [USER], "completion": "a"}, f"{LINE}: got 'a', expected JSON"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, rf"{LINE}: got a preference \(chosen, rejected\)"),
         ({"prompt": "a", "completion": "b", "label": False}, r"got a preference \(completion, label\)"),
+        ({"messages": [USER | {"weight": "0"}]}, f"{LINE}, message 1: got '0' as weight, expected 0 or 1"),
+        (
+            {"instruction": "a", "input": ["b"], "output": "c"},
+            f"{LINE}, message 1: got .*b.* as content, exp",
+        ),
         ({"messages": [{"content": "a"}]}, f"{LINE}, message 1: got None as role, expected text, as in"),
         ({"messages": [{"role": "user"}]}, f"{LINE}, message 1: got None as content, expected text"),
         ({"messages": [USER | {"content": [{"type": "image"}]}]}, "message 1: got .*image.* as content, exp"),
@@ -547,7 +552,11 @@ REFUSED: dict[
     "a.csv": [
         (b"a,b\n1,2\n", "a.csv, line 2: got an object with a, b, expected"),
         (b"text\n1,2\n", "a.csv, line 2: got 2 cells for the columns text, expected one each"),
-        (b'text\n"1', "a.csv, which cannot be read .*expected it whole"),
+        (b'text\n"1', "a.csv, which cannot be read after line 2 .unexpected end.*expected a table in UTF-8"),
+        (
+            b"text\ngr\xf6sse\n",
+            r"a.csv, which cannot be read after line 0 .'utf-8' codec.*save it again as UTF",
+        ),
     ],
     "a.jsonl.gz": [(b'{"text": "a"}', r"a\.jsonl\.gz, which cannot be read \(Not a gzipped file")],
     "a.zip": [(b"PK\3\4", "a.zip, which is compressed, expected what is in it: unpack it")],

@@ -61,6 +61,22 @@ OPTIMIZERS: Mapping[str, tuple[float, float, Mapping[str, Any]]] = {
 """Learning rate and weight decay where no setting says them, and other arguments where no configuration does."""
 
 
+_NO_VARIABLES = (
+    "conversations messages tools chat_template return_assistant_tokens_mask continue_final_message "
+    "add_generation_prompt"
+)
+
+
+def _template_variables(name: str, value: Any) -> None:
+    """A JSON object without what transformers takes beside the variables of a template."""
+    json_object(name, value)
+    if taken := {*_NO_VARIABLES.split()} & json.loads(value).keys():
+        raise ValueError(
+            f"{name}: got {', '.join(sorted(taken))}, which zfunc passes to the template itself, expected "
+            "variables of its own: leave it out"
+        )
+
+
 def _by_optimizer(n: int) -> str:
     return _names(f"{x[n]:g} with {kind}" for kind, x in OPTIMIZERS.items())
 
@@ -243,7 +259,7 @@ class TrainSettings(StepFlags):
     chat_template_args: str | None = _data(
         None,
         'variables of the chat template, as JSON: {"enable_thinking": false} (default: none)',
-        json_object,
+        _template_variables,
         "JSON",
     )
     dtype: str = _data("uint16", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES))

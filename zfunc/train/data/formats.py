@@ -46,7 +46,7 @@ def opened(path: Path) -> Generator[BinaryIO]:
     try:
         with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
             yield file
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, csv.Error) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise ValueError(
             f"got {path}, which cannot be read ({error}), expected it whole: copy it again"
         ) from error
@@ -119,16 +119,27 @@ def _table(path: Path, file: BinaryIO) -> Placed:
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        rows = _whole(path, reader)
         names = next(rows, [])
         for row in filter(None, rows):
-            where = f"{path}, line {rows.line_num}"
+            where = f"{path}, line {reader.line_num}"
             if len(row) != len(names) or len({*names}) != len(names):
                 raise ValueError(
                     f"{where}: got {len(row)} cells for the columns {', '.join(names):.200}, expected one each: "
                     "correct the table"
                 )
             yield where, dict(zip(names, row, strict=True))
+
+
+def _whole(path: Path, reader: Any) -> Generator[list[str]]:
+    try:
+        yield from reader
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"got {path}, which cannot be read after line {reader.line_num} ({error}), expected a table in UTF-8: "
+            "correct it, or save it again as UTF-8"
+        ) from error
 
 
 FORMATS: dict[str, Callable[[Path, BinaryIO], Placed]] = {

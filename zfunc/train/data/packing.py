@@ -37,7 +37,7 @@ from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suf
 from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 11  # of the folder, and of what is read as records
+FORMAT = 12  # of the folder, and of what is read as records
 STDLIB = "Python standard library"
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call

@@ -98,9 +98,9 @@ def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
     """
     context: list[Any] = []  # of which nothing is learned
     if "instruction" in given:
-        asked, more = given["instruction"], given.get("input")
-        turns = [{"role": "user", "content": f"{asked}\n\n{more}" if more else asked}]
-        turns.append({"role": ASSISTANT, "content": given["output"]})
+        texts: list[Any] = [given["instruction"], *filter(None, [given.get("input")])]
+        asked = "\n\n".join(texts) if all(isinstance(x, str) for x in texts) else texts  # texts are refused
+        turns = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": given["output"]}]
     elif "prompt" in given:
         context, turns = (_objects(given[x], where) for x in ("prompt", "completion"))
     else:
@@ -137,6 +137,10 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
         got = given.get("from", m.get("role")) if missing[0] == "role" else m.get("content")
         raise ValueError(
             f"{where}: got {got!r:.60} as {missing[0]}, expected text, as in {EXAMPLE}: correct it"
+        )
+    if m.get("weight", 1) not in (0, 1):
+        raise ValueError(
+            f"{where}: got {m['weight']!r:.60} as weight, expected 0 or 1: correct it, or leave it out"
         )
     return m
 

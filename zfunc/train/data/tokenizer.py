@@ -299,7 +299,13 @@ class ChatTemplate:
         """The first `count` messages as text, followed by the generation prompt if `prompt`; and, if `marks`, the
         ranges of characters that the template itself marks as the assistant's.
         """
-        source = self.tokenizer.get_chat_template(tools=chat.tools)
+        try:
+            source = self.tokenizer.get_chat_template(tools=chat.tools)
+        except ValueError as error:
+            raise ValueError(
+                f"{chat.where}: got a chat for a tokenizer with the chat templates "
+                f"{', '.join(self.tokenizer.chat_template)}, expected one called default: rename the one to use"
+            ) from error
         how = {"return_assistant_tokens_mask": marks and _MARKS.search(source) is not None}
         variables = {**self.tokenizer.special_tokens_map, **self.variables}
         return _rendered(source, chat, chat.messages[:count], variables, add_generation_prompt=prompt, **how)
