@@ -60,9 +60,9 @@ BUDGETS = {
     "viz": 1_100,
     "planner": 3_550,
     "models": 4_240,
-    "train": 4_760,
+    "train": 4_797,
     "cli": 2_460,
-    "tests": 42_677,
+    "tests": 42_697,
 }
 
 
