@@ -26,7 +26,7 @@ class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm in the precision of its weight, which may be fp32 beside activations in 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden], in the dtype of the input."""
+        """Normalize `input` over its last dimension: [..., hidden] -> [..., hidden], in the dtype of the input."""
         return super().forward(input.to(self.weight.dtype)).to(input.dtype)
 
 
@@ -45,7 +45,7 @@ class Embed(nn.Module):
         _materialise(self)
 
     def reset_parameters(self) -> None:
-        """Set every parameter: GPT-2's normal with deviation 0.02."""
+        """Set every parameter of the embedding from GPT-2's normal distribution with deviation 0.02."""
         nn.init.normal_(self.tok.weight, std=_INIT_STD)
         nn.init.normal_(self.pos.weight, std=_INIT_STD)
 
@@ -82,7 +82,7 @@ class Block(nn.Module):
         _materialise(self)
 
     def reset_parameters(self) -> None:
-        """Set every parameter: normal 0.02, the two residual projections divided by sqrt(2 num_layers)."""
+        """Set every parameter of the block: normal 0.02, residual projections divided by sqrt(2 num_layers)."""
         residual_std = _INIT_STD / math.sqrt(2 * self.config.num_layers)
         self.ln_1.reset_parameters()
         _reset_linear(self.qkv, _INIT_STD)
@@ -131,16 +131,16 @@ class Head(nn.Module):
         _materialise(self)
 
     def reset_parameters(self) -> None:
-        """Set every parameter; a tied `out.weight` is drawn too, and dropped by the caller that ties it."""
+        """Set every parameter of the head; a tied `out.weight` is drawn too, and dropped by the caller."""
         self.ln_f.reset_parameters()
         _reset_linear(self.out, _INIT_STD)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
+        """The logits of hidden states: [batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
         return self.out(self.ln_f(x)).float()
 
     def forward(self, passed: Passed, targets: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """The mean loss in nats, an fp32 scalar; the logits without targets.
+        """The mean cross entropy of the targets in nats, an fp32 scalar; without targets, the logits.
 
         `targets` is int64 [batch, seq], of which -100 is ignored (a micro-batch of nothing else gives NaN), or such
         labels and weights [batch], as `zfunc.hf.batch` makes them.
@@ -164,7 +164,7 @@ def modules(config: GPTConfig) -> tuple[tuple[str, nn.Module], ...]:
 
 
 def gpt_segments(config: GPTConfig) -> tuple[Segment, ...]:
-    """The model on the meta device: it takes no memory until `zfunc.init` fills it."""
+    """The segments of a GPT-2 on the meta device, which take no memory until `zfunc.init` fills them."""
     with torch.device("meta"):
         built = modules(config)
     tied = {"out.weight": "embed.tok.weight"} if config.tied else None

@@ -50,12 +50,12 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Features of one attention head."""
+        """The number of features of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Count the parameters without building them; a tied embedding counts once.
+    """The number of parameter elements of a GPT-2, without building it; a tied embedding counts once.
 
     >>> num_parameters(GPTConfig(50257, 1024, num_layers=12, hidden_size=768, num_attention_heads=12))
     124439808

@@ -105,7 +105,7 @@ def _sizes(config: GPTConfig) -> dict[str, int]:
 
 
 def _product(factors: str, sizes: Mapping[str, int]) -> int:
-    """A size, or FLOPs.
+    """The product of `factors`: a number, then names of sizes; an element count or FLOPs.
 
     >>> _product("16TH", {"T": 10, "H": 3})
     480
@@ -122,7 +122,7 @@ def _held(nbytes: int) -> int:
 
 @frozen(eq=False)
 class _Tensor:
-    """An allocation; `given` is an input of the segment or a weight."""
+    """A tensor that a segment's pass allocates; a `given` one is an input of the segment or a weight."""
 
     nbytes: int
     given: bool = False
@@ -212,7 +212,7 @@ class _Passes:
         )
 
     def _lines(self) -> tuple[str, str]:
-        """Forward and backward; the head has its loss at once, or in pieces where the logits are many."""
+        """The lines of forward and backward; the head's loss is whole, or in pieces where logits are many."""
         own, loss, pieces = (TABLE[x] for x in (self.kind, "loss", "loss_in_pieces"))
         forward, backward, tokens, vocab = [], [], self.sizes["T"], self.sizes["V"]
         if self.kind == "head" and 4 * tokens * vocab <= LOGITS_BYTES:

@@ -40,7 +40,7 @@ def next_token_loss(logits: Tensor, targets: Targets) -> Tensor:
 
 
 def summed_targets(targets: Targets) -> Targets:
-    """Labels and weights with which the loss of a row is the sum of those of its parts, from labels alone."""
+    """Labels and row weights, from labels alone, with which a row's loss is the sum of its parts' losses."""
     labels, weights = _labels_and_weights(targets)
     if weights is None:
         per_row = (labels != IGNORE_INDEX).sum() / labels.shape[0]

@@ -7,6 +7,6 @@ _MOST_PIECES = 64  # each is traced, and launched, by itself
 
 
 def piece(rows: int, width: int, logits_bytes: int) -> int:
-    """Rows of a piece that is `width` wide, of so many `rows`; larger where there would be too many pieces."""
+    """The number of rows in a piece of logits `width` wide, of `rows` in all; more if pieces were too many."""
     fitting, least = logits_bytes // (4 * width * _ALIGNMENT), -(-rows // (_MOST_PIECES * _ALIGNMENT))
     return max(1, fitting, least) * _ALIGNMENT

@@ -20,7 +20,7 @@ class KVCache:
     states: dict[Any, Tensor] = field(factory=dict[Any, Tensor])  # of convolutions and linear attention
 
     def advanced(self, tokens: int) -> int:
-        """Count `tokens` more. Returns the position of the first."""
+        """Count `tokens` new tokens in the cache. Returns the position of the first of them."""
         if self.length and tokens != 1:
             raise ValueError(
                 f"got {tokens} tokens after the first {self.length}, expected one: give one at a time"
@@ -29,7 +29,7 @@ class KVCache:
         return self.length - tokens
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens, [batch, heads, tokens, head_size]. Returns all."""
+        """Append keys and values of new tokens [batch, heads, tokens, head_size]. Returns those of all tokens."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
         self.keys, self.values = keys, values

@@ -48,12 +48,12 @@ def lora_config(
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether a model is peft's."""
+    """Whether `model` is a model with adapters of peft."""
     return type(model).__module__.startswith("peft.")
 
 
 def base_of(model: Any) -> Any:
-    """The model that peft's adapts; any other as it is. Raises ValueError for adapters that cannot be trained."""
+    """The base model below peft's adapters; a model without them as it is. ValueError for untrainable ones."""
     if not is_adapted(model):
         return model
     check_package("peft", OLDEST, MISSING)

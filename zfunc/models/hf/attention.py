@@ -107,17 +107,17 @@ class PastTokens:
     first: int = 0  # position of the first new token
 
     def get_seq_length(self, *_: Any) -> int:
-        """The number of tokens before."""
+        """The number of past tokens in the cache."""
         return self.first
 
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, tokens: int, *_: Any) -> tuple[int, int]:
-        """The number of tokens with the new ones, and the position of the first."""
+        """The number of keys (past and new tokens) of a mask, and the position of the first key."""
         return self.first + tokens, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens. Returns all."""
+        """Append keys and values of new tokens. Returns those of all tokens."""
         return (keys, values) if self.cache is None else self.cache.extended(keys, values)
 
     def is_recording_past(self, _: int) -> bool:
@@ -143,7 +143,7 @@ class PastTokens:
     def update_conv_state(
         self, x: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """Append the inputs of new tokens, of which the cache keeps the last. Returns all."""
+        """Append a convolution's inputs of new tokens; the cache keeps the last ones. Returns all inputs."""
         if self.cache is None:
             return x
         before = self.get_conv_state(layer_idx, state_idx)
@@ -152,7 +152,7 @@ class PastTokens:
         return x
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Keep the state after the new tokens. Returns it."""
+        """Keep and return a layer's linear attention state after the new tokens."""
         if self.cache is not None:
             self.cache.states["recurrent", layer_idx, state_idx] = state
         return state

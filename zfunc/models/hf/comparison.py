@@ -191,5 +191,5 @@ def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Te
 
 
 def _first(loss: Any) -> Tensor:
-    """The loss, without auxiliary outputs."""
+    """The loss tensor of a model's output, without auxiliary outputs."""
     return loss[0] if isinstance(loss, tuple) else loss

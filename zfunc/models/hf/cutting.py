@@ -67,7 +67,7 @@ def cut_model(
 
 
 def _tokens(model: Any) -> Tensor:
-    """Token ids, [2, RECORDED]."""
+    """Token ids [2, RECORDED] with which a model is recorded."""
     vocabulary = min(model.config.get_text_config().vocab_size, 1000)
     return torch.randint(3, vocabulary, (2, RECORDED), generator=torch.Generator().manual_seed(0))
 
@@ -184,7 +184,7 @@ class _Cutter:
         return next((x for x, m in self.model.named_modules() if m is module), otherwise)
 
     def _embed(self) -> nn.Module:
-        """Everything before the first layer."""
+        """The module of the first segment: everything in the model before its first layer."""
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         before = [m for x, m in self.model.named_modules() if x in self.recording.before]
         tables = [
@@ -198,14 +198,14 @@ class _Cutter:
         )
 
     def _layer(self, n: int, layer: nn.Module) -> nn.Module:
-        """One layer, in the model."""
+        """The module of the segment of layer number `n`, inside a copy of the model."""
         place, kept = self.recording.places[n], {id(p) for p in layer.parameters()}
         router, top_k = self.routers[n], getattr(self.model, "num_experts_per_tok", 0)
         given = {"router": router, "index": self.router_index, "top_k": top_k}
         return self._part(LayerPart, place, kept, layer=layer, **given)
 
     def _head(self, loss: Loss | None) -> nn.Module:
-        """Everything after the last layer."""
+        """The module of the last segment: everything in the model after its last layer."""
         part = self._part(
             *(HeadPart, len(self.layers) - 1, self.recording.head | self.unused),
             linear=self.recording.linear if loss is None else None,

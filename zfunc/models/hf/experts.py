@@ -37,7 +37,7 @@ def run_all_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) ->
 
 
 def _products(experts: Any, x: Tensor, name: str) -> Tensor:
-    """[experts, tokens, features in] -> [experts, tokens, features out]."""
+    """Apply a linear layer of each expert: [experts, tokens, features in] -> [experts, tokens, features out]."""
     weight = getattr(experts, name)
     y = torch.bmm(x, weight if experts.is_transposed else weight.transpose(1, 2))
     return y + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else y

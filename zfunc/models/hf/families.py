@@ -101,7 +101,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def kind_of(config: Any) -> str:
-    """What a model is that is no causal language model, by its config."""
+    """The kind of a model that is no causal language model, in words, by its config."""
     if getattr(config, "is_encoder_decoder", False):
         return "which is an encoder-decoder, with two inputs"
     if hasattr(config, "vision_config") or hasattr(config, "image_size"):
@@ -110,7 +110,7 @@ def kind_of(config: Any) -> str:
 
 
 def why_unsupported(name: str, reason: str) -> ValueError:
-    """The error for a class that cannot be cut."""
+    """The ValueError for a model class `name` that cannot be cut into segments, for `reason`."""
     return ValueError(
         f"model: got a {name}, {reason}, expected a causal language model such as {FAMILIES[2]}"
     )

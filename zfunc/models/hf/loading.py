@@ -188,7 +188,7 @@ class _StoredTensor:
     pattern: str | None = None
 
     def value(self) -> Tensor:
-        """A view of the mapped file."""
+        """The stored tensor, as a view of the mapped file."""
         from safetensors import safe_open
 
         with safe_open(self.file, "pt") as opened:
@@ -266,7 +266,7 @@ class FolderWeights:
             )
 
     def buffers(self) -> Values:
-        """The buffers, in their own types."""
+        """The module buffers of the model by full name, each in the dtype of the folder's file."""
         parameters = dict(self.model.named_parameters())
         return {name: self.read(name).clone() for name, x in self.names.items() if x not in parameters}
 

@@ -23,7 +23,7 @@ Passed = tuple[Tensor, dict[str, Tensor]]
 
 
 class _Reached(Exception):  # noqa: N818  no error
-    """Ends a forward whose rest is not needed."""
+    """Raised to end a model's forward whose rest a segment does not need."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
