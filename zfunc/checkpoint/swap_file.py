@@ -44,7 +44,7 @@ _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
 
 
 def swap_file_name(rank: int, world: int, folder: int) -> str:
-    """The file of one rank in the folder of that number.
+    """The name of one rank's swap file in folder number `folder`.
 
     >>> swap_file_name(0, 2, 1)
     'rank-00000-of-00002-folder-1.swap'
@@ -71,7 +71,7 @@ class Stripe:
 
     @property
     def last(self) -> int:
-        """The number behind that of its last checksum."""
+        """The number after that of the stripe's last checksum."""
         return self.first + num_chunks(self.stop - self.start, SUMMED)
 
 
@@ -127,12 +127,12 @@ class _Chunk:
 
 
 def write_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
-    """Write buffers and sum them. Raises DiskError."""
+    """Write buffers to their stripes in `files`, and set their checksums. Raises DiskError."""
     _transfer(_write, files, buffers)
 
 
 def read_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
-    """Read buffers. Raises DiskError, and CheckpointError for other bytes than were written."""
+    """Read buffers from their stripes in `files`. Raises DiskError, and CheckpointError for wrong checksums."""
     _transfer(_read, files, buffers)
 
 
@@ -153,7 +153,7 @@ def _transfer(
 
 
 def _batches(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
-    """Chunks that follow one another, BATCH bytes at most."""
+    """Group chunks that follow one another in a file into batches of at most BATCH bytes."""
     batch: list[_Chunk] = []
     for x in chunks:
         if batch and (x.place != batch[-1].end or x.end - batch[0].place > BATCH):
@@ -235,7 +235,7 @@ class SwapHeader:
 
     @cached_property
     def raw(self) -> bytes:
-        """The bytes that a file begins with. Raises CheckpointError for too many of them."""
+        """The bytes of the header at the start of a swap file. Raises CheckpointError for too many of them."""
         extents = [[b, x.generations, {p.name: p.nbytes for p in x.parts}] for b, x in self.extents.items()]
         named = {"version": VERSION, **asdict(self, recurse=False), "extents": extents}
         text = strict_json.render(named)
@@ -324,7 +324,7 @@ def new_header(
 
 
 def frame_header(text: bytes) -> bytes:
-    """A header's bytes in a file, from its JSON."""
+    """The bytes of a swap file's header, from the header's JSON."""
     return _padded(_HEADER.pack(_HEADER_MAGIC, len(text), zlib.crc32(text)) + text)
 
 
@@ -391,7 +391,7 @@ class CommitRecord:
     checksums: Sequence[int] = field(default=(), repr=False, metadata=IN_MEMORY)
 
     def written_again(self, header: SwapHeader) -> bool:
-        """Whether it has the second generation of an extent that had one at first."""
+        """Whether the commit has the second generation of an extent that had one generation at first."""
         pairs = zip(self.generations, header.extents.values(), strict=False)
         return any(g == x.generations for g, x in pairs)
 
@@ -413,7 +413,7 @@ def frame_record(number: int, text: bytes, checksums: Sequence[int]) -> bytes:
 
 
 def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, CommitRecord]:
-    """The commits in the first file of a space, by number. Raises CheckpointError if there is none."""
+    """The commits in the first file of a swap space, by number. Raises CheckpointError if there is none."""
     records: dict[int, CommitRecord] = {}
     for slot in (0, 1):
         at = header.record_at(slot)
