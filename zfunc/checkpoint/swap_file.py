@@ -318,7 +318,7 @@ def new_header(
     rank: int = 0,
     world: int = 1,
 ) -> SwapHeader:
-    """The header of a space in which each folder gets an equal part of every buffer."""
+    """The header of a new swap space in which each folder gets an equal part of every buffer."""
     names = tuple(str(x.absolute()) for x in folders)
     return SwapHeader(identity, run, rank, world, names, (1,) * len(names), dict(extents), 0)
 
@@ -442,7 +442,7 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
 
 
 def read_space(path: Path) -> tuple[SwapHeader, dict[int, CommitRecord]]:
-    """The header of a file, and the commits in it by number if it is the first of its space."""
+    """The header of a swap file, and its commits by number if the file is the first of its space."""
     file = disk.open_file(path)
     header = read_header(file.read, str(path))
     return header, {} if header.folder else read_records(file.read, header, str(path))

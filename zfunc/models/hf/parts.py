@@ -44,7 +44,7 @@ class LayerPlace(nn.Module):
         self.x: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden states, as the layer would return them; raises `_Reached` where it stops."""
+        """Hidden states as the layer would return them; raises `_Reached` if the place stops the forward."""
         y, args, kwargs = with_hidden(self.x, args, kwargs)
         if self.layer is not None:
             y = self.layer(*args, **kwargs)
@@ -102,7 +102,7 @@ class _Part(nn.Module):
         self.model, self.place, self.call, self.absent = model, place, call, absent
 
     def run(self, x: Tensor | None, given: dict[str, Tensor], past: PastTokens, like: Tensor) -> Any:
-        """The model's output, or the value that its forward ends with, for these hidden states at the place."""
+        """The model's output, or the value its forward was ended with, given hidden states `x` at its place."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         self.place.x = x
@@ -117,7 +117,7 @@ class _Part(nn.Module):
 
 
 class EmbedPart(_Part):
-    """Everything before the first layer."""
+    """The first segment of a model of transformers: everything before the first layer."""
 
     def __init__(self, *args: Any, longest: int | None, experts: int) -> None:
         super().__init__(*args)
@@ -152,7 +152,7 @@ class EmbedPart(_Part):
 
 
 class LayerPart(_Part):
-    """One layer. With a `router`, its name in the layer, the sums of what that chose are added up."""
+    """The segment of one layer. With a `router`, a module's name in the layer, its choices are summed."""
 
     def __init__(self, *args: Any, router: str | None, index: int, top_k: int) -> None:
         super().__init__(*args)
@@ -182,7 +182,7 @@ def _counted(given: dict[str, Tensor]) -> Tensor | None:
 
 
 class HeadPart(_Part):
-    """Everything after the last layer, with the loss: the last segment."""
+    """The last segment of a model of transformers: everything after the last layer, with the loss."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class HeadPart(_Part):
         self.summed_targets = summed_targets if loss is None and not routers else None
 
     def forward(self, passed: Passed, targets: Any = None) -> Any:
-        """The mean loss, an fp32 scalar; the logits, or what the model has instead, without targets."""
+        """The mean loss, an fp32 scalar; without targets, the model's output, such as logits."""
         x, given = passed
         y = self.run(x, given, PastTokens(), x)
         if targets is not None and self.loss is not None:

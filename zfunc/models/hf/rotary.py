@@ -18,7 +18,7 @@ LENGTHS = "length of the longest document"  # for each token, as a tile has no o
 
 
 def follows_length(module: nn.Module) -> bool:
-    """Whether a module makes rotary positions that follow the length."""
+    """Whether a module makes rotary positions with frequencies that depend on the length of a row."""
     kinds = getattr(module, "rope_type", None)
     kinds = [*kinds.values()] if isinstance(kinds, dict) else [kinds]
     own = any(name.endswith("original_inv_freq") for name in module._buffers)
