@@ -9,5 +9,5 @@
     check                   what is not known to keep tokens apart is tried before it trains
     tiled_vjp               forward and backward of a segment in tiles; its evaluation
 
-Before and after attention no token of a segment in tiles depends on another; what is not known to be so is tried.
+Before and after attention no token of a segment in tiles depends on another; a segment not known to be so is tried.
 """

@@ -1,17 +1,17 @@
-"""Whether a token of a segment depends on others outside attention, tried before it passes in tiles.
+"""Whether a token of a segment depends on others outside attention, tried before the segment passes in tiles.
 
 A segment is not tried if each operation of its forward is known to keep tokens apart (token_operations.py), and its
-backward is that of these operations. Any other runs, and nothing is allowed because no list names it:
+backward is that of these operations. Any other segment is tried in two ways; none is allowed without a trial:
 
-    pieces    a few tokens in tiles of several sizes: results and gradients are those of `function` itself, and
-              gradients of weights add up. In fp64, or where an operation or the memory has none in fp32, to the
-              largest difference, without dropout; weights that begin at 0 or 1 are elsewhere
-    poison    a row of the length that trains, in its own dtype, as it is only asked whether a token changes: some
-              tokens are NaN, others huge, large or zero, and no other token changes, nor of a row that is small;
-              so for gradients that come in. Before attention, after it, and of the loss. In fp16, where nothing is
-              huge, also in bf16 if that runs. A row without memory is halved, which the log says
+    pieces    a few tokens in tiles of several sizes: results and gradients are those of `function` on all of them,
+              and gradients of weights add up. In fp64, or in fp32 where an operation or the memory has no fp64, up
+              to a largest difference, without dropout
+    poison    a row of the length that trains, in its own dtype, as the only question is whether a token changes:
+              some tokens are NaN, huge, large or zero, and no other token changes, nor in a row of small values;
+              the same for gradients that come in. Before attention, after it, and of the loss. In fp16, where
+              nothing is huge, also in bf16 if that runs. If memory lacks, the row is halved, which is logged
 
-A trace is tried once with weights of its own, and once with those of each segment.
+A trace is tried once with random weights, as initial ones may hide tokens, and once with each segment's weights.
 """
 
 import logging
@@ -39,9 +39,9 @@ from zfunc.runtime.rng import seeded
 
 FEW = 256  # tokens in pieces
 SIZES = (2, 16)  # numbers of pieces
-# The dtype, None for the segment's own, and whether gradients of weights are compared.
+# The dtype of a trial, None for the segment's own, and whether gradients of weights are compared.
 WAYS = ((torch.float64, True), (torch.float32, True), (None, False))
-TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-5}  # of the largest, by the bytes of an element
+TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-5}  # relative to the largest element, by the bytes of an element
 LARGE = 2.0**10  # times a gradient: a backward that is linear in it gives as many times itself, to the bit
 OTHERWISE = (
     "expected tokens that depend on others through attention alone, on their place through torch.arange(tokens), "
@@ -51,8 +51,8 @@ log = logging.getLogger("zfunc")
 
 
 def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...], tried: Any) -> Any:
-    """Raise ValueError if tokens of a segment depend on others, with these weights or, unless it was `tried` with
-    others before, any. Returns what tried it, None if it is known."""
+    """Raise ValueError if tokens of segment `tiled` depend on others, with `weights` and, unless the segment was
+    `tried` before, with random weights. Returns the copies that `_tried` made, None if no trial is needed."""
     split = tiled.split(weights, inputs)[0] if isinstance(tiled, Tiled) else None
     if not tried and split and not split.unknown and _pulled_alike(tiled.function, split, weights, inputs):
         return None
@@ -72,7 +72,7 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
 
 
 def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
-    """A segment in one tile, and in pieces of its evaluation; none of them is checked."""
+    """Copies of a segment for trials, not checked themselves: `function` in one tile, `evaluate` in pieces."""
     counts = [n for n in SIZES if few % n == 0] or [few]
     how: dict[str, Any] = {"make_vjp": _eager, "wrt_input": True, "check": None}
     made = [(1, tiled.function), *((n, tiled.evaluate) for n in counts)]
@@ -81,7 +81,7 @@ def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
 
 
 def _opened(weight: Tensor) -> Tensor:
-    """A weight that is like none to begin with: what is shut is open, a mix of 1 is one of two."""
+    """Random values for `weight`, unlike initial ones: a gate of 0 is open, a mixing factor of 1 mixes two."""
     one = sum(n > 1 for n in weight.shape) < 2
     made = torch.rand(weight.shape, generator=_generator(weight.device), device=weight.device)
     made = made * 0.6 + 0.2 if one else (made - 0.5) * (12 * weight.shape[0] / weight.numel()) ** 0.5
@@ -89,8 +89,8 @@ def _opened(weight: Tensor) -> Tensor:
 
 
 def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs: tuple[Any, ...]) -> bool:
-    """Whether backward of the forward's trace is that of the function: not of what has a backward of its own, nor
-    under torch.no_grad, which such a trace loses."""
+    """Whether the backward of a trace of forward is the backward of `function`: not if `function` has a custom
+    backward or torch.no_grad, which a trace of forward loses."""
     leaves, structure = tree_flatten(inputs)
 
     def expressions() -> list[int]:
@@ -113,7 +113,7 @@ def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs
 
     try:
         one, other = copy_context().run(expressions)
-    except Exception:  # it is tried then
+    except Exception:  # the segment is tried then
         return False
     return one == other
 
@@ -122,7 +122,7 @@ def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs
 
 
 def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
-    """What differs in pieces of a few tokens, in the first of the WAYS that runs, or ""."""
+    """A description of what differs if a few tokens pass in pieces, in the first of WAYS that runs, or ""."""
     tokens, few = _tokens(inputs), _few(inputs)
     # The loss of tokens of the whole row, as the first may have no labels.
     step = tokens // few if isinstance(pieces[0], TiledLoss) else 1
@@ -167,7 +167,7 @@ def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) ->
 
 
 def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
-    """The largest difference, relative to the largest of `y`; of what is NaN in both, none."""
+    """The largest difference of `x` and `y`, relative to the largest of `y`; NaN in both counts as equal."""
     if not y.numel() or torch.equal(x, y):
         return 0.0
     both = x.isnan() & y.isnan()
@@ -180,7 +180,7 @@ def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
 
 
 def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
-    """Which tokens of a row change others, or ""."""
+    """A description of tokens of a row that change others if made NaN, huge, large or zero, or ""."""
     weights = evolve(weights, trained={}, fixed={**weights.trained, **weights.fixed})
     parts = _of_loss if isinstance(whole, TiledLoss) else _of_halves
     if floats_of(inputs)[0].dtype == torch.float16:
@@ -235,8 +235,8 @@ def _of_loss(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]
 
 
 def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[int], where: str) -> str:
-    """Which tokens of `rows` change others, in what `run` makes of them and in the gradients that it pulls back;
-    `dims` and `made` are the dimensions of tokens."""
+    """A description of tokens of `rows` that change others, in results of `run` or in gradients pulled back, or "".
+    `dims` and `made` are the dimensions of tokens in each of `rows` and of the results."""
     tokens = rows[0].shape[dims[0]]
     places = [
         sorted({*few} - {end})
@@ -268,7 +268,7 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
 def _others_differ(
     found: Sequence[Tensor], before: Sequence[Tensor], dims: Sequence[int], at: list[int]
 ) -> bool:
-    """Whether tokens differ between two results at other places than `at`."""
+    """Whether tensors `found` and `before` differ at other tokens than `at`, along the dimensions `dims`."""
     for x, y, dim in zip(found, before, dims, strict=False):
         for start, stop in pairwise([-1, *at, y.shape[dim]]):
             a, b = (t.narrow(dim, start + 1, stop - start - 1) for t in (x, y))
@@ -294,7 +294,7 @@ def _tokens(inputs: tuple[Any, ...]) -> int:
 
 
 def _few(inputs: tuple[Any, ...]) -> int:
-    """The number of tokens of a row that are tried in pieces."""
+    """The number of tokens of the rows in `inputs` that are tried in pieces."""
     tokens = _tokens(inputs)
     return min(tokens, FEW) // SIZES[-1] * SIZES[-1] or tokens
 
@@ -304,7 +304,7 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _rows(inputs: tuple[Any, ...], part: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    """The inputs with a part of their rows of tokens."""
+    """`inputs` with `part(x)` in place of each leaf `x` [batch, tokens, ...] that is rows of tokens."""
     shape = floats_of(inputs)[0].shape[:2]
     return tree_map_only(Tensor, lambda x: part(x) if x.shape[:2] == shape else x, inputs)
 

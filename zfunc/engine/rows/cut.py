@@ -1,9 +1,9 @@
-"""The forward of a segment for rows of tokens, cut at its attention; and what cannot pass in tiles: it is refused.
+"""The forward of a segment for rows of tokens, cut at attention; a segment that cannot pass in tiles is refused.
 
-It is traced for a whole row and for one tile, node by node the same. What depends on no input, as rotary positions,
-is made for the row and sliced. At attention the graph of a tile is cut in two, each of which knows no other token:
-`before` makes queries, keys and values of tokens, `after` what follows of the result. Without attention all is in
-`after`.
+Forward is traced for a whole row and for one tile, node by node the same. Values that depend on no input, as rotary
+positions, are made for the row and sliced. At attention the graph of a tile is cut in two halves, in which no token
+knows another: `before` makes queries, keys and values, `after` takes the result of attention. Without attention all
+nodes are in `after`.
 """
 
 import operator
@@ -42,7 +42,7 @@ Values = dict[str, Tensor]
 Function = Callable[..., Any]
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
 SHAPED = (operator.getitem, torch.ops.aten._to_copy.default)  # beside views
-ATTENTION = {  # and its arguments that may be positional
+ATTENTION = {  # functions of attention, and their arguments that may be positional
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     attend_row: ("query", "key", "value", "first", "window", "scale"),
 }
@@ -50,13 +50,13 @@ ATTENTION = {  # and its arguments that may be positional
 
 @frozen(eq=False)
 class Half:
-    """One of the two parts of a tile, and the names of the weights that it reads."""
+    """One half of a tile's graph, before or after attention: its passes, and the names of the weights it reads."""
 
     passes: Any  # a SegmentVJP of `(weights, rows, constants)`
     reads: tuple[str, ...]
 
     def weights(self, weights: Any) -> Any:
-        """The segment's weights that this half reads, of all of them."""
+        """The part of a segment's `weights` that this half reads."""
         own = ({x: t for x, t in w.items() if x in self.reads} for w in (weights.trained, weights.fixed))
         return type(weights)(*own)
 
@@ -69,9 +69,9 @@ class Split:
     after: Half
     tile: int  # tokens
     rows: tuple[int, ...]  # numbers of the input leaves that are rows of tokens
-    constants: Callable[[], list[Any]]  # for the row
+    constants: Callable[[], list[Any]]  # makes those of a row
     sliced: tuple[int | None, ...]  # of each constant: the dimension of its tokens
-    passed: dict[int, int]  # result -> the input leaf that it is
+    passed: dict[int, int]  # number of a result -> number of the input leaf that it is
     spec: Any  # of the results
     unknown: str  # the first operation that is not known to keep tokens apart, or ""
     scale: float = 1.0  # of attention
@@ -81,8 +81,8 @@ class Split:
 def cut_at_attention(
     function: Function, tiles: int, make_vjp: Callable[..., Any], weights: Any, inputs: tuple[Any, ...]
 ) -> Split:
-    """`function` of such weights and inputs, cut for so many tiles; `make_vjp` makes the passes of a half. Raises
-    ValueError for rows that `tiles` does not divide, and for what tiles cannot do."""
+    """Cut `function` of weights and inputs of these shapes for `tiles`; `make_vjp` makes the passes of a half.
+    Raises ValueError for rows that `tiles` does not divide, and for a forward that cannot pass in tiles."""
     # 1. The forward of a row and of a tile, node by node the same.
     values, leaves = {**weights.trained, **weights.fixed}, tree_leaves(inputs)
     shape, numbers = _rows_of(leaves)
@@ -125,7 +125,7 @@ def cut_at_attention(
     if any(user is not output for x in others for user in x.users):
         raise ValueError("got an input of every tile, expected rows of tokens: use tiles=1")
 
-    # 4. What is known of tokens. Then memory may be laid out otherwise than in a trace: views may be copies.
+    # 4. Operations known to keep tokens apart. Memory may be laid out unlike in a trace: views may be copies.
     marks = [x for x in nodes if x.target in ATTENTION]
     of_attention = [x for mark in marks for x in mark.all_input_nodes]
     apart = [x for x in nodes if x in depends]
@@ -169,7 +169,7 @@ def cut_at_attention(
 
 
 class _Marked(TorchFunctionMode):
-    """Keeps attention as one operation in a trace: how it runs depends on what differentiates or tiles it later."""
+    """Keeps attention as one node of a trace: its kernels are chosen later, where it is differentiated or tiled."""
 
     def __init__(self, rows: tuple[int, int] | None) -> None:
         super().__init__()
@@ -188,8 +188,8 @@ class _Marked(TorchFunctionMode):
 
 
 def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
-    """The place of attention's result in a trace of such rows, where nothing runs. Raises ValueError for one that
-    tiles cannot do."""
+    """An empty tensor in place of attention's result, in a trace of `rows` (batch, tokens), where no kernel runs.
+    Raises ValueError for an attention that tiles cannot do."""
     q, k, v = (given[x] for x in ("query", "key", "value"))
     if given.get("dropout_p"):
         raise ValueError("got attention with dropout, expected it without: set its rate to 0, or use tiles=1")
@@ -208,7 +208,7 @@ def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
-    """The batch and tokens of rows, and which leaves of the input are such."""
+    """The shape [batch, tokens] of rows, and the numbers of the input's `leaves` that are rows of tokens."""
     floats = floats_of(leaves)
     if any(t.dim() < 3 or t.shape[:2] != floats[0].shape[:2] for t in floats):
         shapes = [tuple(t.shape) for t in floats]
@@ -222,7 +222,7 @@ def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
 def _traces(
     function: Function, values: Values, inputs: tuple[Any, ...], rows: tuple[int, ...], tile: int
 ) -> tuple[GraphModule, GraphModule, Any]:
-    """The graphs of a tile and of a row; the structure of the results."""
+    """The graphs of forward for a tile and for a whole row, and the pytree structure of the results."""
     leaves, spec = tree_flatten(inputs)
     batch, row = leaves[rows[0]].shape[:2]
 
@@ -248,8 +248,8 @@ def _traces(
 def forward_graph(
     function: Function, arguments: tuple[Any, ...], rows: tuple[int, int] | None = None
 ) -> tuple[GraphModule, Any]:
-    """The operations of `function` of fake tensors, its attention as one, and the structure of its results. For
-    tiles `rows` are what they are of, [batch, tokens]; then raises ValueError for attention that they cannot do."""
+    """The graph of `function` of fake tensors, with attention as one node, and the pytree structure of its results.
+    `rows` (batch, tokens) are given for tiles: then an attention that tiles cannot do raises ValueError."""
     leaves, spec = tree_flatten(arguments)
     out_spec: Any = None
 
@@ -270,7 +270,7 @@ def floats_of(tree: Any) -> list[Tensor]:
 
 
 def tile_of(tokens: int, tiles: int) -> int:
-    """The tokens of a tile. Raises ValueError for tiles that are not equal."""
+    """The number of tokens in each tile of a row. Raises ValueError unless `tiles` divides `tokens`."""
     if tokens % tiles:
         near = min((n for n in range(1, tokens + 1) if tokens % n == 0), key=lambda n: abs(n - tiles))
         raise ValueError(f"got rows of {tokens} tokens, expected a divisor, not {tiles}: use tiles={near}")
@@ -281,8 +281,8 @@ def tile_of(tokens: int, tiles: int) -> int:
 
 
 def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
-    """Raise ValueError for random numbers that are no token's own, and for numbers made of how many tokens there
-    are: neither shows in evaluation, or in a few tokens."""
+    """Raise ValueError for random numbers that are no token's own, and for arguments computed of the number of
+    tokens: neither shows in evaluation, or in a few tokens."""
     for a, b in of_row.items():
         x, y = a.meta.get("val"), b.meta.get("val")
         if is_draw_node(a) and (a not in depends or x.shape == y.shape):
@@ -306,8 +306,8 @@ def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
 def _refuse_noise(
     of_row: Mapping[Node, Node], apart: Sequence[Node], starts: Sequence[Node], depends: Set[Node]
 ) -> None:
-    """Raise ValueError unless what is made of random numbers alone is known to keep tokens apart: no poisoned token
-    shows it, as a sum of them along tokens, which would begin anew in each tile."""
+    """Raise ValueError unless operations on random numbers alone are known to keep tokens apart. Their sum along
+    tokens, for one, would begin anew in each tile, and no poisoned token shows that."""
     noise = {x for x in apart if is_draw_node(x)}
     draws, made = [*noise], list[Node]()
     for x in (x for x in apart if x not in noise):
@@ -323,14 +323,14 @@ def _refuse_noise(
 
 
 def _has_one_value(x: Node) -> bool:
-    """Whether a constant is zeros or ones, in any shape and dtype, as the first state of a recurrence is."""
+    """Whether constant `x` is zeros or ones, in any shape and dtype, as the first state of a recurrence is."""
     if x.target in SHAPED or getattr(x.target, "is_view", False):
         return all(map(_has_one_value, x.all_input_nodes))
     return x.target in (torch.ops.aten.zeros.default, torch.ops.aten.ones.default)
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
-    """The dimension of a constant that has the tokens of a tile, or of a row; None if it is the same for both."""
+    """The dimension of tokens of a constant, `short` for a tile, `long` for a row; None if both have one shape."""
     a, b = (x.meta["val"] for x in (short, long))
     if not isinstance(a, Tensor) or a.shape == b.shape:
         return None

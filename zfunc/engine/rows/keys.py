@@ -1,7 +1,7 @@
 """Where keys and values of a row in tiles lie, and the sums of their gradients.
 
-Attention sees them by parts, one for each tile: on the device, or one by one from the host. The arithmetic is the
-same, and so are the bits.
+Attention visits keys and values by parts, one for each tile: on the device, or one by one from the host. Both ways
+have the same arithmetic, and so the same bits.
 """
 
 from collections import deque
@@ -17,38 +17,38 @@ from zfunc.core.spec import ALLOCATION
 from zfunc.engine.trace.host_keys import ON_HOST, HostMemory
 from zfunc.runtime.accelerator import behind, copy_stream, rejoin
 
-Part = tuple[int, int]  # keys: the first, and the one after the last
+Part = tuple[int, int]  # tokens of keys: the first, and the one after the last
 SLOTS = 2  # parts from the host that have room on the device: one is copied while the other is attended
 
 
 @define(eq=False)
 class DeviceKeys:
-    """Keys and values [batch, key heads, tokens, features] of a row, and the fp32 sums of their gradients."""
+    """Keys and values [batch, key heads, tokens, features] of a row on the device, and fp32 sums of gradients."""
 
     kept: tuple[Tensor, ...]
     sums: tuple[Tensor, ...] = ()
 
     def put(self, part: Part, made: Sequence[Tensor]) -> None:
-        """Keep keys and values of a part."""
+        """Copy keys and values `made` of the tokens `part` into the memory of the row."""
         for row, x in zip(self.kept, made, strict=True):
             row[:, :, slice(*part)] = x
 
     def start_sums(self) -> None:
-        """Zero the sums."""
+        """Allocate the fp32 gradient sums of keys and values, as zeros."""
         self.sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in self.kept)
 
     def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
-        """Keys and values of each part, and its `sums`: what is added to these is kept."""
+        """Yield keys and values of each part of `parts`, and with `sums` its gradient sums, to be added to."""
         for part in parts:
             yield [x[:, :, slice(*part)] for x in (*self.kept, *(self.sums if sums else ()))]
 
     def sums_of(self, part: Part) -> list[Tensor]:
-        """The sums of a part."""
+        """The fp32 gradient sums of keys and values of the tokens `part`."""
         return [x[:, :, slice(*part)] for x in self.sums]
 
 
 def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
-    """Memory for so many parts of keys and values like those that one `made`."""
+    """Memory for `count` parts of keys and values like `made`: on the host within `keys_in`, else on the device."""
     if (host := ON_HOST.get()) is not None:
         return HostKeys(host, made[0].device, made[0].dtype, [x.shape for x in made], count)
     return DeviceKeys(tuple(x.new_empty(*x.shape[:2], count * x.shape[2], x.shape[3]) for x in made))
@@ -56,8 +56,8 @@ def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
 
 @define(eq=False)
 class HostKeys:
-    """The same in host memory, and two parts on the device. While one is attended, a stream of copies takes the
-    sums of the one before, and another brings the next."""
+    """Keys, values and gradient sums of a row in host memory, with room for two parts on the device. While one part
+    is attended, a copy stream takes the sums of the part before, and another brings the next part."""
 
     host: HostMemory
     device: torch.device
@@ -65,8 +65,8 @@ class HostKeys:
     shapes: Sequence[torch.Size]  # of keys and values of a part
     count: int  # parts
     kept: Tensor | None = field(init=False)  # [parts, elements]
-    sums: Tensor | None = None  # of those
-    summed: set[Part] = field(factory=set)  # those whose sums are there; the others' are zero
+    sums: Tensor | None = None  # fp32 [parts, elements], of gradients
+    summed: set[Part] = field(factory=set)  # parts whose sums are in host memory; other sums are zero
     # Keys and values on their way to the host, and the event of their arrival.
     leaving: deque[tuple[Part, Tensor, torch.Event | None]] = field(factory=deque)
 
@@ -74,10 +74,10 @@ class HostKeys:
         self.kept = self.host.rows(0, self.count, self._numel, self.dtype)
 
     def put(self, part: Part, made: Sequence[Tensor]) -> None:
-        """Keep keys and values of a part."""
+        """Send keys and values `made` of the tokens `part` to host memory, through a slot on the device."""
         if len(self.leaving) == SLOTS:
             _, _, sent = self.leaving.popleft()
-            if sent is not None:  # or its memory would be another's
+            if sent is not None:  # before the memory of the slot is another's
                 torch.accelerator.current_stream(self.device).wait_event(sent)
         slot = self._slot(self.dtype)
         for x, y in zip(self._views(slot), made, strict=True):
@@ -90,16 +90,16 @@ class HostKeys:
         self.leaving.append((part, slot, None if down is None else down.record_event()))
 
     def still_here(self, part: Part) -> Tensor | None:
-        """Keys and values of a part that was put last, which need not come back."""
+        """The device slot that still has keys and values of `part`, if `part` was put last; else None."""
         return next((slot for other, slot, _ in self.leaving if other == part), None)
 
     def start_sums(self) -> None:
-        """Zero the sums."""
+        """Take host memory for the fp32 gradient sums; sums of a part are zero until the part was visited."""
         start = round_up(self.count * self._numel * self.dtype.itemsize, ALLOCATION)
         self.sums = self.host.rows(start, self.count, self._numel, torch.float32)
 
     def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
-        """Keys and values of each part, and its `sums`: what is added to these is kept."""
+        """Yield keys and values of each part of `parts`, and with `sums` its gradient sums, to be added to."""
         dtypes = (self.dtype, torch.float32) if sums else (self.dtype,)
         slots = [[self._slot(dtype) for dtype in dtypes] for _ in parts[:SLOTS]]
         up, down = self._stream("up"), self._stream("down")
@@ -122,7 +122,7 @@ class HostKeys:
             self.leaving.clear()
 
     def sums_of(self, part: Part) -> list[Tensor]:
-        """The sums of a part."""
+        """The fp32 gradient sums of keys and values of the tokens `part`, copied to the device."""
         slot = self._slot(torch.float32)
         self.host.count(slot)
         if self.sums is not None:
@@ -132,7 +132,7 @@ class HostKeys:
     def _fetch(
         self, part: Part, slot: Sequence[Tensor], up: torch.Stream | None, down: torch.Stream | None
     ) -> torch.Event | None:
-        """Copy a part to its slot; the event of its arrival."""
+        """Copy `part` from the host to a `slot` on the device; returns the event of the arrival."""
         if self.kept is None:
             return None
         here = self.still_here(part)
@@ -161,6 +161,6 @@ class HostKeys:
         return torch.empty(self._numel, dtype=dtype, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Keys and values, or their sums, in a slot."""
+        """Views of slot `flat` as keys and values, or their sums, [batch, key heads, tokens, features]."""
         parts = flat.split([x.numel() for x in self.shapes])
         return [x.view(shape) for x, shape in zip(parts, self.shapes, strict=True)]

@@ -1,8 +1,8 @@
-"""Causal attention of rows of which documents or a window hide more than what is behind, without a mask.
+"""Causal attention of rows in which documents or a window hide keys before the query, too, without a mask.
 
-`attend_row` is one operation of a trace; inside, a device's kernel of ranges takes all documents, and the CPU's one
-after the other. Elsewhere, and for a window on the CPU, scores of a tile by as many keys are made at a time
-(tile_attention.py). A trace of costs runs the same code on fake tensors, as if a row were one document.
+`attend_row` is one operation of a trace. Inside, CUDA's kernel of ranges takes all documents at once, the CPU's
+kernel one after the other. Elsewhere, and for a window on the CPU, scores of a tile by as many keys are made at a
+time (tile_attention.py). A trace of costs runs the same code on fake tensors, as if a row were one document.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from zfunc.engine.rows.tile_attention import (
 from zfunc.engine.trace.cost_trace import MADE_OF
 from zfunc.runtime.accelerator import runs_on_cpu
 
-TILE = 512  # queries at most whose scores are in memory, for as many keys
+TILE = 512  # queries, at most, whose scores are in memory at a time, by as many keys
 
 
 def attend_row(
@@ -40,7 +40,7 @@ def attend_row(
     """Attention [batch, heads, tokens, value features] of queries [batch, heads, tokens, features] over keys and
     values of as many tokens, and as many heads or a divisor.
 
-    A token sees itself and those before, from the `first` [batch, tokens] of its document on, `window` at most.
+    A token sees itself and tokens before, from the `first` [batch, tokens] of its document on, `window` at most.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if has_torch_function(given := (query, key, value)):
@@ -85,7 +85,7 @@ class _Pull(torch.autograd.Function):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *hidden: Any) -> tuple[Tensor, Tensor]:
-    """Forward of `attend_row`: the result, and its fp32 log-sum-exp [batch, heads, tokens]."""
+    """Forward of `attend_row`: attention's result, and the fp32 log-sum-exp of scores [batch, heads, tokens]."""
     out, lse = _results(q, k, v)
     for part, own, view in _tiles(q, (k, v), *hidden):
         attended = attend_tile(part(q), DeviceKeys(own), view)
@@ -123,7 +123,7 @@ Tile = tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...], View]
 def _tiles(
     q: Tensor, keys: tuple[Tensor, ...], first: Tensor | None, window: int | None, scale: float
 ) -> Iterator[Tile]:
-    """What is attended at a time: the part of what has queries, the keys, values and sums, what is seen of them."""
+    """Yield the parts of attention: a function that slices the queries; the keys, values and sums; what is seen."""
     whole, tokens = View(0, scale, first, window), q.shape[2]
     if by_ranges(q, DeviceKeys(keys), whole):
         yield (lambda x: x), keys, whole
@@ -143,7 +143,7 @@ def _tiles(
 
 
 def _documents(first: Tensor | None, tokens: int) -> Iterator[tuple[slice, int, int]]:
-    """Rows, and the tokens of a document in them: without data one of all.
+    """Yield rows of the batch, first token and end of each document; without data one document of all tokens.
 
     >>> [(start, stop) for _, start, stop in _documents(torch.tensor([[0, 0, 2, 2, 2]]), 5)]
     [(0, 2), (2, 5)]

@@ -1,8 +1,8 @@
 """Causal attention of one tile of queries over all keys so far: `attend_tile`, and `pull_tile` for its gradients.
 
-A tile's part is exact: FlashAttention-2's sums over parts of the keys are joined by their log-sum-exp, and backward
-takes a part of the keys with the log-sum-exp of all. The device's fused kernel computes a part where it has one;
-else, and where a key is hidden by more than its place, `_scores` of a tile by as many keys, in fp32.
+Attention of a tile is exact: as in FlashAttention-2, results for parts of keys are joined by their log-sum-exp,
+and backward takes each part with the log-sum-exp of all keys. A fused kernel of the device that takes a part
+computes it; else torch operations do, with fp32 `_scores` of a tile by as many keys.
 """
 
 import os
@@ -22,35 +22,35 @@ from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 aten = torch.ops.aten
 Keys = DeviceKeys | HostKeys
 DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # of the environment: torch takes flash attention first
-FEW = 3  # tiles of fake tensors that all run; of more some stand for all
+FEW = 3  # tiles of fake tensors, at most, that all run; of more, some stand for all
 # The tokens of the row whose tile is traced: a model's own code may choose by them, as whether a window hides any.
 ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=None)
 
 
 @frozen
 class View:
-    """What the queries of one tile see: no key behind themselves, none before the `first` [batch, tile] of their
-    document, and no more than `window`; `at` is the first of them in the row. No `first` is before `begins`, as far
-    as the host knows."""
+    """The keys that queries of one tile see: none after the query, none before the `first` [batch, tile] of its
+    document, and no more than `window` keys. `at` is the place of the tile's first query in the row; no `first` is
+    before `begins`, which the host knows."""
 
     at: int
     scale: float
-    first: Tensor | None = None
+    first: Tensor | None = None  # [batch, tile]
     window: int | None = None
     begins: int = 0
 
     @property
     def hides(self) -> bool:
-        """Whether keys are hidden by more than their place."""
+        """Whether documents or a window hide keys, beside those after the query."""
         return self.first is not None or self.window is not None
 
     def start(self, tile: int) -> int:
-        """The first key of the first tile of which a query may see one."""
+        """The first key of the first part, of `tile` keys each, of which a query of this tile may see one."""
         near = 0 if self.window is None else self.at - self.window + 1
         return max(0, near, self.begins) // tile * tile
 
     def parts(self, tile: int) -> Iterator[Part]:
-        """The keys to look at: the tile's own first, of which every query sees one, then those before."""
+        """Yield the parts of the keys: first the tile's own, of which every query sees one, then those before."""
         yield self.at, self.at + tile
         yield from ((i, min(i + tile, self.at)) for i in range(self.start(tile), self.at, tile))
 
@@ -60,25 +60,25 @@ class Attended:
     """The attention of one tile: queries [batch, heads, tile, features], the result [batch, heads, tile, value
     features], and its fp32 log-sum-exp [batch, heads, tile]."""
 
-    q: Tensor
+    q: Tensor  # [batch, heads, tile, features]
     view: View
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # [batch, heads, tile, value features]
+    lse: Tensor  # [batch, heads, tile] fp32
 
 
 @frozen(eq=False)
 class Pair:
     """The queries of a tile, and one part of the keys and values."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [batch, heads, tile, features]
+    k: Tensor  # [batch, key heads, keys, features]
+    v: Tensor  # [batch, key heads, keys, value features]
     view: View
     part: Part
 
     @property
     def causal(self) -> bool:
-        """Whether the part is the tile's own, of which a query sees none behind itself."""
+        """Whether the keys are those of the tile itself, of which a query sees none after its own place."""
         return self.part[0] == self.view.at
 
 
@@ -88,7 +88,7 @@ def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
         return _attend_ranges(q, row, view)
     out = lse = None
     for pair, _ in _pairs(q, row, view):
-        o, own = _kernel(pair).forward(pair)
+        o, own = _kernel(pair).forward(pair)  # [batch, heads, tile, value features], [batch, heads, tile]
         if out is None or lse is None:
             out, lse = o, own
             continue
@@ -101,24 +101,24 @@ def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
 
 
 def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
-    """The gradient of the queries of one tile. Those of keys and values are added to the sums of the row."""
+    """The gradient of the queries of `tile`; the gradients of keys and values are added to the sums of `row`."""
     q, view = tile.q, tile.view
     if by_ranges(q, row, view):
         return _pull_ranges(cotangent, tile, row)
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)  # [batch, heads, tile, features]
     # A kernel has gradients of keys for every query head while it runs: of no more keys than a tile at once.
     for pair, sums in _pairs(q, row, view, sums=True):
         own, *others = _kernel(pair).backward(pair, cotangent, tile)
         dq.add_(own)
         for total, x in zip(sums, others, strict=True):
-            heads = total.shape[1]
+            heads = total.shape[1]  # of total [batch, key heads, keys, features]
             total.add_(x.unflatten(1, (heads, -1)).sum(2) if x.shape[1] > heads else x)
     return dq.to(q.dtype)
 
 
 def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[tuple[Pair, list[Tensor]]]:
-    """The queries with each part of the keys, and its sums; of fake tensors the third part counts for all behind
-    it, which cost the same."""
+    """Yield queries `q` with each part of the keys, and with `sums` the part's gradient sums. Of fake tensors the
+    third part stands for all later parts, which cost the same."""
     parts = list(view.parts(q.shape[2]))
     times = _times(len(parts), fake=isinstance(q, FakeTensor))
     parts = parts[: len(times)]
@@ -131,8 +131,8 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
 
 
 def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
-    """The numbers of the tiles. Of `fake` tensors a few, counted as all: but for the last tile, costs grow evenly
-    behind the first ones, which are `grown`."""
+    """Yield the numbers of the tiles. Of `fake` tensors yield a few, counted as all: after the first `grown` tiles
+    costs grow evenly, but for the last tile."""
     between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
     if between > FEW and fake:
         ends = {grown: between // 2, tiles - 2: between // 2}
@@ -149,46 +149,46 @@ def _times(count: int, *, fake: bool) -> list[int]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """[batch, heads, tile, features], where the features of a token lie together, as fused kernels return it."""
+    """`x` [batch, heads, tile, features] with a token's features together in memory, as of fused kernels."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# --- of pairs, in torch: the reference, and the way of what no kernel has ---------------------------------------
+# --- a pair in torch operations: the reference, and the way of pairs that no kernel takes -----------------------
 
 
 class _InTorch:
-    """Attention in torch operations, for any pair: fp32 scores of a tile by as many keys."""
+    """Attention of any pair in torch operations: fp32 scores of a tile's queries by as many keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
-        scores = _scores(pair)
-        lse = scores.logsumexp(-1)
+        scores = _scores(pair)  # [batch, key heads, group, tile, keys]
+        lse = scores.logsumexp(-1)  # [batch, key heads, group, tile]
         seen = lse.masked_fill(lse == -torch.inf, 0)  # of a query that sees no key of this part
         out = scores.sub_(seen[..., None]).exp_() @ pair.v.float()[:, :, None]
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     @staticmethod
     def backward(pair: Pair, cotangent: Tensor, of_all: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = pair.k.float(), pair.v.float()
+        k, v = pair.k.float(), pair.v.float()  # [batch, key heads, keys, features], the others with groups
         q, given, out, total = (
             x.unflatten(1, (k.shape[1], -1)).float() for x in (pair.q, cotangent, of_all.out, of_all.lse)
         )
-        p = _scores(pair).sub_(total[..., None]).exp_()
-        dv = (p.transpose(3, 4) @ given).sum(2)
-        dot = (given * out).sum(-1)[..., None]
+        p = _scores(pair).sub_(total[..., None]).exp_()  # [batch, key heads, group, tile, keys]
+        dv = (p.transpose(3, 4) @ given).sum(2)  # [batch, key heads, keys, value features]
+        dot = (given * out).sum(-1)[..., None]  # [batch, key heads, group, tile, 1]
         ds = p.mul_((given @ v.transpose(2, 3)[:, :, None]).sub_(dot)).mul_(pair.view.scale)
         return (ds @ k[:, :, None]).flatten(1, 2), (ds.transpose(3, 4) @ q).sum(2), dv
 
 
 def _scores(pair: Pair) -> Tensor:
-    """fp32 [batch, key heads, group, tile, keys]; minus infinity where a query does not see a key."""
-    grouped = pair.q.unflatten(1, (pair.k.shape[1], -1)).float()
+    """Scores of a pair, fp32 [batch, key heads, group, tile, keys]; minus infinity for hidden keys."""
+    grouped = pair.q.unflatten(1, (pair.k.shape[1], -1)).float()  # [batch, key heads, group, tile, features]
     scores = grouped @ pair.k.float().transpose(2, 3)[:, :, None] * pair.view.scale
     return scores.masked_fill_(_hidden(pair)[:, None, None], -torch.inf)
 
 
 def _hidden(pair: Pair) -> Tensor:
-    """Bool [batch or 1, tile, keys]: the keys that a query does not see."""
+    """Bool [batch or 1, tile, keys]: the keys of a pair that a query does not see."""
     view, device = pair.view, pair.q.device
     rows = torch.arange(view.at, view.at + pair.q.shape[2], device=device)[:, None]
     columns = torch.arange(*pair.part, device=device)
@@ -204,8 +204,8 @@ def _hidden(pair: Pair) -> Tensor:
 
 
 class _OnCpu:
-    """The CPU's flash attention, of as many heads of keys as of queries; it gets a mask of a pair that hides more
-    than what is behind."""
+    """The CPU's flash attention of a pair, whose keys are repeated for every query head; with a mask if documents
+    or a window hide keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,7 @@ class _OnCpu:
 def _mask(pair: Pair) -> Tensor | None:
     if not pair.view.hides:
         return None
-    hidden = _hidden(pair)[:, None]
+    hidden = _hidden(pair)[:, None]  # [batch or 1, 1, tile, keys]
     return pair.q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
@@ -237,7 +237,7 @@ def _repeated(pair: Pair) -> tuple[Tensor, ...]:
 
 
 class _OnCuda:
-    """CUDA's flash attention, in 16 bits, which takes groups."""
+    """CUDA's flash attention of a pair, in 16 bits, in which query heads may share keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ class _OnCuda:
 
 
 class _OnCudnn:
-    """cuDNN's attention, in 16 bits, which takes groups; it is compiled for each length of keys."""
+    """cuDNN's attention of a pair, in 16 bits; query heads may share keys. Compiled for each length of keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -275,7 +275,7 @@ class _OnCudnn:
 
 
 def _fits(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's flash attention takes such tensors; of 193 to 224 features no smaller GPU has a backward."""
+    """Whether CUDA's flash attention takes `q` and `v`; for 193 to 224 features only large GPUs have a backward."""
     alike = (size := q.shape[-1]) == v.shape[-1] <= 256 and not size % 8
     if not alike or runs_on_cpu(q.device) or not fuses_grouped_queries(q.device, q.dtype):
         return False
@@ -287,7 +287,7 @@ def _capability(q: Tensor) -> tuple[int, int]:
 
 
 def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Whether cuDNN's attention is known to be right for a pair: where torch itself takes it first
+    """Whether cuDNN's attention is known to be right for `q` and `k`: where torch itself takes cuDNN's first
     (`check_prefer_cudnn_attention` in its sdp_utils.cpp), on Hopper, and if no block of 128 keys or queries is cut,
     whose rest cuDNN takes into account in backward (pytorch/pytorch#196678)."""
     if not q.is_cuda or _capability(q) != (9, 0) or q.shape[-1] > 128:
@@ -307,37 +307,37 @@ def _kernel(pair: Pair) -> Any:
 
 
 def by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
-    """Whether CUDA's kernel of ranges takes queries and keys of all documents at once."""
+    """Whether CUDA's kernel of ranges takes queries `q` and the keys of `row`, of all documents, at once."""
     return isinstance(row, DeviceKeys) and view.hides and _fits(q, row.kept[1])
 
 
 # --- CUDA's flash attention of documents and windows: ranges of queries and of keys -----------------------------
 
 BLOCK = 256  # tokens at most; a document in a block is attended in torch, as a kernel has room for each range
-AT_ONCE = 2048  # tokens of blocks
+AT_ONCE = 2048  # tokens, at most, of blocks that are attended in torch at a time
 
 
 @frozen(eq=False)
 class Ranges:
-    """The ranges of one row: of each block of a tile, the document that goes on from the block before, and what is
-    between two such. Any of them may be empty, so no shape depends on data."""
+    """Ranges of queries and keys of a tile, in one row: of each block, the document that goes on from the block
+    before, and the tokens between two such documents. A range may be empty, so no shape depends on data."""
 
-    queries: Tensor  # int32 [2 blocks + 1], where they begin in the tile
-    keys: Tensor  # the same in the row
-    across: Tensor  # bool [tile, 1, 1]: the queries of those documents
+    queries: Tensor  # int32 [2 blocks + 1], where ranges begin in the tile, and the end of the last
+    keys: Tensor  # int32 [2 blocks + 1], where ranges begin in the row, and the end of the last
+    across: Tensor  # bool [tile, 1, 1]: the queries of documents that go on from the block before
 
 
 def _ranges(first: Tensor, at: int, block: int) -> Ranges:
-    """The ranges of the queries from token `at` on, whose documents begin at the keys `first` [tile].
+    """The ranges of a tile whose queries begin at token `at`, and their documents at the keys `first` [tile].
 
     >>> found = _ranges(torch.tensor([3, 3, 6, 7, 7, 7]), at=4, block=2)
     >>> found.queries.tolist(), found.keys.tolist()
     ([0, 2, 2, 2, 3, 6, 6], [3, 6, 6, 6, 7, 10, 10])
     """
     end, first = at + len(first), first.clamp_min(0)
-    begins = torch.arange(at, end, block, device=first.device)
-    starts = first[::block].contiguous()
-    ends = at + torch.searchsorted(first, starts, right=True)
+    begins = torch.arange(at, end, block, device=first.device)  # [blocks]
+    starts = first[::block].contiguous()  # [blocks]
+    ends = at + torch.searchsorted(first, starts, right=True)  # [blocks]
     cuts = torch.stack([torch.where(starts < begins, x, begins) for x in (starts, ends)], 1).flatten()
     cuts = torch.cat([cuts, cuts.new_full((1,), end)]).cummax(0).values  # a document over many blocks is one
     queries = (cuts - at).clamp_min(0)
@@ -346,16 +346,16 @@ def _ranges(first: Tensor, at: int, block: int) -> Ranges:
 
 
 def _block(tile: int) -> int:
-    """Tokens of a block: they divide those of the tile."""
+    """The number of tokens of a block: the largest divisor of `tile`, the tokens of a tile, up to BLOCK."""
     return next(n for n in range(min(BLOCK, tile), 0, -1) if tile % n == 0)
 
 
 def _in_blocks(view: View, first: Tensor, *tensors: Tensor) -> Iterator[tuple[View, list[Tensor]]]:
-    """Tensors [tile, heads, ...] as [blocks, heads, block, ...], some at once, and what they see of their block."""
+    """Yield tensors [tile, heads, ...] as [blocks, heads, block, ...], some at once, and their view in a block."""
     tile = len(first)
     block = _block(tile)
     begins = torch.arange(view.at, view.at + tile, block, device=first.device)
-    seen = first - begins.repeat_interleave(block)
+    seen = first - begins.repeat_interleave(block)  # [tile]
     for parts in zip(*(x.split(max(1, AT_ONCE // block) * block) for x in (seen, *tensors)), strict=True):
         own, *parts = (x.unflatten(0, (-1, block)) for x in parts)
         yield View(0, view.scale, own, view.window), [x.transpose(1, 2) for x in parts]
@@ -369,7 +369,7 @@ def _given(view: View) -> dict[str, Any]:
 def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
     tile, end = queries.shape[2], view.at + queries.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (queries, *(x[:, :, :end] for x in row.kept)))
-    run = aten._flash_attention_forward
+    run = aten._flash_attention_forward  # of [batch, tokens, heads, features]; of ranges without batch
     if view.first is None:
         out, lse, *_ = run(q, k, v, None, None, tile, end, 0.0, True, False, **_given(view))
         return Attended(queries, view, out.transpose(1, 2), lse)
@@ -377,7 +377,7 @@ def _attend_ranges(queries: Tensor, row: DeviceKeys, view: View) -> Attended:
     for *x, first in zip(q, k, v, view.first, strict=True):
         found = _ranges(first, view.at, _block(tile))
         out, lse, *_ = run(*x, found.queries, found.keys, tile, end, 0.0, True, False, **_given(view))
-        others, their_lse = torch.empty_like(out), torch.empty_like(lse)
+        others, their_lse = torch.empty_like(out), torch.empty_like(lse)  # [tile, heads, ...], [heads, tile]
         of_tile = others, their_lse.T, x[0], *(t[view.at :] for t in x[1:])
         for seen, (o, own, *qkv) in _in_blocks(view, first, *of_tile):
             made = _InTorch.forward(Pair(*qkv, seen, (0, o.shape[2])))
@@ -395,7 +395,7 @@ def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tens
     tile, end = q.shape[2], view.at + q.shape[2]
     start = view.start(tile)
     given = cotangent, q, *(x[:, :, start:end] for x in row.kept), attended.out
-    g, q, k, v, out = (x.transpose(1, 2) for x in given)
+    g, q, k, v, out = (x.transpose(1, 2) for x in given)  # [batch, tokens, heads, features]
     unused = torch.empty((), dtype=torch.uint64, device=q.device)  # the seed of a dropout
 
     def pull(x: Any, lse: Tensor, ranges: Sequence[Any], most: int) -> Any:
@@ -414,10 +414,10 @@ def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tens
             [t[b] for t in (g, q, k, v, out)],
             attended.lse[b],
         )
-        totals = dq[b], *(t[b, :, start:end].transpose(0, 1) for t in sums)
+        totals = dq[b], *(t[b, :, start:end].transpose(0, 1) for t in sums)  # [tokens, heads, features]
         across = found.across[:, 0, 0]
-        # 1. Documents that go on. The first may have begun long ago, the others are in the tile: a launch for each,
-        # as a launch makes room for the longest. What is in none of its ranges, it leaves unwritten.
+        # 1. Documents that go on: a launch for the first, which may have begun long ago, one for others, in the
+        # tile, as a launch makes room for the longest. A launch leaves tokens outside of its ranges unwritten.
         own = lse.masked_fill(~across, torch.inf)  # of queries that see nothing
         for those, low in ((slice(2), start), (slice(1, None), view.at))[view.at == 0 :]:
             seen = slice(low - start, None)
@@ -429,7 +429,7 @@ def _pull_ranges(cotangent: Tensor, attended: Attended, row: DeviceKeys) -> Tens
                 index = torch.arange(len(grad), device=q.device)
                 within = (index >= at[0]) & (index < at[-1])
                 total.add_(torch.where(within[:, None, None], grad, 0))
-        # 2. Those in a block.
+        # 2. Documents within a block.
         own = lse.masked_fill(across, torch.inf)
         of_tile = own.T, *(t if len(t) == tile else t[view.at - start :] for t in (*totals, *x))
         for seen, (own, *parts) in _in_blocks(view, first, *of_tile):

@@ -32,11 +32,11 @@ def tiled_vjp(
     summed: Callable[..., Any] | None = None,
     **cut: Any,
 ) -> SegmentVJP:
-    """`make_vjp` of a function whose rows of tokens pass in so many `tiles`; backward recomputes all of a tile.
+    """Forward and backward of `function`, whose rows of tokens pass in `tiles`; backward recomputes whole tiles.
 
-    Without dropout the function is `evaluate`. The `last` one passes in tiles if there is `summed`, which makes its
-    targets such that its loss is a sum over tokens. In `cut` are arguments of `make_vjp` for what is not in tiles:
-    one tile, and a last segment without `summed`.
+    `evaluate` is the function without dropout. A `last` segment passes in tiles if there is `summed`, which makes
+    targets with which its loss is a sum over tokens. `cut` are arguments of `make_vjp` for a segment that is not in
+    tiles: of one tile, or the last without `summed`.
     """
     make = partial(make_vjp, compiled=compiled, name=name)
     if tiles == 1:
@@ -54,8 +54,8 @@ def tiled_vjp(
 
 
 def evaluated_in_tiles(function: Callable[..., Any], tiles: int, name: str) -> Callable[..., Any]:
-    """`function` of rows in so many tiles, without gradients; as it is of anything else, such as rows that they do
-    not divide, or one token behind those in a cache."""
+    """`function` in `tiles` of its rows of tokens, without gradients. Other inputs, such as rows that `tiles` does
+    not divide, or one token after those in a cache, pass whole."""
 
     def eager(part: Callable[..., Any], **_: Any) -> SegmentVJP:
         return SegmentVJP(lambda w, inputs: (part(w.fixed, *inputs), None), lambda *_: ({}, []), False)

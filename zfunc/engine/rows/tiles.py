@@ -1,13 +1,13 @@
 """A segment whose row of tokens passes in tiles: its memory follows the tile, not the row.
 
-The segment is cut at its attention (cut.py). Keys and values of the row are kept.
+The segment is cut at its attention (cut.py). A pass keeps keys and values of the row.
 
     forward     for each tile:            before, attend to all keys so far, after
     backward    for each tile:            before, for the keys and values
                 for each tile, last first: before, attend, after; pull after, attention, before
 
-Nothing else is kept between the passes. Gradients of weights are added in fp32, last tile first, and rounded once.
-A last segment whose loss is a sum over tokens passes a tile of them at a time, too (`TiledLoss`).
+Nothing is kept between the passes. Gradients of weights are added in fp32, last tile first, and rounded once.
+A last segment whose loss is a sum over tokens passes one tile of tokens at a time, too (`TiledLoss`).
 The sources are FPDT (2408.16978), which cuts attention, and DeepSpeed's ALST, which cuts the MLP.
 """
 
@@ -30,7 +30,7 @@ from zfunc.runtime.rng import seeded_part
 
 @define(eq=False)
 class Tiled:
-    """The passes of a segment over tiles of its rows [batch, tokens, ...]; `make_vjp` makes those of a half.
+    """Forward and backward of a segment by tiles of its rows [batch, tokens, ...]; `make_vjp` makes both of a half.
 
     Raises ValueError for a number of tiles that does not divide the tokens, and for a segment in which a token
     depends on others but through attention.
@@ -48,7 +48,7 @@ class Tiled:
     checked: dict[Any, Any] = field(factory=dict)  # see `_check_once`
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Any, None]:
-        """The segment's output, and no residuals."""
+        """Run forward tile by tile; returns the segment's output for whole rows, and None as residuals."""
         if not floats_of(inputs):
             return self.whole.forward(weights, inputs)
         split, leaves = self.split(weights, inputs)
@@ -56,14 +56,14 @@ class Tiled:
         return self._forward(split, weights, leaves, self.tiles), None
 
     def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
-        """The gradients of weights by name, and of the input's rows."""
+        """Run backward tile by tile; returns the gradients of weights by name, and of the input's rows."""
         if not floats_of(inputs):
             return self.whole.backward(weights, inputs, None, cotangents)
         split, leaves = self.split(weights, inputs)
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace both halves of a tile now, not in the first step."""
+        """Trace forward and backward of both halves of a tile now, not in the first step."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
         split, leaves = self.split(weights, inputs)
@@ -121,7 +121,7 @@ class Tiled:
     # --- the cut ------------------------------------------------------------------------------------------------
 
     def split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
-        """The segment cut for such inputs, and the leaves of these."""
+        """The segment, cut once for weights and inputs of these shapes, and the leaves of `inputs`."""
         leaves = tree_leaves(inputs)
         everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
         key = layouts(everything)
@@ -136,8 +136,8 @@ class Tiled:
 
 @define(eq=False)
 class TiledLoss:
-    """The passes of a last segment whose loss is the sum of those of tiles of its rows, given targets that `summed`
-    makes of those it gets; `passes` are those of a tile. Backward computes a tile again."""
+    """Forward and backward of a last segment by tiles of its rows. With the targets that `summed` makes of the
+    batch's, the loss is a sum over tiles; `passes` are those of one tile. Backward recomputes each tile."""
 
     function: Function
     evaluate: Function  # the same without dropout
@@ -146,15 +146,15 @@ class TiledLoss:
     wrt_input: bool
     summed: Function
     name: str = ""
-    check: Any = None  # as in `Tiled`, as is `checked`
-    checked: dict[Any, Any] = field(factory=dict)
+    check: Any = None  # check.check_tokens
+    checked: dict[Any, Any] = field(factory=dict)  # see `_check_once`
     passes: Any = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.passes = self.make_vjp(self.function, recompute="none", wrt_input=self.wrt_input, last=True)
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, None]:
-        """Forward: the loss, the sum over the tiles, and no residuals."""
+        """Run forward tile by tile; returns the loss, the sum over tiles, and None as residuals."""
         _check_once(self, weights, inputs)
         losses = list[Tensor]()
         for n, (_, tile) in enumerate(self._each(inputs)):
@@ -164,7 +164,7 @@ class TiledLoss:
         return losses[0].sum(), None
 
     def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
-        """The gradients of weights by name, and of the input's rows."""
+        """Run backward tile by tile; returns the gradients of weights by name, and of the input's rows."""
         sums: Values = {}
         below: list[Tensor] = []
         for at, tile in self._each(inputs, backward=True):
@@ -177,7 +177,7 @@ class TiledLoss:
         return _rounded(sums, weights.trained), below
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace the passes of a tile now, not in the first step."""
+        """Trace forward and backward of a tile now, not in the first step."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
     def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
@@ -193,8 +193,8 @@ class TiledLoss:
 
 
 def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
-    """Raise ValueError if tokens depend on others, before the first row of a shape and of a segment's weights.
-    `checked` has what tries a shape, None if it is known, and the names of segments of each."""
+    """Raise ValueError if tokens depend on others, tried once for each shape of rows and segment name. `checked`
+    has what `check` returned by shape (None: no trial is needed), and True by shape and name."""
     row = floats_of(inputs)[0]
     done, key = tiled.checked, (row.shape, weights.name)
     if tiled.check is None or isinstance(row, FakeTensor) or key in done or done.get(row.shape, ()) is None:
@@ -204,9 +204,9 @@ def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
 
 
 def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
-    """Memory for the gradient of rows `x`: that of the cotangent if there is one like it, which no tile reads after
-    its own gradient is there, and nothing else after this pass: what comes down to tiles is in memory that nothing
-    else has (`tiled_vjp`)."""
+    """Memory for the gradient of rows `x`: that of the cotangent if there is one, laid out like `x`. No tile reads
+    the cotangent after its own gradient is written, and no operation after this pass: cotangents of tiles are in
+    memory of their own (`tiled_vjp`)."""
     c = cotangents[0]
     alike = (c.shape, c.stride(), c.dtype) == (x.shape, x.stride(), x.dtype)
     whole = c.is_contiguous() and c.untyped_storage().nbytes() == c.numel() * c.itemsize
@@ -214,7 +214,7 @@ def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
 
 
 def _rounded(sums: Values, trained: Values) -> Values:
-    """The gradients in the types of their weights, one at a time, as each is twice as large before."""
+    """Round fp32 gradient `sums` to the dtypes of the `trained` weights, one at a time, to free each sum."""
     found: Values = {}
     for name, w in trained.items():
         total = sums.pop(name, None)
@@ -236,7 +236,7 @@ class TiledRow:
     leaves: list[Any]
     tiles: int
     constants: list[Any] = field(init=False)
-    begins: dict[int, int] = field(factory=dict)  # by tile: no key before is seen of it
+    begins: dict[int, int] = field(factory=dict)  # by tile: the first key that it may see
     keys: Any = None  # keys and values, with the sums of their gradients
     there: set[int] = field(
         factory=set
@@ -250,13 +250,13 @@ class TiledRow:
         return slice(*self.part(i))
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
-        """The numbers of the tiles; of fake tensors see `tile_numbers`: a window ends growth."""
+        """Yield the numbers of the tiles; of fake tensors a few (`tile_numbers`): a window ends growth of costs."""
         window, fake = self.split.window, isinstance(self.leaves[self.split.rows[0]], FakeTensor)
         grown = 1 if window is None else 1 + -(-window // self.split.tile)
         return tile_numbers(self.tiles, grown, fake=fake, backward=backward)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Memory for a row of what a tile has as `x` [batch, tile, ...]."""
+        """An empty tensor [batch, tokens, ...] for a whole row, of which `x` [batch, tile, ...] is one tile."""
         return x.new_empty(x.shape[0], self.tiles * self.split.tile, *x.shape[2:])
 
     def _inputs(self, i: int, *more: Any) -> tuple[list[Any], list[Any]]:
@@ -269,22 +269,22 @@ class TiledRow:
         return [*rows, *more], constants
 
     def run(self, half: Half, i: int, *more: Any) -> tuple[list[Any], Any]:
-        """What a half makes of tile `i`, and what its pull takes."""
+        """Run forward of `half` on tile `i` and `more` inputs; returns its results and residuals."""
         with seeded_part(i, int(half is self.split.after)):
             return half.passes.forward(half.weights(self.weights), self._inputs(i, *more))
 
     def pull(
         self, half: Half, i: int, residuals: Any, cotangents: list[Tensor], *more: Any
     ) -> tuple[Values, list[Tensor]]:
-        """Gradients of weights, and of the rows of tile `i` and of what else the half was given."""
+        """Run backward of `half`: gradients of weights, by name, and of the rows of tile `i` and `more` inputs."""
         with seeded_part(i, int(half is self.split.after)):
             return half.passes.backward(
                 half.weights(self.weights), self._inputs(i, *more), residuals, cotangents
             )
 
     def queries(self, i: int) -> tuple[list[Any], Any]:
-        """Queries of tile `i` and the first keys that they see, none without attention, and what their pull takes;
-        keys and values are kept."""
+        """Queries of tile `i` and the first keys of their documents, or [] without attention, and the residuals of
+        `before`; the tile's keys and values are kept."""
         if self.split.before is None:
             return [], None
         (q, k, v, *first), residuals = self.run(self.split.before, i)
@@ -295,8 +295,8 @@ class TiledRow:
         return [q, *(first or [None])], residuals
 
     def look(self, firsts: Iterable[tuple[int, Tensor | None]]) -> None:
-        """Read on the host where the documents of tiles begin, once the device has that: a tile then takes as many
-        keys as its documents have. A trace, without data, counts all keys."""
+        """Read on the host where documents of each tile begin, after a wait for the device, so that a tile takes
+        only keys of its documents. A trace, without data, counts all keys."""
         known = {i: None if x is None else x.amin() for i, x in firsts}
         if found := [x for x in known.values() if x is not None]:
             begins = torch.stack(found)
@@ -305,7 +305,7 @@ class TiledRow:
                 self.begins = dict(zip(known, begins.tolist(), strict=True))
 
     def part(self, i: int) -> Part:
-        """The first token of tile `i` and the one behind its last, which are also its part of the keys."""
+        """The first token of tile `i` and the one after its last, which are also its part of the keys."""
         return i * self.split.tile, (i + 1) * self.split.tile
 
     def attended(self, i: int, queries: list[Any]) -> list[Attended]:
@@ -317,6 +317,6 @@ class TiledRow:
         return [attend_tile(q, self.keys, view)]
 
     def pull_attention(self, i: int, cotangent: Tensor, tile: Attended) -> list[Tensor]:
-        """Gradients of queries, keys and values of tile `i`, after those of all tiles behind it."""
+        """Gradients of queries, keys and values of tile `i`, to be called after all later tiles."""
         dq = pull_tile(cotangent, tile, self.keys)
         return [dq, *(x.to(tile.q.dtype) for x in self.keys.sums_of(self.part(i)))]

@@ -1,6 +1,6 @@
-"""What a trace shows of tokens: the first operation of a forward that is not known to keep them apart.
+"""Operations known to keep tokens apart, and the first operation of a traced forward that is not.
 
-Known is what is named here, with shapes that show it. Anything else is tried before it trains (check.py).
+An operation is known if it is named here and shapes show its tokens. Any other is tried before training (check.py).
 Tokens lie in the one dimension that is longer in the trace of a row than in that of a tile.
 """
 
@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.graph_cuts import changed_by, mutates
 
-# Element by element, beside those that torch tags so. The numbers of dropout are a token's own.
+# Operations element by element, beside those that torch tags so. Dropout's random numbers are a token's own.
 ELEMENTS = {"_to_copy", "alias", "bernoulli_", "copy_", "detach", "fill_", "native_dropout", "polar"}
 MOVED = {"empty_like", "expand", "full_like", "ones_like", "permute", "squeeze", "stack", "t", "transpose"}
 MOVED |= {"unsqueeze", "view_as_complex", "view_as_real", "zeros_like"}
 REGROUPED = {"_unsafe_view", "reshape", "view"}
-ALONG = {  # along their argument `dim`, and element by element along others
+ALONG = {  # operations along their argument `dim`, element by element along other dimensions
     *(
         "_log_softmax",
         "_softmax",
@@ -40,7 +40,7 @@ ALONG = {  # along their argument `dim`, and element by element along others
     *("logsumexp", "max", "mean", "min", "roll", "scatter", "scatter_", "select", "slice", "sort", "split"),
     *("split_with_sizes", "std", "sum", "topk", "unbind", "var"),
 }
-NORMS = {"_fused_rms_norm", "native_layer_norm"}  # over the last dimensions
+NORMS = {"_fused_rms_norm", "native_layer_norm"}  # over their last dimensions
 PRODUCTS = {"addmm", "baddbmm", "bmm", "mm"}
 Places = tuple[int, int]  # outer, inner: the longer dimension is [outer, tokens, inner]
 
@@ -52,8 +52,8 @@ class _UnknownError(Exception):
 def unknown_operation(
     of_row: Mapping[Node, Node], nodes: Iterable[Node], given: Iterable[Node], results: Iterable[Node]
 ) -> str:
-    """The first of `nodes` of a tile that is not known to keep tokens apart, or "". `of_row` has their counterparts
-    in a row. Of what is `given`, and of `results`, tokens have a dimension of their own."""
+    """The first operation of `nodes`, in a tile's graph, that is not known to keep tokens apart, or "". `of_row`
+    has the same nodes in a row's graph. In nodes `given` and `results` tokens have a dimension of their own."""
     known: dict[Node, Places | None] = {x: (1, 1) if _longer(x, of_row[x]) else None for x in given}
     try:
         for x in (y for y in nodes if y not in known):
@@ -64,7 +64,7 @@ def unknown_operation(
 
 
 def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | None]) -> Places | None:
-    """Where tokens are in the result of an operation, None if it has none."""
+    """The places of tokens in the result of operation `x`, None if the result has no tokens."""
     having = [y for y in x.all_input_nodes if known[y] is not None]
     places, longer = {known[y] for y in having}, _longer(x, of_row[x])
     if not having and not longer:
@@ -87,7 +87,7 @@ def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | 
 
 
 def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node, int], longer: Any) -> bool:
-    """Whether an operation is known to keep tokens apart that are `at` these dimensions of its arguments."""
+    """Whether operation `x` is known to keep tokens apart; `at` has the dimension of tokens of each argument."""
     dims = lambda y: next(t for t in tree_leaves(y.meta["val"]) if isinstance(t, Tensor)).dim()  # noqa: E731
     from_last = {dims(y) - n for y, n in at.items()}
     if torch.Tag.pointwise in x.target.tags or name in ELEMENTS:
@@ -114,7 +114,7 @@ def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node,
 
 
 def _regrouped(before: Any, after: Any, old: int, new: int, places: Places) -> Places:
-    """Where tokens are after a view in other dimensions."""
+    """The places of tokens after a view of shape `before` as `after`; `old` and `new` are their dimensions."""
     outer, rest = divmod(prod(before[:old]) * places[0], prod(after[:new]))
     inner, left = divmod(prod(before[old + 1 :]) * places[1], prod(after[new + 1 :]))
     tokens = before[old] // prod(places)
@@ -123,20 +123,20 @@ def _regrouped(before: Any, after: Any, old: int, new: int, places: Places) -> P
 
 
 def arguments(x: Node) -> dict[str, Any]:
-    """The arguments of an operation by name, with their defaults."""
+    """The arguments of the operation of node `x` by name, with defaults for those not given."""
     declared = x.target._schema.arguments
     given = dict(zip((y.name for y in declared), x.args, strict=False))
     return {**{y.name: y.default_value for y in declared}, **given, **x.kwargs}
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether arguments that are no nodes are the same in the traces of a tile and of a row."""
+    """Whether an argument is the same in the traces of a tile and of a row, but for nodes in the argument."""
     a, b = tree_leaves(one), tree_leaves(other)
     return len(a) == len(b) and all(isinstance(p, Node) or p == q for p, q in zip(a, b, strict=True))
 
 
 def _longer(short: Node, long: Node) -> list[int]:
-    """The dimensions of a result's first tensor that are longer in a row."""
+    """The dimensions of a result's first tensor that are longer in the trace of a row than in that of a tile."""
     values = [[t for t in tree_leaves(x.meta.get("val")) if isinstance(t, Tensor)] for x in (short, long)]
     if not all(values):
         return []
