@@ -106,7 +106,7 @@ def _pull(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Te
 
 
 def _results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    """Empty tensors for what `_attend` returns, in which the features of a token lie together."""
+    """Empty tensors for attention's result, with a token's features together in memory, and its log-sum-exp."""
     batch, heads, tokens, _features = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)

@@ -298,7 +298,7 @@ def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
 
 
 def _kernel(pair: Pair) -> Any:
-    """The attention for a pair: the device's fused kernel that takes it, else the one in torch operations."""
+    """The class that attends a pair: a fused kernel of its device that takes the pair, else torch operations."""
     q = pair.q
     if _fits(q, pair.v) and not pair.view.hides:
         # On one H200 cuDNN took 0.6 of the time of flash attention.

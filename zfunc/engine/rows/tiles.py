@@ -229,7 +229,7 @@ def _add(sums: Values, grads: Values) -> None:
 
 @define(eq=False)
 class TiledRow:
-    """The tiles of one row in one pass, with its constants, keys and values."""
+    """The tiles of rows in one pass of a segment, with the constants, keys and values of the rows."""
 
     split: Split
     weights: Any

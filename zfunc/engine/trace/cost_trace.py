@@ -144,7 +144,7 @@ class AllocationTracker(TorchDispatchMode):
         self._traffic.freed(key)
 
     def holds(self, t: Tensor) -> bool:
-        """Whether the storage of `t` was allocated under this tracker."""
+        """Whether an operation under this tracker allocated the storage of tensor `t`, still alive."""
         return t.untyped_storage()._cdata in self._sizes
 
 
@@ -389,6 +389,6 @@ def _storage_bytes(tree: Any) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of the tensors of a pytree, each rounded up as by an allocator."""
+    """The bytes of the tensors of a pytree, each rounded up to a multiple of ALLOCATION."""
     leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
     return sum(round_up(t.numel() * t.dtype.itemsize, ALLOCATION) for t in leaves)

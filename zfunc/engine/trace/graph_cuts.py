@@ -140,7 +140,7 @@ def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ())
 
 
 def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
-    """The nodes that depend on `roots`, and `roots` themselves."""
+    """The nodes of a graph that depend on the nodes `roots`, and `roots` themselves."""
     found = {*roots}
     for node, read in needs.items():
         if not found.isdisjoint(read):
@@ -268,7 +268,7 @@ def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[G
 
 
 def _multiplies(node: Node) -> bool:
-    """Whether a node multiplies matrices."""
+    """Whether the operation of a graph's node multiplies matrices."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet in flop_registry or packet is torch.ops.aten._grouped_mm
 

@@ -134,7 +134,7 @@ class Segment:
 
     @cached_property
     def by_short(self) -> dict[str, str]:
-        """The full name of each parameter, by its short name."""
+        """The full name of each parameter of the segment, by its short name."""
         return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
 
     def buffer_name(self, short: str) -> str:
@@ -153,7 +153,7 @@ class Segment:
 
     @property
     def evaluation(self) -> Callable[..., Any]:
-        """The segment's function for evaluation: `evaluate`, without dropout, or `function` where that is None."""
+        """The segment's function for evaluation: `evaluate`, without dropout, else `function`."""
         return self.evaluate or self.function
 
     def changed(self) -> str:
@@ -477,7 +477,7 @@ class EndsInLoss(nn.Sequential):
     """Modules that run one after the other, of which the last, a loss, also gets the targets."""
 
     def forward(self, x: Any, *targets: Any) -> Any:
-        """The loss of `x` and `targets`; without targets, the input of the loss."""
+        """The loss of input `x` and `targets`; without targets, the output of all modules but the loss."""
         *before, loss = self
         for child in before:
             x = child(x)

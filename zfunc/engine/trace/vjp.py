@@ -447,7 +447,7 @@ def _without_leaves(x: Any, leaves: list[Any]) -> Any:
 
 
 def _apart_from(held: Sequence[Any], tree: Any) -> Any:
-    """`tree` with copies of the tensors that share memory with one of `held`."""
+    """`tree` with copies in place of the tensors that share memory with one of the tensors `held`."""
     memory = {storage_of(t) for t in held if isinstance(t, Tensor)}
     return tree_map_only(Tensor, lambda t: _copy(t) if storage_of(t) in memory else t, tree)
 
