@@ -135,6 +135,9 @@ def test_a_turn_with_weight_0_is_not_learned(template: str, tmp_path: Path) -> N
     tokenizer, corpus = corpus_of(tmp_path, {"messages": chat})
     texts = learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus))
     assert [x.strip()[:1] for x in texts] == ["H", "2"]
+    none = write_jsonl(tmp_path / "b.jsonl", {"messages": [x | {"weight": 0} for x in chat]})
+    with pytest.raises(ValueError, match="0 of them longer than seq_length=99, and none .*give it a label"):
+        opened(none, tmp_path, tokenizer=tokenizer, whole_documents=99, split=False)
 
 
 def test_chats_and_texts_keep_their_order(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> 
     if not count:
         raise ValueError(
             f"got {len(ends):,} documents, {longer:,} of them longer than seq_length={seq_length}, and none with a "
-            "label in a sequence, expected one at least: raise seq_length"
+            f"label in a sequence, expected one at least: {'raise seq_length' if longer else 'give it a label'}"
         )
     what = {
         "drop": "dropped",
