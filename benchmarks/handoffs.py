@@ -3,8 +3,9 @@
 A chain of operations that do nothing runs on one lane, and in turn on several, where each waits for one on another:
 the difference is that of the hand-overs. Then the plan of a small GPT's step runs with stages that do nothing, and
 with stages that hold the interpreter lock, each for as long, under Serial and Overlapped: Python's threads have one
-such lock, so lanes hide no such time. Last, the operations that torch dispatches in each stage of a real step, of
-which those that are no views are launches on a device.
+such lock, so lanes hide no such time. "Two threads" has the lanes of Overlapped on two: copies to the device follow
+updates on the host's, copies from it follow passes on compute's. Last, the operations that torch dispatches in each
+stage of a real step, of which those that are no views are launches on a device.
 
     python -m benchmarks.handoffs [--num-layers 6] [--json FILE_OR_FOLDER]
 """
@@ -24,7 +25,7 @@ import zfunc
 from benchmarks.machine import describe, gpt, make_parser, ratios, write
 from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.plan import Plan, build
+from zfunc.core.plan import Plan, build, topological_order
 from zfunc.engine.program.program import rescheduled
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
@@ -57,6 +58,15 @@ def chain(num_ops: int, num_lanes: int) -> Plan:
 def hand_overs(plan: Plan) -> int:
     """Waits of an operation for those of other lanes."""
     return sum(map(len, plan.waits))
+
+
+def on_two_threads(plan: Plan) -> Plan:
+    """The operations of `plan`, those of "h2d" on the lane "host" and those of "d2h" on "compute"."""
+    lanes: dict[str, list[int]] = {}
+    for i in topological_order(plan, plan.waits):
+        name = plan.lanes[plan.place[i][0]].name
+        lanes.setdefault({"h2d": "host", "d2h": "compute"}.get(name, name), []).append(i)
+    return build(plan.graph, lanes).verify()
 
 
 def runner(executor: Executor, plan: Plan, hold: float = 0.0) -> Callable[[], float]:
@@ -93,7 +103,7 @@ def chains(args: argparse.Namespace) -> dict[str, float]:
 
 
 def step_plans(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, tuple[int, int, int]]]:
-    """The plans of a GPT's step, Serial and Overlapped; by verb, operations, dispatches and launches of it."""
+    """The plans of a GPT's step, by schedule; by verb, operations, dispatches and launches of it."""
     counts, dispatched, launched = Counter[str](), Counter[str](), Counter[str]()
 
     def counted(verb: str) -> Callable[..., None]:
@@ -125,6 +135,7 @@ def step_plans(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, tup
     beside = rescheduled(program, schedules.Overlapped())
     plans = {"Serial": specialize(program, (tokens, tokens)).plan}
     plans["Overlapped"] = specialize(beside, (tokens, tokens)).plan
+    plans["Two threads"] = on_two_threads(plans["Overlapped"])
     return plans, {verb: (n, dispatched[verb], launched[verb]) for verb, n in counts.items()}
 
 
@@ -139,6 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         steps[f"{hold * 1e6:.0f} us each"] = {
             **{name: median(of) for name, of in taken.items()},
             "ratio": ratios(taken["Overlapped"], taken["Serial"]),
+            "two threads": ratios(taken["Two threads"], taken["Overlapped"]),
         }
     sizes = {name: {"operations": len(p.graph), "hand_overs": hand_overs(p)} for name, p in plans.items()}
     return {"seconds": seconds, "plans": sizes, "steps": steps, "dispatches": verbs}
@@ -153,7 +165,8 @@ def show(found: dict[str, Any]) -> None:
         print(f"{name:32}{of['operations']:>10} operations{of['hand_overs']:>6} hand-overs")
     for name, of in found["steps"].items():
         own = ", ".join(f"{schedule} {of[schedule] * 1e3:.1f} ms" for schedule in found["plans"])
-        print(f"stages of {name:22}{own}, Overlapped / Serial {of['ratio']:.2f}")
+        print(f"stages of {name:22}{own}, Overlapped / Serial {of['ratio']:.2f}", end=", ")
+        print(f"Two threads / Overlapped {of['two threads']:.2f}")
     print(f"{'verb':32}{'a step':>10}{'dispatches':>12}{'launches':>10}  an operation")
     for verb, (n, dispatched, launched) in found["dispatches"].items():
         print(f"{verb:32}{n:>10}{dispatched / n:>12.1f}{launched / n:>10.1f}")

@@ -246,11 +246,11 @@ def test_operations_hand_overs_and_dispatches_are_counted() -> None:
     found = handoffs.measure(
         handoffs.parser().parse_args(["--num-layers", "1", "--ops", "50", "--turns", "1"])
     )
-    serial, overlapped = found["plans"].values()
+    serial, overlapped, threads = found["plans"].values()
     assert (
         sum(n for n, *_ in found["dispatches"].values()) == serial["operations"] == overlapped["operations"]
     )
-    assert serial["hand_overs"] == 0 < overlapped["hand_overs"]
+    assert serial["hand_overs"] == 0 < threads["hand_overs"] < overlapped["hand_overs"]
     assert handoffs.hand_overs(handoffs.chain(50, 4)) == 49
     n, dispatched, launched = found["dispatches"]["to_device"]
     assert (dispatched, launched) == (3 * n, n)  # two views and a copy
