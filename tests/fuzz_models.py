@@ -147,6 +147,14 @@ def through_out(mask: Tensor) -> None:
     mask[:, 1:].fill_(1.0)
 
 
+def edited(x: Tensor) -> Tensor:
+    """A copy that is changed through views of it."""
+    z = x.clone()
+    z.mT[..., 0] *= 0.5
+    z[..., 0] = 0
+    return z
+
+
 def dropped(x: Tensor) -> Tensor:
     kept = x + 0.0
     F.dropout(kept[:, 1:], 0.3, inplace=True)
@@ -208,6 +216,10 @@ KEEPING: dict[str, Callable[[int, int], nn.Module]] = {
     "largest": pure(lambda x: x - x.max(2, keepdim=True).values.tanh()),
     "masked": pure(lambda x: torch.where(x > 0, x, 0.1 * x)),
     "detached": pure(lambda x: x + 0.5 * x.detach()),
+    "edited": pure(edited),
+    "edited weight": lambda rows, width: Apply(
+        lambda self, x: F.linear(x, edited(self.inner.weight)), inner=nn.Linear(width, width, bias=False)
+    ),
     "softmax": pure(lambda x: torch.softmax(x, 1) + x),
     "strided": pure(lambda x: torch.stack([x, -x], -1)[..., 0]),
     "einsum": pure(lambda x: torch.einsum("btc,bsc->bts", x, x).tanh() @ x),
@@ -336,6 +348,7 @@ MIXING: dict[str, Callable[[int, int], nn.Module]] = {
 """Pieces that keep rows and width, in which rows depend on others: not seen in a sum or a mean alone."""
 
 APART = (
+    "edited weight",
     *("linear", "frozen", "residual", "norm", "gelu", "positions", "tied inside", "used twice", "scaled"),
     *("own backward", "fft", "largest", "masked", "detached", "strided"),
 )

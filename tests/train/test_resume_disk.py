@@ -85,7 +85,7 @@ def test_a_run_moves_between_the_disk_and_memory(at_step: Any, in_memory: Path, 
     assert train(*DISK, "--commit-every", 3, "--out", "run") == 1
     assert train("--resume", "run", "--out", "new") == 0
     assert losses("new") == losses(in_memory)[3:]
-    elsewhere = ("--state-on", "disk", "--swap", "third")
+    elsewhere = ("--state-on", "disk", "--swap", "third", "--save-every", 0)
     Path("third").mkdir()
     at_step(5, made=True, happen=fail)
     assert train(*elsewhere, "--out", "run", "--resume", "auto") == 1
