@@ -51,7 +51,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_810,
+    "core": 6_952,
     "schedules and ground": 1_450,
     "runtime": 3_400,
     "optim": 2_890,
@@ -62,7 +62,7 @@ BUDGETS = {
     "models": 4_240,
     "train": 4_797,
     "cli": 2_460,
-    "tests": 42_713,
+    "tests": 42_774,
 }
 
 

@@ -31,6 +31,7 @@ from zfunc.core.methods import FUNCTIONS
 if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save as Save
+    from zfunc.core.explain import explain as explain
     from zfunc.core.hardware import Hardware as Hardware
     from zfunc.core.step_graph import step_graph as step_graph
     from zfunc.engine.compile import compile as compile

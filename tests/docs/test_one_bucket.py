@@ -40,10 +40,13 @@ def test_the_page_has_the_tables_and_the_figures_that_the_script_prints() -> Non
 
 
 def test_the_code_of_the_page_prints_what_stands_below_it() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(code, {})
-    assert f"```text\n{out.getvalue()}```" in PAGE
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert len(blocks) == 2
+    for code in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, names)
+        assert f"{code}```\n\n```text\n{out.getvalue()}```" in PAGE
 
 
 def test_the_pictures_are_what_the_script_draws_without_torch() -> None:

@@ -28,6 +28,7 @@
     methods           what core calls of modules above, such as the methods of plans and timelines
     timeline          when operations ran, simulated or measured
     critical_path     the chain of operations that bounded a step
+    explain           why one plan of a graph is faster than another
 
 A new operation: one method in `ops`, or a row of `moves` if it only copies; one line in `recipes`; one function in
 `zfunc.engine.stages.stages` and its row in `STAGES`. A new setting: one field in `settings`, and the code where it
