@@ -56,13 +56,13 @@ BUDGETS = {
     "runtime": 3_400,
     "optim": 2_890,
     "checkpoint": 3_120,
-    "engine": 9_718,
+    "engine": 9_719,
     "viz": 1_100,
     "planner": 3_550,
     "models": 4_240,
     "train": 4_797,
     "cli": 2_460,
-    "tests": 42_774,
+    "tests": 42_786,
 }
 
 

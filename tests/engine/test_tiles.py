@@ -320,3 +320,15 @@ def test_a_loss_of_its_own_passes_whole() -> None:
             state, metrics = zfunc.train_step(program, state, batch)
             losses[-1].append(metrics.loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_that_products_of_tiles_are_tf32_is_said(tiles: int, caplog: pytest.LogCaptureFixture) -> None:
+    before = torch.get_float32_matmul_precision()
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            zfunc.compile(gpt_segments(GPTConfig(64, 32, 1, 16, 2)), tiles=tiles, device="cpu")
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert ("are TF32" in caplog.text) == (precision == "high" and tiles > 1)

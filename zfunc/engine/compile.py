@@ -25,7 +25,7 @@ from zfunc.engine.program.fit_to_memory import (
     row_tokens,
 )
 from zfunc.engine.program.passes import segment_calls
-from zfunc.engine.program.program import Program, ProgramCache, make_plan
+from zfunc.engine.program.program import Program, ProgramCache, make_plan, warn_once
 from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
 from zfunc.engine.stages.stage_context import Stage
 from zfunc.engine.stages.stages import STAGES
@@ -174,6 +174,8 @@ def compile(
     )
     if example is not None:
         program = fit_to_memory(program, example)
+    if settings.tiles != 1 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        warn_once(program, "fp32 products on CUDA are TF32, in tiles of attention too (docs/devices.md)")
     return log_offload(program)
 
 
