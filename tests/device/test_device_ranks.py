@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from zfunc.runtime.executor import Jitter
 
 WORLD = 2
 # Seconds; LONG where nobody waits for it.
-TIMEOUT = dict.fromkeys(("late", "dies", "gathers", "begins", "weights", "evaluate"), 3.0)
+TIMEOUT = dict.fromkeys(
+    ("late", "dies", "gathers", "begins", "weights", "params", "average", "evaluate"), 3.0
+)
 LONG = 120.0
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batches": 2},
@@ -143,7 +146,7 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     if action == "begins":
         settings |= {"stage": 3, "stages": {"gather": gather}}
     elif action in READS:
-        settings["stage"] = 3
+        settings |= {"stage": 3, "ema": 0.5}
     elif action == "gathers":
         settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
     else:
@@ -171,13 +174,26 @@ def read_weights(program: Any, state: Any, _: Any, dies: bool) -> None:
     dict(weights)
 
 
+def read_params(program: Any, state: Any, _: Any, dies: bool, *, ema: bool = False) -> None:
+    """Gather each bucket's weights or averages on the host, behind an agreement, after which a rank may die."""
+    if dies:
+        program.ranks.agree("params")
+        os._exit(9)
+    zfunc.params(program, state, ema=ema)
+
+
 def evaluate(program: Any, state: Any, batch: Any, dies: bool) -> None:
     if dies:
         os._exit(9)
     zfunc.evaluate(program, state, batch)
 
 
-READS = {"weights": read_weights, "evaluate": evaluate}
+READS = {
+    "weights": read_weights,
+    "params": read_params,
+    "average": partial(read_params, ema=True),
+    "evaluate": evaluate,
+}
 
 
 def _is_free(device: torch.device) -> bool:
@@ -271,7 +287,7 @@ def test_collectives_and_messages_are_such_as_nccl_takes(outcomes: dict[str, Any
         ("dies", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
         ("gathers", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
         ("begins", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
-        *((read, "all_gather on rank 0.*rank 1 did not come", 60.0) for read in READS),
+        *((read, "all_(gather|reduce) on rank 0.*rank 1 (did not come|is gone)", 60.0) for read in READS),
         ("reports", "rank 0: got a broken connection.*rank 1 is gone", 12.0),
         ("fails", "rank 1 has left: step 3 failed with ExecutionError: backward.*of rank 1", 30.0),
         ("late", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
