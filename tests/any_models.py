@@ -21,6 +21,28 @@ ENCODER = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
     **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
+SEQ2SEQ = {
+    **{"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0},
+    **{
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+    },
+    **{
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "use_cache": False,
+    },
+}
+WHISPER = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, "use_cache": False}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+MAMBA_2 = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4, "head_dim": 16}
+MAMBA_2 |= {"state_size": 8, "n_groups": 1, "chunk_size": 4, "expand": 2, "use_cache": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "attention_dropout": 0.0}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
@@ -234,6 +256,12 @@ MODELS: dict[str, Callable[[], Made]] = {
         "T5ForConditionalGeneration",
         text,
     ),
+    "BART": of(config("Bart", **SEQ2SEQ, max_position_embeddings=32), "BartForConditionalGeneration", text),
+    "Whisper": of(
+        config("Whisper", **SEQ2SEQ, **WHISPER, suppress_tokens=None, begin_suppress_tokens=None),
+        "WhisperForConditionalGeneration",
+        lambda: {"input_features": torch.randn(4, 8, 20), "labels": ids()},
+    ),
     "BERT, classes": of(
         config("Bert", **ENCODER, vocab_size=VOCAB),
         "BertForSequenceClassification",
@@ -291,6 +319,14 @@ MODELS: dict[str, Callable[[], Made]] = {
         mamba_dt_rank=4,
     ),
     "Falcon-H1": causal("FalconH1", **MAMBA, mamba_d_ssm=64),
+    "Mamba 2": of(
+        config("Mamba2", **MAMBA_2),
+        "Mamba2ForCausalLM",
+        lambda: {name: x for name, x in text().items() if name != "attention_mask"},
+    ),
+    "Qwen3-Next": causal("Qwen3Next", **LINEAR, **EXPERTS, head_dim=16),
+    "LFM2": causal("Lfm2", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
+    "GPT-2": of(config("GPT2", **GPT2), "GPT2LMHeadModel", text),
     "Qwen3": causal("Qwen3", head_dim=12),
     "Mixtral": causal("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
     "U-Net": lambda: (

@@ -77,6 +77,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "core.settings DOCSTRING_WIDTH",
         "core.graph SHOWN",
         "core.display FIELD WHOLE",
+        "core.explain NAMED",
         "runtime.failure_detection LONGEST",
     ],
     "of a look before each step, which finds what it can in microseconds": ["engine.trace.purity MOST"],

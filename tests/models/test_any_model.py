@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -216,13 +217,27 @@ class Branch(Block):
         return super().forward(x, table) if x.sum() > 0 else x
 
 
-def test_a_backward_that_a_trace_would_lose_leaves_one_segment(caplog: pytest.LogCaptureFixture) -> None:
+class Mapped(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row - row.mean())(super().forward(x, table))
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (OwnBackward, "has no HalvedBackward"),
+        (Mapped, r"has .*batch_dim at .*test_any_model.py:\d+, as torch.vmap"),
+    ],
+)
+def test_what_a_trace_would_lose_leaves_one_segment(
+    block: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
-    model = Tied(block=OwnBackward)
+    model = Tied(block=block)
     with caplog.at_level(logging.WARNING, "zfunc"):
         segments = zfunc.segments(model, batch())
     assert [s.name for s in segments] == ["model"]
-    assert "one segment, because its trace by torch.export has no HalvedBackward" in caplog.text
+    assert re.search(f"one segment, because its trace .*{why}", caplog.text)
     check(segments, model, batch(), None)
 
 

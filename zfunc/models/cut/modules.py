@@ -34,7 +34,7 @@ from zfunc.engine.trace.vjp import MAX_TRACES
 from zfunc.models.cut.called import CalledModel, Loss, call_of
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import ModulePiece, module_piece
-from zfunc.models.cut.spans import BRANCH, CutGraph, blocks_of, cut_graph
+from zfunc.models.cut.spans import BRANCH, CutGraph, NotCutError, blocks_of, cut_graph
 from zfunc.models.hf.attention import with_static_experts
 from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type
@@ -90,10 +90,6 @@ def segments(
         return (evolve(whole, read_batch=read, buffer_names=names),)
     *before, last = _segments_of(traces, first)
     return (*before, evolve(last, read_batch=read))
-
-
-class NotCutError(Exception):
-    """Raised, with the reason, for a module that cannot be cut and becomes one segment."""
 
 
 @frozen(eq=False)

@@ -12,9 +12,8 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from zfunc.models.cut.spans import GRAD_MODE, CutGraph
+from zfunc.models.cut.spans import GRAD_MODE, REGIONS, CutGraph
 
-AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}
 
 
@@ -83,7 +82,7 @@ def _copy_nodes(
         return device if isinstance(x, torch.device) else copies[x] if isinstance(x, Node) else x
 
     for n in nodes:
-        if n.target in (GRAD_MODE, AUTOCAST):
+        if n.target in REGIONS:
             k = 1 if n.target is GRAD_MODE else 4
             inner = _with_device(getattr(owner, n.args[k].target))
             name = f"inner_{len(texts)}"

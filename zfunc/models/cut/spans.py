@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from zfunc.engine.trace.graph_cuts import changed_by, mutates
 
 GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+REGIONS = {GRAD_MODE, AUTOCAST}  # whose graphs pieces copy
 CHECKS = {  # of what a trace knows, or of values
     torch.ops.aten._assert_async.msg,
     torch.ops.aten._assert_tensor_metadata.default,
@@ -29,6 +32,10 @@ BRANCH = (
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
 STATISTICS = {torch.ops.aten.batch_norm.default: (3, 4), torch.ops.aten.instance_norm.default: (3, 4)}
+
+
+class NotCutError(Exception):
+    """Raised, with the reason, for a module that cannot be cut and becomes one segment."""
 
 
 @define(eq=False)
@@ -94,6 +101,10 @@ def cut_graph(
             n.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool
         ):
             raise ValueError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
+        known = isinstance(n.target, OpOverload) or n.target in REGIONS or n.target is operator.getitem
+        if n.op == "call_function" and not known:  # part of it may stay open over several operations
+            name = getattr(n.target, "__name__", str(n.target))
+            raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.vmap leaves")
     spans = _by_block([n for n in nodes if n.op == "call_function" and n in kept], blocks)
     spans, why = _joined(spans, sources, weights, changed)
     at = {n: s for s, span in enumerate(spans) for n in span.nodes}
