@@ -47,7 +47,8 @@ class AccessGuard(MutableMapping[Region, Any]):
             for t in tensors(self._mem.get(r)):
                 storage, start, stop = _place(t)
                 own.setdefault(storage, []).append((start, stop, r))
-        for r, value in [*self._mem.items()] if own else ():
+        # A copy in one step of the interpreter: lanes add and drop regions meanwhile.
+        for r, value in self._mem.copy().items() if own else ():
             for t in () if r in writes else tensors(value):
                 storage, first, last = _place(t)
                 for start, stop, written in own.get(storage, ()):
