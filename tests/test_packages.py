@@ -59,10 +59,10 @@ BUDGETS = {
     "engine": 9_719,
     "viz": 1_100,
     "planner": 3_550,
-    "models": 4_260,
+    "models": 4_290,
     "train": 4_797,
     "cli": 2_460,
-    "tests": 42_870,
+    "tests": 42_920,
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -241,6 +242,59 @@ def test_what_a_trace_would_lose_leaves_one_segment(
     check(segments, model, batch(), None)
 
 
+class Edited(Block):
+    """A constant of the batch that is copied, and the copy written to."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        with torch.no_grad():
+            halved = 0.5 * table
+            halved.to(torch.float32, copy=True).zero_()
+        return super().forward(x, halved)
+
+
+class Weighted(nn.Module):
+    """Arguments of which one may be None, a frozen block first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: Tensor, weights: Tensor | None, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return ((x - y) if weights is None else weights * (x - y)).square().mean()
+
+
+def test_copies_arguments_of_none_and_a_frozen_first_block_are_the_models() -> None:
+    torch.manual_seed(0)
+    model = Tied(block=Edited)
+    check(zfunc.segments(model, batch()), model, batch(), None)
+    weighted, given = Weighted(), (torch.randn(4, 8), None, torch.randn(4, 8))
+    segments = zfunc.segments(weighted, given)
+    assert [s.name for s in segments] == ["layers.0", "layers.2", "layers.3"]
+    check(segments, weighted, given, None)
+
+
+class Drawn(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) + random.random()
+
+
+class Hooked(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table)
+        y.register_hook(lambda grad: 0.1 * grad) if y.requires_grad else None
+        return y
+
+
+def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(Tied(block=Hooked), batch())
+    assert [s.name for s in segments] == ["model"]
+    assert "registers a gradient hook" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -248,6 +302,7 @@ def test_what_a_trace_would_lose_leaves_one_segment(
             lambda: zfunc.segments(Tied(block=Branch), batch()),
             r"branch on the value of a tensor.*test_any_model.py",
         ),
+        (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),
         (lambda: zfunc.segments(nn.Linear(4, 4), (torch.ones(2, 4), None)), r"no loss .*expected a scalar"),
         (lambda: zfunc.segments(nn.Linear(4, 4, device="meta"), (torch.ones(2, 4), None)), "meta device"),

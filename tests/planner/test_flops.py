@@ -131,7 +131,7 @@ _fft_c2c _fft_c2r _fft_r2c _log_softmax _log_softmax_backward_data _safe_softmax
 _softmax_backward_data _to_copy addcmul all amax amin any arange bernoulli bernoulli_ cat clone constant_pad_nd
 copy_ cummax cumsum detach embedding embedding_dense_backward fill fill_ flip floor_divide full full_like gather glu
 glu_backward histc index index_add index_add_ index_put index_put_ index_select linalg_vector_norm
-log_sigmoid_backward log_sigmoid_forward logsumexp masked_fill_ max mean mse_loss mse_loss_backward
+lift_fresh_copy log_sigmoid_backward log_sigmoid_forward logsumexp masked_fill_ max mean mse_loss mse_loss_backward
 native_batch_norm native_batch_norm_backward native_dropout_backward native_layer_norm
 native_layer_norm_backward new_full new_ones new_zeros nll_loss2d_backward nll_loss2d_forward nll_loss_backward
 nll_loss_forward normal_ ones ones_like polar rand rand_like randn repeat rrelu_with_noise rrelu_with_noise_backward

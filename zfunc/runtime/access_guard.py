@@ -48,7 +48,7 @@ class AccessGuard(MutableMapping[Region, Any]):
                 storage, start, stop = _place(t)
                 own.setdefault(storage, []).append((start, stop, r))
         # A copy in one step of the interpreter: lanes add and drop regions meanwhile.
-        for r, value in self._mem.copy().items() if own else ():
+        for r, value in dict(self._mem).items() if own else ():
             for t in () if r in writes else tensors(value):
                 storage, first, last = _place(t)
                 for start, stop, written in own.get(storage, ()):

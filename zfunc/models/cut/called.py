@@ -77,7 +77,9 @@ def call_of(batch: Any, has_loss: bool) -> tuple[BatchCall, None]:
     """
     if not isinstance(batch, Mapping):
         inputs, *targets = batch if isinstance(batch, tuple | list) else (batch,)
-        return BatchCall(inputs, tuple(t for t in targets if t is not None)), None
+        while targets and targets[-1] is None:
+            targets.pop()
+        return BatchCall(inputs, tuple(targets)), None
     if not has_loss:
         return BatchCall(dict(batch)), None
     if LABELS not in batch:

@@ -8,6 +8,7 @@ import contextvars
 import copy
 import logging
 import os
+import random
 import threading
 import traceback
 import warnings
@@ -17,18 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.batches import Batch, unmarked
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.module_buffers import changed_by_forward
+from zfunc.engine.trace.purity import SEEDED
 from zfunc.engine.trace.segment import Segment, Values, make_segment
 from zfunc.engine.trace.vjp import MAX_TRACES
 from zfunc.models.cut.called import CalledModel, Loss, call_of
@@ -90,6 +94,17 @@ def segments(
         return (evolve(whole, read_batch=read, buffer_names=names),)
     *before, last = _segments_of(traces, first)
     return (*before, evolve(last, read_batch=read))
+
+
+class _HooksRefused(TorchFunctionMode):
+    """A mode in which a gradient hook on a tensor, which a trace would lose, raises NotCutError."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            raise NotCutError("forward registers a gradient hook on a tensor, which a trace would lose")
+        return func(*args, **(kwargs or {}))
 
 
 @frozen(eq=False)
@@ -174,6 +189,7 @@ class ModuleTraces:
         if not training:
             module.eval()
         # 2. Its graph, cut.
+        drawn = _draws()
         with alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
@@ -189,6 +205,10 @@ class ModuleTraces:
                 raise NotCutError(
                     f"torch.export cannot trace it ({type(error).__name__}: {reason})"
                 ) from error
+        if _draws() != drawn:
+            raise ValueError(
+                f"model: got random numbers from Python's random module or numpy.random, expected torch's: {SEEDED}"
+            )
         if {x.kind.name for x in exported.graph_signature.output_specs} != {"USER_OUTPUT"}:
             raise NotCutError("forward assigns to a buffer: write into it, or return what changes")
         cut_in = partial(
@@ -225,7 +245,8 @@ class ModuleTraces:
             return piece.run(torch.device("cpu"), *(tensors[x] for x in piece.short.values()), *leaves)[0]
 
         def module(params: Values, x: Any) -> Tensor:
-            y = self.whole.function(params, x)
+            with _HooksRefused():
+                y = self.whole.function(params, x)
             return y[0] if self.changing else y
 
         own, others = (gradient_graphs(f, params, inputs) for f in (module, graph))
@@ -256,6 +277,11 @@ class ModuleTraces:
 
     def _by_short(self) -> list[tuple[str, Parameter]]:
         return [*zip(self.whole.short, self.whole.parameters, strict=True)]
+
+
+def _draws() -> str:
+    """The states of Python's and NumPy's generators as text, which numbers drawn from them change."""
+    return repr((random.getstate(), np.random.get_bit_generator().state))
 
 
 def _as_computed(t: Tensor) -> Tensor:

@@ -84,7 +84,9 @@ def cut_graph(
     `trained` are names of parameters, `changed` of the buffers that forward changes."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
-        if n.target in CASTS and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
+        said = (*n.args[1:], *n.kwargs.values())
+        copies = any(x is True or isinstance(x, torch.memory_format) for x in said)
+        if n.target in CASTS and not copies and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
             n.replace_all_uses_with(n.args[0])
     nodes, signature = [*exported.graph.nodes], exported.graph_signature
     sources = {
@@ -106,7 +108,8 @@ def cut_graph(
             name = getattr(n.target, "__name__", str(n.target))
             raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.vmap leaves")
     spans = _by_block([n for n in nodes if n.op == "call_function" and n in kept], blocks)
-    spans, why = _joined(spans, sources, weights, changed)
+    differentiable = _differentiable(nodes, sources, trained)
+    spans, why = _joined(spans, sources, weights, changed, differentiable)
     at = {n: s for s, span in enumerate(spans) for n in span.nodes}
     given = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
     last = {n: len(spans) if n in outputs else -1 for n in (*given, *at)}
@@ -128,9 +131,7 @@ def cut_graph(
         for n in rows[0] & rows[1] & {*last} if one and one == two else ():
             last[n] = max(last[n], s + 1)
     alive = [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
-    return CutGraph(
-        exported, spans, [*alive, outputs], _differentiable(nodes, sources, trained), sources, why
-    )
+    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why)
 
 
 def _list_of(name: str) -> str:
@@ -173,7 +174,11 @@ def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
 
 
 def _joined(
-    spans: list[NodeSpan], sources: Mapping[str, str], weights: set[str], changed: set[str]
+    spans: list[NodeSpan],
+    sources: Mapping[str, str],
+    weights: set[str],
+    changed: set[str],
+    differentiable: set[Node],
 ) -> tuple[list[NodeSpan], list[str]]:
     """Join spans where a cut would separate memory from a write into it, or the results of one operation, and spans
     without parameters. Returns the spans, and why some were joined for a write, as text for the log."""
@@ -202,7 +207,8 @@ def _joined(
     made: list[NodeSpan] = []
     for s, span in enumerate(spans):
         again = made and span.call is not None and span.call == made[-1].call
-        if made and (s in joined or again or not _reads(span, weights) or not _reads(made[0], weights)):
+        alone = made and (not _reads(made[0], weights) or differentiable.isdisjoint(made[-1].nodes))
+        if made and (s in joined or again or alone or not _reads(span, weights)):
             if not _reads(made[-1], weights):
                 made[-1].name, made[-1].call = span.name, span.call
             made[-1].nodes += span.nodes
