@@ -102,7 +102,8 @@ def cut_at_attention(
     depends = depending_on((x for x in nodes if x.op == "placeholder"), needs)
     free = [x for x in nodes if x not in depends]
     found = [x for x in free if not depends.isdisjoint(x.users)]
-    constants = [x for x in found if not _has_one_value(x)]
+    written = of_written_memory(graph.graph)
+    constants = [x for x in found if x in written or not _has_one_value(x)]
     make = part_of_graph(whole, (), [of_row[x] for x in free], [of_row[x] for x in constants])
     sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in constants)
     if tiles > 1:
@@ -132,7 +133,6 @@ def cut_at_attention(
     starts = [*nodes[: len(values) + len(leaves)], *found, *marks]
     unknown = unknown_operation(of_row, apart, starts, [*of_attention, *results])
     _refuse_noise(of_row, apart, starts, depends)
-    written = of_written_memory(graph.graph)
     for x in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         x.target = x.target if x in written else torch.ops.aten.reshape.default
     graph.recompile()
