@@ -37,8 +37,8 @@ log = logging.getLogger("zfunc")
 class UnfinishedCheckpoint:
     """A checkpoint being written: its shards go into `path`; publish it or abandon it.
 
-    An interrupt may come between any two lines of its writer, so `path` is deleted with this object, unless it has
-    been renamed by then.
+    An interrupt may come between any two lines of its writer, so `path` is deleted with this object, unless
+    publishing has renamed `path` by then.
     """
 
     folder: Path
@@ -129,10 +129,10 @@ def abandon_checkpoint(pending: UnfinishedCheckpoint) -> None:
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, or None if none was ever saved.
+    """The newest complete checkpoint in `folder`, or None if none was ever saved.
 
-    The folders count, not `latest`, which is for people. Where a newer one is damaged, a warning is logged. Raises
-    CheckpointError if there are checkpoints but none is complete: training must not silently start again.
+    The folders' names decide, not `latest`, which is for people. Where a newer one is damaged, a warning is logged.
+    Raises CheckpointError if there are checkpoints but none is complete: training must not silently start again.
     """
     refused: list[str] = []
     checkpoint = next(complete_checkpoints(folder, refused), None)
@@ -145,7 +145,7 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
-    """All complete checkpoints, the newest first; the errors of the others are appended to `refused`.
+    """All complete checkpoints in `folder`, the newest first; the errors of the others are appended to `refused`.
 
     `load` goes on to the next one if the data of the newest is damaged.
     """
@@ -175,9 +175,9 @@ def locate_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder, if its manifest is valid and every shard has the right size and header.
+    """Open the checkpoint in folder `path`, if its manifest is valid and every shard has the right size and header.
 
-    A folder of a swap space has that of its last commit. Raises CheckpointError, naming the file, if it is not
+    In a folder of a swap space it is the last commit. Raises CheckpointError, naming the file, unless it is
     complete.
     """
     if has_swap_files(path):

@@ -42,7 +42,7 @@ def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
 
 @define(eq=False)
 class Opened:
-    """An open file, closed once no call under way needs it: its number may be another file's next."""
+    """An open file, closed once no call uses its descriptor, whose number the next opened file may get."""
 
     fd: int = -1  # of a closed one
     path: Path = Path()
@@ -53,7 +53,7 @@ class Opened:
             os.close(self.fd)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` of the file from `offset`. Raises CheckpointError before allocating more than it has."""
+        """`nbytes` of the file from byte `offset` on. Raises CheckpointError for a shorter file, before allocating."""
         with os_errors_as(self.path, f"reading bytes {offset} to {offset + nbytes}"):
             if offset + nbytes > self.size:
                 raise OSError(errno.EIO, "the file ended early")

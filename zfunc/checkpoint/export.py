@@ -121,7 +121,7 @@ def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> 
 
 
 def _partial_path(out: Path) -> Path:
-    """The name of the file until it is complete. Raises ValueError if `out` cannot be a new file."""
+    """The name of an exported file until it is complete. Raises ValueError if `out` cannot be a new file."""
     if out.suffix != SUFFIX:
         refuse("out", str(out), f"the name of a file that ends in {SUFFIX}", "add that")
     if os.path.lexists(out):
@@ -136,7 +136,7 @@ def _partial_path(out: Path) -> Path:
 
 
 def _publish(partial: Path, out: Path) -> None:
-    """Give the complete file its name, unless another file has taken it."""
+    """Rename the complete file `partial` to `out`. Raises CheckpointError if `out` exists by now."""
     with disk.os_errors_as(out, "giving a file its name"):
         try:
             os.link(partial, out)  # a rename would replace a file that was made there meanwhile

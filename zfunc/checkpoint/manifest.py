@@ -60,7 +60,7 @@ def _written(state_format: str) -> str:
 
 
 def _loss_scale(value: Any) -> LossScale:
-    """The kind of a loss scale: all of its fields, but for the one that older versions did not write."""
+    """Decode a LossScale from JSON; every field is required but `consecutive`, which older versions lacked."""
     given = decoded(value, dict)
     for name in (x.name for x in fields(LossScale) if x.name not in (*given, "consecutive")):
         raise Refusal("none", f"a field named {name!r}")
@@ -68,7 +68,7 @@ def _loss_scale(value: Any) -> LossScale:
 
 
 class StateSlice(NamedTuple):
-    """Elements start to stop of one kind of a parameter's state are in a shard's tensor, from `offset` on."""
+    """Elements `start` to `stop` of one kind of a parameter's state, in a shard's `tensor` from `offset` on."""
 
     start: int
     stop: int
@@ -83,9 +83,9 @@ def _state_slice(value: Any) -> StateSlice:
 
 @frozen
 class ParameterEntry:
-    """A parameter in a checkpoint, or a module's buffer, and the pieces of its state by kind, ascending.
+    """A parameter of a checkpoint, or a module's buffer, and the slices of its state by kind, in ascending order.
 
-    `state_format` is None if it is the manifest's.
+    `state_format` is None if the parameter has the manifest's format.
     """
 
     name: Text
@@ -102,7 +102,7 @@ class ParameterEntry:
 
 @frozen
 class TrainingPosition:
-    """The counters of a training State; with the counters and the buffers a resume is exact."""
+    """The counters, seed and loss scale of a training State: beside its tensors, all that an exact resume needs."""
 
     step: Count
     batches: Count
@@ -113,10 +113,10 @@ class TrainingPosition:
 
 @frozen
 class Manifest:
-    """The contents of a checkpoint. `world` is the number of ranks that wrote it; nothing else depends on it.
+    """The contents of a checkpoint. `world`, the number of ranks that wrote the files, decides nothing else.
 
-    `state_format` is that of every parameter that names no other. `optimizer` and `extra` are dicts of JSON's own
-    types. Raises CheckpointError if the parts do not fit together.
+    `state_format` is that of every parameter whose entry names none. `optimizer` and `extra` are dicts of JSON's
+    own types. Raises CheckpointError if the parts do not fit together.
     """
 
     world: Annotated[int, Within(int, 1, 1 << 20)]
@@ -192,9 +192,11 @@ class Checkpoint:
 
 
 def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: bool = True) -> None:
-    """Raise CheckpointError, naming the first differences, unless these are the checkpoint's parameters.
+    """Raise CheckpointError, naming the first differences, unless the checkpoint is of these parameters, in any
+    order.
 
-    They may be in any order, and tied ones may be repeated. Unless `strict`, others may be trained.
+    Tied parameters may be repeated. Unless `strict`, trained parameters may be frozen in the checkpoint, and frozen
+    ones trained.
     """
     wanted = {p.name: p for p in parameters}
     entries = manifest.by_name
@@ -239,7 +241,7 @@ def _check_shard(shard: Shard) -> None:
 def _check_pieces(
     manifest: Manifest, entry: ParameterEntry, used: dict[tuple[int, str], list[tuple[int, int]]]
 ) -> None:
-    """The pieces of each kind tile it, in tensors of one type. Adds their ranges in the tensors to `used`."""
+    """Refuse an entry whose slices do not tile each kind in one type. Adds ranges in tensors to `used`."""
     kinds = manifest.kinds(entry)
     if set(entry.pieces) != set(kinds):
         reject(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
@@ -262,7 +264,7 @@ def _check_pieces(
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
-    """What is wrong with ranges that should tile 0 to numel in this order, gaps aside; "" if nothing is."""
+    """The flaw of `ranges` that should tile 0 to `numel` in this order, but for `gaps` if allowed; "" for none."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
@@ -279,7 +281,7 @@ def _check_unique(what: str, names: list[str]) -> None:
 
 
 def check_plain(value: object, where: str) -> None:
-    """Raise CheckpointError, with the value's name, unless it is a dict of JSON's own types."""
+    """Raise CheckpointError, which begins with `where`, unless `value` is a dict of JSON's own types."""
     reason, back = "", cast("dict[str, Any]", value if isinstance(value, dict) else {"": value})
     try:
         back = strict_json.parse_json(strict_json.render(back), where).value
@@ -302,7 +304,7 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def from_json(raw: bytes, where: str = FILE) -> Manifest:
-    """Parse a manifest. Raises CheckpointError, which begins with `where`, for anything else."""
+    """Parse the JSON text of a manifest. Raises CheckpointError, which begins with `where`, for any other text."""
     named = JsonNode(strict_json.parse_json(raw, where).read(dict), where)
     checksum = named.value.pop("checksum", None)  # older versions did not write it
     position = named.value.get("position")
@@ -334,10 +336,10 @@ def _checksum(named: Mapping[str, Any]) -> int:
 
 @frozen
 class Slice:
-    """Elements start to stop of one kind of a parameter's state.
+    """Elements `start` to `stop` of one kind of a parameter's state that one rank holds and writes.
 
-    In memory they begin at `at` of the rank's buffer of that kind and bucket. In the
-    rank's shard they are the tensor `stored`, in the parameter's shape if it is complete.
+    In memory they begin at element `at` of the rank's buffer of that kind and bucket. In the rank's shard they are
+    the tensor `stored`, in the parameter's shape if the slice is complete.
     """
 
     parameter: str
@@ -365,7 +367,7 @@ def stored_kinds(
 
 
 def slices_of(layout: Layout, kinds: Kinds, rank: int, world: int) -> Iterator[Slice]:
-    """One rank's slices of every parameter's state of these kinds, by bucket."""
+    """One rank's slices of every parameter's state, by bucket; `kinds` has the kinds of state of each bucket."""
     for bucket in layout.all_buckets:
         for span in bucket.spans if bucket.index in kinds else ():
             piece = layout.piece(span, rank, world)
@@ -400,7 +402,7 @@ class Snapshot:
     pp: int = 1
 
     def slices(self, rank: int, world: int) -> list[Slice]:
-        """The slices that one rank writes, of frozen parameters too; the first one also writes modules' buffers."""
+        """One rank's slices, of frozen parameters too; the first rank of a stage also writes module buffers."""
         world //= self.pp
         stage, own = divmod(rank, world)
         kinds = {b: kind for b, kind in self.kinds.items() if self.homes.get(b, stage) == stage}
@@ -418,7 +420,7 @@ class Snapshot:
         extra: Mapping[str, Any],
         places: Callable[[int, Slice], Iterable[StateSlice]] = _in_own_shard,
     ) -> Manifest:
-        """The manifest of the shards that so many ranks wrote; `places` says where a rank's slice lies."""
+        """The manifest of `shards` of `world` ranks; `places(rank, slice)` gives the parts of a slice in shards."""
         pieces: dict[str, dict[str, tuple[StateSlice, ...]]] = {}  # by name and kind
         for rank in range(world):
             for x in self.slices(rank, world):

@@ -28,7 +28,7 @@ MAX_OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in me
 
 @frozen
 class WantedSlice:
-    """Elements start to stop of one kind of a parameter's state, as if it were flat."""
+    """Elements `start` to `stop` of one kind of a parameter's flattened state, wanted from a checkpoint."""
 
     kind: str
     parameter: str
@@ -61,7 +61,7 @@ class CheckpointReader:
         return _DTYPES[self.manifest.tensor(pieces[0]).dtype] if pieces else "fp32"
 
     def read(self, targets: Sequence[tuple[WantedSlice, Any]]) -> None:
-        """Fill each slice's buffer: writable, contiguous, of the slice's size and stored type.
+        """Read each wanted slice into its buffer: writable, contiguous, of the slice's size and stored type.
 
         Raises CheckpointError, with file, tensor and offset, for bytes that are not what was written.
         """
@@ -80,7 +80,7 @@ class CheckpointReader:
         return {x.kind: own for x, own in values.items()}
 
     def weights(self, name: str, start: int, stop: int, *, ema: bool = False) -> Tensor:
-        """The fp32 weights `start` to `stop` of a parameter, exact, trained or frozen; with `ema` their average."""
+        """Elements `start` to `stop` of a parameter's fp32 weights, exact; with `ema` of their moving average."""
         entry = self.manifest.by_name[name]
         kinds = weight_buffers(self.manifest.format_of(entry)) if entry.trainable else (FROZEN,)
         if ema and (entry.trainable or EMA.name in entry.pieces):
@@ -92,9 +92,9 @@ class CheckpointReader:
     def _reads(
         self, wanted: WantedSlice, data: memoryview
     ) -> Iterator[tuple[int, int, str, int, int, memoryview]]:
-        """The reads that fill `data`, one chunk each, so that there is work for several threads.
+        """The reads of `wanted` into `data`, one chunk each, so that there is work for several threads.
 
-        Of each the shard, where it begins in the file, and the arguments of `ShardReader.read_into`.
+        Of each: the shard's number, the read's first byte in the file, the arguments of `ShardReader.read_into`.
         """
         pieces = self.manifest.by_name[wanted.parameter].pieces[wanted.kind]
         numel = pieces[-1].stop if pieces else 0

@@ -53,7 +53,7 @@ _NEXT = f"{USE_ANOTHER}; check this disk"
 
 
 def shape(value: Any) -> tuple[int, ...]:
-    """A check of strict_json for shapes whose bytes fit in 64 bits at any precision, even if every 0 were 1."""
+    """Decode a shape from JSON. Raises Refusal if its bytes do not fit in 64 bits, even if every 0 were 1."""
     dims: tuple[int, ...] = strict_json.decoded(value, tuple[Count, ...])
     if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
         raise Refusal(brief(value), "at most 64 dimensions and 2^60 elements")
@@ -65,7 +65,7 @@ Shape = Annotated[tuple[int, ...], shape]
 
 @frozen
 class TensorInfo:
-    """A tensor in a file: its dtype is a key of BYTES. Of one that was written, the checksums of its chunks."""
+    """A tensor of a safetensors file: name, dtype (a key of BYTES), shape; once written, its chunks' checksums."""
 
     name: Text = field(validator=_NAME)
     dtype: Annotated[str, known(lambda: {x: x for x in BYTES})] = field(validator=validators.in_(BYTES))
@@ -85,11 +85,11 @@ class TensorInfo:
 
 @frozen
 class Shard:
-    """A checkpoint's file as the manifest describes it: the bytes of a header, then the tensors, in this order.
+    """A file of a checkpoint as the manifest describes it: `size` bytes, a header, then the tensors in this order.
 
-    `header` is the CRC-32 of the header; a tensor's checksums are of chunks of `chunk` bytes, except the last. In a
-    file of another format, which may have gaps between and in tensors and more than them, `places` says where they
-    begin, and `checksum` is how chunks were summed.
+    `header` is the CRC-32 of the header; a tensor's checksums are of chunks of `chunk` bytes, except the last. For
+    a file of another format, such as a swap file, `places` has the byte at which each tensor begins, with gaps
+    between and in tensors, and `checksum` is the function that sums a chunk.
     """
 
     file: Annotated[str, Within(str, 1, 200)]
@@ -101,7 +101,7 @@ class Shard:
     checksum: Callable[[memoryview], int] = field(default=zlib.crc32, metadata=IN_MEMORY)
 
     def summed(self, checksums: Mapping[str, Sequence[int]]) -> "Shard":
-        """The same shard with checksums of each tensor's chunks, given by name."""
+        """A copy of this shard with `checksums` of each tensor's chunks, given by the tensor's name."""
         return evolve(
             self, tensors=tuple(evolve(t, checksums=tuple(checksums[t.name])) for t in self.tensors)
         )
@@ -131,19 +131,19 @@ def num_chunks(nbytes: int, chunk: int) -> int:
 
 
 def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
-    """The bytes start to stop of a tensor, cut where chunks meet."""
+    """The range of bytes `start` to `stop` of a tensor, cut where chunks of `chunk` bytes meet."""
     edges = [start, *range((start // chunk + 1) * chunk, stop, chunk), stop]
     return [(a, b) for a, b in pairwise(edges) if a < b]
 
 
 def cut_elements(start: int, stop: int, item: int, chunk: int) -> list[tuple[int, int]]:
-    """The elements start to stop, of `item` bytes each, cut where chunks meet."""
+    """The elements `start` to `stop` of a tensor, `item` bytes each, cut where chunks of `chunk` bytes meet."""
     return [(a // item, b // item) for a, b in cut(start * item, stop * item, chunk)]
 
 
 @define(eq=False)
 class ShardWriter:
-    """A file being written: `write_at` by any thread, in any order, then `finish`."""
+    """A safetensors file being written: call `write_at` from any thread, in any order, then `finish`."""
 
     path: Path
     shard: Shard  # without checksums
@@ -201,7 +201,7 @@ def create_shard(
 ) -> ShardWriter:
     """Make the file for `tensors` at its full size, with its header, in which `metadata` is stored as text.
 
-    Its owner alone may read it, unless `mode` and the umask say otherwise.
+    Only the file's owner may read it, unless `mode` and the umask say otherwise.
 
     Raises ValueError for two tensors of one name, or too many; CheckpointError if the file exists or has no room.
 
@@ -234,7 +234,7 @@ def create_shard(
 
 @define(eq=False)
 class ShardReader:
-    """A validated file, open for reading until `close`. Any thread may read."""
+    """A checked shard of a checkpoint, open for reading until `close`. Any thread may read."""
 
     path: Path
     shard: Shard
@@ -247,11 +247,11 @@ class ShardReader:
         self._file, self._last_chunk = disk.Opened(), None
 
     def read_into(self, name: str, start: int, stop: int, buffer: Any) -> None:
-        """Fill a writable contiguous buffer with elements start to stop of tensor `name`.
+        """Fill a writable contiguous buffer with elements `start` to `stop` of tensor `name`.
 
-        Reads those, and at both ends the rest of a chunk, at most. Raises ValueError for a range or buffer that
-        does not fit; CheckpointError, with file, tensor and offset, for bytes that are not what was written: what
-        the buffer holds is undefined then.
+        Reads at most those elements and, at both ends, the rest of a chunk. Raises ValueError for a range or buffer
+        that does not fit; CheckpointError, with file, tensor and offset, for bytes that are not what was written:
+        what the buffer holds is undefined then.
         """
         tensor, data = self.shard.by_name[name], disk.bytes_of(buffer)
         item = BYTES[tensor.dtype]
@@ -289,8 +289,8 @@ class ShardReader:
 
 
 def open_shard(path: Path, shard: Shard) -> ShardReader:
-    """Open the file that `shard` describes. Raises CheckpointError if it has another size or header; that of a swap
-    space may have been extended."""
+    """Open the file that `shard` describes. Raises CheckpointError for another size or header; a swap file may be
+    longer."""
     file = disk.open_file(path)
     if file.size < shard.size or (file.size > shard.size and shard.places is None):
         do = f"the file is truncated or another one; {USE_ANOTHER}"

@@ -85,7 +85,7 @@ _loads = partial(json.loads, parse_int=_integer, parse_float=_number, parse_cons
 
 @define
 class Refusal(Exception):  # noqa: N818
-    """A value is not what it should be; its place is added on the way out of the objects that it is in."""
+    """Raised for a JSON value that is not as expected; the objects around it add its place on the way out."""
 
     got: str
     expected: str
@@ -94,7 +94,7 @@ class Refusal(Exception):  # noqa: N818
 
 @frozen
 class Within:
-    """A check for numbers from `low` to `high`, or for texts with so many characters."""
+    """A decoder of numbers from `low` to `high`, or of texts with that many characters."""
 
     type: type[int] | type[float] | type[str]
     low: float
@@ -113,9 +113,9 @@ class Within:
 def known(
     names: Callable[[], Mapping[str, Any]], former: Mapping[str, str] | None = None
 ) -> Callable[[Any], Any]:
-    """A check for texts among the keys of `names()`, asked when a value is read; a text becomes its value there.
+    """A decoder of JSON texts: a key of `names()`, which is called anew each time, becomes that key's value.
 
-    The refusal of a `former` text says what that was.
+    Raises Refusal for any other text. `former` says for the error what keys of the past meant.
     """
 
     def meaning(value: Any) -> Any:
@@ -143,7 +143,7 @@ _PLAIN: dict[Any, str] = {
 
 
 def decoded(value: Any, hint: Any) -> Any:
-    """JSON's `value` as the one that the annotation `hint` says, see `JsonNode.read`. Raises Refusal."""
+    """Decode JSON `value` as annotation `hint` says (see `JsonNode.read`). Raises Refusal for any other value."""
     origin, of = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return of[1](value)
@@ -191,14 +191,14 @@ def _object(given: dict[str, Any], cls: Any) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """The fields of an attrs class that a file has, by alias: their annotations, and whether they must be there."""
+    """The fields of attrs class `cls` that a file has, by alias: the annotation, and whether it is required."""
     hints = get_type_hints(cls, include_extras=True)
     own = [x for x in fields(cls) if x.metadata != IN_MEMORY]
     return {x.alias: (hints[x.name], x.default is NOTHING) for x in own}
 
 
 def to_plain(value: Any) -> Any:
-    """A value of an attrs class as JSON's own types, which reads back equal as of that class; None is left out."""
+    """An attrs instance as JSON's own types, of which `decoded` makes an equal one; None is left out."""
     cls: Any = value.__class__
     if has(cls):
         own = [x for x in fields(cls) if x.metadata != IN_MEMORY]
@@ -215,7 +215,7 @@ def to_plain(value: Any) -> Any:
 
 @frozen
 class JsonNode:
-    """A value of a parsed file and its place in it, which errors name."""
+    """A value parsed from a JSON file, and `where` in the file, which errors name."""
 
     value: Any
     where: str
@@ -223,7 +223,7 @@ class JsonNode:
     def refuse(
         self, expected: str, got: str = "", place: str = "", cause: Exception | None = None
     ) -> NoReturn:
-        """Raise CheckpointError for this value, or for what is at a `place` in it, with what was `got` there."""
+        """Raise CheckpointError for this JSON value, or the one at `place` in it, described by `got`."""
         found, do = (
             got or _short.repr(self.value),
             f"the file is damaged or not one of zfunc's; {USE_ANOTHER}",
@@ -231,12 +231,13 @@ class JsonNode:
         raise CheckpointError(f"{self.where}{place}: got {found}, expected {expected}: {do}") from cause
 
     def read(self, hint: Any) -> Any:
-        """The value that an annotation says. Raises CheckpointError, with the place in the file, for another.
+        """Decode this JSON value as annotation `hint` says. Raises CheckpointError, with the place in the file, for
+        another.
 
         Annotations are a type of JSON (an integer may stand for a float); `tuple[T, ...]`; `tuple[T, U]`, a list of
         that length; `Mapping[str, T]`, an object of any names; an attrs class, an object of its fields: those with
-        a default may be missing, those with the metadata IN_MEMORY are; `Annotated[T, function]`, what the function
-        returns, which raises Refusal for what is none.
+        a default may be missing, those with metadata IN_MEMORY are; `Annotated[T, function]`, the result of
+        `function(value)`, which may raise Refusal.
 
         >>> JsonNode({"a": [1, 2.5]}, "x").read(Mapping[str, tuple[Count, float]])
         {'a': (1, 2.5)}
@@ -250,7 +251,7 @@ class JsonNode:
         return self.refuse(expected, got, place)
 
     def of_version(self, version: int) -> "JsonNode":
-        """This object without its field `version`. Raises CheckpointError for another version than `version`."""
+        """This JSON object without its field "version". Raises CheckpointError unless that field is `version`."""
         found = self.entries().get("version")
         if found is None or found.read(int) != version:
             got = "no version" if found is None else f"version {found.value}"
@@ -258,5 +259,5 @@ class JsonNode:
         return JsonNode({name: x for name, x in self.value.items() if name != "version"}, self.where)
 
     def entries(self) -> "dict[str, JsonNode]":
-        """The values of an object, by name."""
+        """The values of this JSON object by name, each with its place in the file."""
         return {k: JsonNode(x, f"{self.where}.{k:.80}") for k, x in self.read(dict).items()}

@@ -44,10 +44,10 @@ _Format: TypeAlias = Annotated[str, known(lambda: {x: x for x in STATE_FORMATS})
 
 @frozen
 class SwapIdentity:
-    """The meaning of the bytes in a swap space: a layout, whose frozen parameters are stored in `precision`.
+    """What the bytes of a swap space mean: buckets and parameters; frozen ones are stored in `precision`.
 
-    `state_formats` are those of each bucket, where they are not all the common one; `in_fp32` the numbers of those
-    whose parameters are fp32 in any precision; `pp` that of pipeline stages, each on as many ranks, of several.
+    `state_formats` has the format of each bucket, where they differ; `in_fp32` the numbers of buckets whose
+    parameters are fp32 in any precision; `pp` the number of pipeline stages, if several.
     """
 
     state_format: _Format
@@ -61,7 +61,7 @@ class SwapIdentity:
     pp: Count | None = None
 
     def layout(self) -> Layout:
-        """The layout that `swap_identity` was given, as far as slices need it."""
+        """The layout of buckets and spans that this identity describes, as far as slices of state need it."""
         formats = self.state_formats or (self.state_format,) * len(self.buckets)
         if len(formats) != len(self.buckets):
             disk.reject("swap space", "formats of other buckets than it has", "one for each")
@@ -111,9 +111,9 @@ def has_commit(folder: Path) -> bool:
 
 
 def open_swap_checkpoint(folder: Path) -> Checkpoint:
-    """The newest commit that all ranks of the swap space in `folder`, one of its folders, have.
+    """The newest commit that all ranks of a swap space have, as a checkpoint; `folder` is one of the space's.
 
-    Raises CheckpointError, naming the file, if one is missing, damaged, in use or of another run, or if nothing was
+    Raises CheckpointError, naming the file, if a file is missing, damaged, in use or of another run, or nothing was
     committed.
     """
     some = swap_files(folder)[0]
@@ -140,7 +140,7 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _there(header: SwapHeader, n: int, folder: Path, number: int) -> Path:
-    """A rank's file in its folder `n`, which is there; the folder of this `number` is now `folder`."""
+    """The path of a rank's swap file `n`, in `folder` if `n` is `number`. CheckpointError if it is missing."""
     path = folder / header.paths[n].name if n == number else header.paths[n]
     if not path.exists():
         do = "if another host has it, copy it here, or resume on those hosts with the same ranks and folders"
@@ -164,7 +164,7 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     snapshot = Snapshot(layout, kinds, said.position, said.optimizer, homes=homes, pp=pp)
 
     def places(rank: int, x: Slice) -> Iterator[StateSlice]:
-        """A slice where stripes of its buffer meet."""
+        """The parts of slice `x` in tensors of swap files, cut where stripes of the slice's buffer meet."""
         item, part = BYTES[x.stored.dtype], MASTER if x.bucket in in_fp32 else x.kind
         on = x.start - x.at  # from the buffer's elements to the parameter's
         for stripe in _parts(headers[rank], x.bucket).get(part, ()):
@@ -182,14 +182,14 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
 
 
 def _parts(header: SwapHeader, b: int) -> Stripes:
-    """The stripes of a bucket's buffers in its first generation: all are cut alike."""
+    """The stripes of each buffer of bucket `b` in its first generation; every generation is cut alike."""
     return header.stripes.get(b, ({},))[0]
 
 
 def _shards(
     header: SwapHeader, commit: CommitRecord, dtypes: Mapping[int, Mapping[str, Dtype]]
 ) -> Iterator[Shard]:
-    """The committed generations of the extents in each of a rank's files; a tensor for each buffer's stripe."""
+    """A Shard for each of a rank's swap files, with a tensor for each stripe of a buffer as committed."""
     tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
     places: list[dict[str, int]] = [{} for _ in header.folders]
     for b, g in zip(header.extents, commit.generations, strict=True):

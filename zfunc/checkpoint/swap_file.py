@@ -57,10 +57,10 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
 
 @frozen
 class Stripe:
-    """Bytes `start` to `stop` of a buffer, which file number `file` has from `place` on.
+    """Bytes `start` to `stop` of a buffer in swap file number `file`, from byte `place` of the file on.
 
-    Each SUMMED bytes of them, and the remainder, have a checksum; `first` is the number of their first one, `last`
-    that behind their last.
+    Each SUMMED bytes of the stripe, and the remainder, have a checksum; `first` is the number of the first one
+    among the checksums of all buffers.
     """
 
     file: int
@@ -71,7 +71,7 @@ class Stripe:
 
     @property
     def last(self) -> int:
-        """The number after that of the stripe's last checksum."""
+        """The number behind that of the stripe's last checksum, among the checksums of all buffers."""
         return self.first + num_chunks(self.stop - self.start, SUMMED)
 
 
@@ -79,8 +79,8 @@ Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 
 
 def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int], first: int = 0) -> tuple[Stripe, ...]:
-    """Append the stripes of a buffer to files that end at `ends`, which this advances; its checksums begin at
-    number `first`."""
+    """Lay a buffer of `nbytes` bytes in stripes behind the `ends` of swap files, which this advances, with
+    checksums numbered from `first` on."""
     stripes: list[Stripe] = []
     for n, (start, stop) in enumerate(cut_in_shares(nbytes, shares)):
         if start < stop:
@@ -90,16 +90,16 @@ def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int], first: int 
 
 
 def num_checksums(stripes: Sequence[Stripe]) -> int:
-    """The number behind that of a buffer's last checksum; 0 for one without bytes."""
+    """The number behind that of the last checksum of a buffer with these stripes; 0 for a buffer without bytes."""
     return stripes[-1].last if stripes else 0
 
 
 @frozen(eq=False)
 class StripedBuffer:
-    """A buffer in memory, in whole blocks from the beginning of a page on, and where files have it.
+    """A page-aligned buffer in memory, in whole blocks, and its stripes in swap files; `name` is for errors.
 
-    Among the `checksums` are those of its chunks: `write_striped` sets them, `read_striped` compares. `name` is for
-    errors.
+    `checksums` are those of a generation of all buffers: `write_striped` sets this buffer's, `read_striped`
+    compares.
     """
 
     name: str
@@ -110,7 +110,7 @@ class StripedBuffer:
 
 @frozen
 class _Chunk:
-    """Bytes that share a checksum: their memory, in whole blocks, and where the file has them."""
+    """Bytes of a buffer that share checksum `number`: their memory, in whole blocks, and `place` in a file."""
 
     buffer: StripedBuffer
     number: int
@@ -185,7 +185,7 @@ def _read(file: DirectFile, batch: list[_Chunk]) -> None:
 
 
 def block_checksum(data: memoryview) -> int:
-    """The CRC-32 of Fletcher's checksums of each block, and of the rest: at the speed of memory, not a tenth of it.
+    """The CRC-32 of a Fletcher checksum of each block of `data`, and of the rest: as fast as memory is read.
 
     Of a block: the sum of its 512 64-bit words, and the sum of (512 - i) times word i, modulo 2^64. Flipped bits,
     words that change places, and blocks that are zero, old or of another place are found, but for one in 2^32.
@@ -207,7 +207,7 @@ def block_checksum(data: memoryview) -> int:
 
 
 def _extents(value: Any) -> dict[int, Extent]:
-    """The kind of extents: of each a list of its bucket, its generations, and its buffers' sizes by name."""
+    """Decode extents from JSON, each a list of its bucket, generations, and bytes of its buffers by name."""
     each = decoded(value, tuple[tuple[Count, Annotated[int, Within(int, 1, 2)], Mapping[str, Count]], ...])
     extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
     if len(extents) < len(each):
@@ -217,11 +217,11 @@ def _extents(value: Any) -> dict[int, Extent]:
 
 @frozen
 class SwapHeader:
-    """The header of a swap space's files. Only `folder`, the number of a file's own one, differs among them.
+    """The header of a rank's swap files, which differs only in `folder`, the number of the file's own folder.
 
-    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart. Each folder
-    has a stripe of every buffer, in proportion to its number in `shares`: equal ones, but older versions of zfunc
-    made them follow the speed of drives. Extents are by bucket.
+    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart. Folder n has
+    a stripe of every buffer, in proportion to `shares[n]`: all equal, but older versions of zfunc made shares
+    follow the speed of drives. `extents` are by bucket.
     """
 
     identity: Mapping[str, Any]
@@ -235,7 +235,7 @@ class SwapHeader:
 
     @cached_property
     def raw(self) -> bytes:
-        """The bytes of the header at the start of a swap file. Raises CheckpointError for too many of them."""
+        """The header's bytes at the start of a swap file. Raises CheckpointError for more than HEADER_LIMIT."""
         extents = [[b, x.generations, {p.name: p.nbytes for p in x.parts}] for b, x in self.extents.items()]
         named = {"version": VERSION, **asdict(self, recurse=False), "extents": extents}
         text = strict_json.render(named)
@@ -255,8 +255,8 @@ class SwapHeader:
 
     @cached_property
     def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int], int, list[int]]:
-        """The stripes, where those before the records end in each file, how many checksums they have in one
-        generation, and where all of them end."""
+        """The stripes by bucket and generation; the end of those before the records in each file, in bytes; the
+        number of checksums of a generation; and the end of all stripes in each file."""
         ends, firsts = [len(self.of(n).raw) for n in range(len(self.folders))], dict[int, int]()
         stripes, last = dict[int, tuple[Stripes, ...]](), 0
 
@@ -280,7 +280,7 @@ class SwapHeader:
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
-        """The ranges in the files of each bucket's buffers, by name, for both generations; checksums are shared."""
+        """The stripes of each buffer by name, for both generations of each bucket, which share checksum numbers."""
         return self._laid[0]
 
     @property
@@ -333,7 +333,7 @@ def _padded(raw: bytes) -> bytes:
 
 
 def read_header(read: Read, where: str) -> SwapHeader:
-    """The header of a file called `where`. Raises CheckpointError if it is damaged or not a swap space's."""
+    """The header of swap file `where`, read by `read`. Raises CheckpointError for a damaged or another file."""
     magic, size, _ = _HEADER.unpack_from(read(0, BLOCK))
     if magic != _HEADER_MAGIC or size > HEADER_LIMIT:
         disk.reject(where, "another kind of file", "a swap space of zfunc's", "move it away")
@@ -341,7 +341,7 @@ def read_header(read: Read, where: str) -> SwapHeader:
 
 
 def parse_header(raw: bytes, where: str) -> SwapHeader:
-    """The header that `raw` is of. Raises CheckpointError, which begins with `where`, for anything else."""
+    """The swap header in bytes `raw`. Raises CheckpointError, which begins with `where`, for any other bytes."""
     _, size, checksum = _HEADER.unpack_from(raw)
     text = raw[_HEADER.size : _HEADER.size + size]
     if zlib.crc32(text) != checksum:
@@ -356,8 +356,8 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
 
 
 def check_header(path: Path, header: SwapHeader, first: SwapHeader, expected: SwapHeader) -> None:
-    """Raise CheckpointError unless the file is of the expected identity, extents and place, and of one space with
-    the first."""
+    """Raise CheckpointError unless swap file `path` has the `expected` identity, extents and rank, and belongs to
+    the space whose first file has header `first`."""
     both = header, expected
     pairs = {key: [x.identity.get(key) for x in both] for key in {**header.identity, **expected.identity}}
     pairs |= {key: [getattr(x, key) for x in both] for key in ("rank", "world")}
@@ -379,10 +379,10 @@ def check_header(path: Path, header: SwapHeader, first: SwapHeader, expected: Sw
 
 @frozen
 class CommitRecord:
-    """A commit: which generation of each extent it is of, its metadata, its number, and the extents' checksums.
+    """A commit of a swap space: the committed generation of each extent, metadata, number, and checksums.
 
-    The checksums are those of the chunks of all buffers of all extents, in order. Number 0 is of a new space, with
-    no generation of anything and no metadata.
+    The checksums are those of the chunks of all buffers of all extents, in order. Number 0 is the record of a new
+    space, in which no generation is committed, without metadata.
     """
 
     generations: tuple[Annotated[int, Within(int, 0, 1)], ...]
@@ -406,7 +406,7 @@ class CommitRecord:
 
 
 def frame_record(number: int, text: bytes, checksums: Sequence[int]) -> bytes:
-    """A record's bytes in a file, from its JSON and the checksums of all buffers."""
+    """The bytes of commit record `number` in a swap file, from its JSON `text` and the checksums of all buffers."""
     head = _RECORD.pack(_RECORD_MAGIC, number, len(text), 4 * len(checksums), 0)[:-4]
     body = text + struct.pack(f"<{len(checksums)}I", *checksums)
     return _padded(head + zlib.crc32(body, zlib.crc32(head)).to_bytes(4, "little") + body)
@@ -430,7 +430,7 @@ def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, Commit
 
 
 def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | None:
-    """The record that `raw` is of, or None if it is torn or of another number of extents."""
+    """The commit record in `raw`, or None if it is torn or of another number of extents than `header` has."""
     _, number, length, size, checksum = _RECORD.unpack_from(raw)
     body = raw[_RECORD.size : _RECORD.size + length + size]
     if zlib.crc32(body, zlib.crc32(raw[: _RECORD.size - 4])) != checksum or size != 4 * header.num_checksums:

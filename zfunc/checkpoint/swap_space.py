@@ -53,7 +53,7 @@ log = logging.getLogger("zfunc")
 
 @define(eq=False)
 class _Bucket:
-    """The place of a bucket, its committed generation (-1: none), and the writes since that commit."""
+    """A bucket's stripes in a swap space, its committed generation (-1: none), and the writes since then."""
 
     sizes: dict[str, int]  # of its buffers, in bytes
     stripes: tuple[Stripes, ...]  # of the generations
@@ -71,14 +71,14 @@ class _Bucket:
 
     @property
     def missing(self) -> list[str]:
-        """The bucket's buffers still to be written before a commit, because other buffers of it were."""
+        """Names of the bucket's buffers to be written before a commit, because other buffers of it were."""
         changed = self.committed < 0 or self.written
         return [x for x in self.sizes if changed and x not in self.written]
 
 
 @define(eq=False)
 class SwapSpace:
-    """An open swap space. Any thread may read and write; those of one bucket, and `commit`, have to be in order."""
+    """An open swap space. Any thread may read and write; calls for one bucket, and `commit`, in order."""
 
     header: SwapHeader
     _files: list[DirectFile]
@@ -152,13 +152,13 @@ class SwapSpace:
     def open(
         cls, expected: SwapHeader, *, instead: Mapping[int, Extent] | None = None, at: int | None = None
     ) -> "SwapSpace":
-        """Open the existing space that is `expected`, of any run, at its last commit.
+        """Open the existing swap space with header `expected`, of any run, at its last commit.
 
-        With `at` it is opened at the commit of that number, and a later one is gone then. It may have an extent of
-        `instead` where another of that number is expected.
+        With `at` the space is opened at the commit of that number, and a later commit is deleted. For a bucket in
+        `instead` the space may have that extent in place of the expected one.
 
-        Raises CheckpointError, in one line, if it is not there, in use, damaged, of another identity, world or
-        extents, or has no commit of that number.
+        Raises CheckpointError, in one line, for a space that is missing, in use, damaged, of another identity,
+        world or extents, or without a commit of that number.
         """
         paths = expected.paths
         check_folders([path.parent for path in paths])
@@ -224,21 +224,22 @@ class SwapSpace:
         return self._buckets[b].committed >= 0 or bool(self._buckets[b].written)
 
     def missing(self, b: int) -> list[str]:
-        """The buffers of bucket `b` still to be written before `commit`, because its others were."""
+        """Buffers of bucket `b` to be written before `commit`, because other buffers of `b` were written."""
         return self._buckets[b].missing
 
     def make_room(self) -> None:
-        """Reserve a second generation for what has one, which may be written after a commit then. Raises DiskError
-        where there is no room; the space can still be used."""
+        """Reserve a second generation for extents with one, which may be written after a commit then. Raises
+        DiskError where there is no room; the space can still be used."""
         self._check_not_lost()
         for file, nbytes in zip(self._files, self.header.sizes_of_two, strict=True):
             file.extend(nbytes)
 
     def read(self, b: int, names: Sequence[str], into: Sequence[memoryview]) -> None:
-        """Fill buffers with what was last written of a bucket's, committed or not, and compare the checksums.
+        """Fill views `into` with the newest bytes of bucket `b`'s buffers `names`, committed or not; check their
+        sums.
 
-        Each is at the beginning of a page and of its buffer's size in whole blocks of 4,096 bytes; neighbours are
-        one request. Raises CheckpointError, with file and bucket, for bytes that are not what was written.
+        A view begins at a page, with its buffer's size in whole blocks of 4,096 bytes; neighbours are one request.
+        Raises CheckpointError, with file and bucket, for bytes that are not what was written.
         """
         bucket = self._usable(b, names, into)
         for name in (x for x in names if bucket.newest(x) < 0):
@@ -246,10 +247,10 @@ class SwapSpace:
         read_striped(self._files, self._buffers(b, names, into, bucket.newest))
 
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
-        """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
+        """Write buffers `names` of bucket `b`, from views as for `read`, to the generation that is not committed.
 
-        After a write that failed the space cannot be used: what it was to replace is gone. Raises ValueError for a
-        bucket of one generation that was committed, without `make_room`.
+        After a write that failed the space cannot be used: the bytes to be replaced are lost. Raises ValueError for
+        a bucket of one generation that was committed, without `make_room`.
         """
         bucket = self._usable(b, names, data)
         again = bucket.other == self.header.extents[b].generations
@@ -263,11 +264,11 @@ class SwapSpace:
         bucket.written.update(names)
 
     def commit(self, record: Mapping[str, Any]) -> None:
-        """Make what was written the state that `open` finds, with `record`, a dict of JSON's own types.
+        """Make the newest bytes of all buffers, with `record`, a dict of JSON's own types, the state that `open`
+        finds.
 
-        Raises CheckpointError for a bucket that was written in part, and before the first commit for one that was
-        not written; the space can still be used. After any other error it cannot: what is on the disk is this
-        commit or the one before, either of them whole.
+        Raises CheckpointError for a bucket written in part, and before the first commit for one not written; the
+        space can still be used. After any other error it cannot: the disk has this commit or the one before, whole.
         """
         self._check_not_lost()
         check_plain(record, "record")
@@ -299,7 +300,7 @@ class SwapSpace:
     def _buffers(
         self, b: int, names: Sequence[str], views: Sequence[memoryview], of: Callable[[str], int]
     ) -> list[StripedBuffer]:
-        """The named buffers of a bucket, each in the generation that `of` gives."""
+        """A StripedBuffer for each of buffers `names` of bucket `b`, in memory `views`, of generation `of(name)`."""
         stripes = self._buckets[b].stripes
         return [
             StripedBuffer(f"bucket {b}, {name!r}", view, stripes[g][name], self._checksums[g])
@@ -324,7 +325,7 @@ class SwapSpace:
         return bucket
 
     def _retire_older(self) -> None:
-        """Retire the record before the last, whose extents are about to be overwritten."""
+        """Make the record of the commit before the last invalid, as a write will overwrite that commit's data."""
         with self._lock, self._lost_if_it_fails("retiring a record"):
             for number in sorted(self._records)[:-1]:
                 _retire(self._files[0], self.header, self._records[number])
@@ -332,7 +333,7 @@ class SwapSpace:
 
     @contextmanager
     def _lost_if_it_fails(self, doing: str) -> Generator[None, None, None]:
-        """After a write or sync that failed nobody knows what is on the disk, and another one would not tell."""
+        """A context that refuses further use of the space if its body fails: what the disk has is unknown then."""
         try:
             yield
         except BaseException as error:  # which other threads, that find it lost, may tell first
@@ -347,7 +348,7 @@ def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
 
 
 def _check_sizes(files: Sequence[DirectFile], sizes: Sequence[int]) -> None:
-    """Raise CheckpointError for a swap file that has fewer bytes than its number in `sizes`."""
+    """Raise CheckpointError for a swap file that is shorter than its element of `sizes`, in bytes."""
     for file, nbytes in zip(files, sizes, strict=True):
         if file.nbytes < nbytes:
             do = "it was cut off: resume from a checkpoint, with another swap folder"
@@ -425,7 +426,7 @@ def _lock_file(path: Path) -> int:
 
 
 def _refuse_others(path: Path, run: str) -> None:
-    """Refuse a folder that has a swap space of another run, or this file."""
+    """Raise CheckpointError if the folder of `path` has a swap file of another run than `run`, or `path` itself."""
     for other in swap_files(path.parent):
         if other == path or read_space(other)[0].run != run:
             do = "resume that run, name another folder, or delete its .swap files if its state is not wanted"
@@ -433,7 +434,7 @@ def _refuse_others(path: Path, run: str) -> None:
 
 
 def _delete_uncommitted(folder: Path, run: str) -> None:
-    """Delete the spaces of other runs that ended before anything was committed: there is no state in them."""
+    """Delete swap spaces in `folder` of other runs than `run` that ended before a commit: they hold no state."""
     for first in swap_files(folder):
         with suppress(BlockingIOError):
             fd = disk.lock(first, wait=False)

@@ -47,9 +47,9 @@ def _folder(path: Any) -> Path:
 
 @frozen
 class Save:
-    """A place for checkpoints: `folder` gets a folder for each, of which the newest `keep` stay.
+    """Where to save checkpoints: `folder` gets a folder for each, of which the newest `keep` stay.
 
-    `extra` is saved with it: a dict of JSON's own types. Raises ValueError for a `keep` below 1, and
+    `extra`, a dict of JSON's own types, is saved with each checkpoint. Raises ValueError for a `keep` below 1, and
     CheckpointError for an `extra` that JSON cannot hold.
     """
 
@@ -72,7 +72,7 @@ class SaveResult:
 
 @define(eq=False)
 class CheckpointWriter:
-    """A checkpoint from `begin_writing` to `publish` or `abandon`."""
+    """One rank's writer of a checkpoint, from `begin_writing` to `publish` or `abandon`."""
 
     snapshot: Snapshot
     save: Save
@@ -85,8 +85,8 @@ class CheckpointWriter:
     _failure: str = ""
 
     def write(self, bucket: int, buffers: Mapping[str, Tensor]) -> None:
-        """Write this rank's slices of a bucket from the bucket's buffers, by kind; of a frozen one what else is
-        kept of it, fp32 values instead of the device's.
+        """Write this rank's slices of `bucket` from the bucket's `buffers` by kind of state; of a frozen bucket
+        also what the rank keeps of it beside these, fp32 values in place of the device's.
 
         A failure does not stop the step: `publish` reports it.
         """
@@ -105,7 +105,7 @@ class CheckpointWriter:
             self._failure = _message(error)
 
     def _write_chunk(self, buffers: Mapping[str, Tensor], x: Slice, start: int, stop: int) -> None:
-        """Write the elements start to stop of a slice, which have one checksum."""
+        """Write elements `start` to `stop` of slice `x`, which share a checksum, from the buffer of its kind."""
         values = buffers[x.kind][x.at + start : x.at + stop]
         data, number = as_bytes(values.cpu()), start * values.element_size() // self._writer.shard.chunk
         self._checksums[x.stored.name][number] = zlib.crc32(data)
@@ -158,7 +158,7 @@ def begin_writing(
 ) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint: on every rank, or on none.
 
-    `kept_of_frozen` gives by kind what this rank keeps of a frozen bucket in fp32, values and moving average.
+    `kept_of_frozen(bucket)` returns by kind the fp32 tensors that a rank keeps of a frozen bucket: values, average.
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """

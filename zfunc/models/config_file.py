@@ -23,7 +23,7 @@ def check_config_file(place: Path) -> None:
 
 
 def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -> None:
-    """Raise ValueError for flags of other sizes than the config in `place`."""
+    """Raise ValueError for flags of model sizes that differ from those of the config in `place`."""
     if longest is not None and flags.seq_length > longest:
         raise ValueError(
             f"seq_length: got {flags.seq_length} for {place}, expected at most the {longest} positions it "

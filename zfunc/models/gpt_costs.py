@@ -30,7 +30,7 @@ TABLE: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name(
 
 
 def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
-    """The parameters of every segment, in its order; the tied projection of the head is the embedding's.
+    """The parameters of every segment of a GPT-2, in order; a tied head's projection is the embedding's.
 
     >>> [p.name for p in gpt_parameters(GPTConfig(num_layers=1))[2]]
     ['head.ln_f.weight', 'head.ln_f.bias', 'embed.tok.weight']
@@ -47,11 +47,11 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
 
 
 def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1) -> SegmentCosts:
-    """The costs of a GPT with one rank's batch of `rows`, known without a trace unless some parameters are in fp32
-    beside others in 16 bits, or rows pass in tiles.
+    """The costs of a GPT-2 with one rank's batch of `rows`, from gpt2.toml; from a trace if some parameters are in
+    fp32 beside others in 16 bits, or rows pass in tiles.
 
-    They are asked for under settings, and the last segment, whose backward comes next, never recomputes. Raises
-    ValueError then for a GPT with dropout.
+    `SegmentCosts.trace` gives them under settings; the last segment, whose backward comes next, never recomputes.
+    It raises ValueError for a GPT with dropout.
     """
 
     @cache
@@ -150,14 +150,14 @@ class _Operation:
 
 
 def _pieces(total: int, width: int) -> Iterable[int]:
-    """The sizes of the pieces of so many rows, which are so wide."""
+    """Numbers of rows in the pieces of `total` rows of logits, each row `width` elements."""
     size = piece(total, width, LOGITS_BYTES)
     return (min(size, total - start) for start in range(0, total, size))
 
 
 @define(eq=False)
 class _Passes:
-    """The passes of a segment of this kind, read from its lines; `tensors` has all of a name, as they are made."""
+    """The operations of a segment of `kind`, read from gpt2.toml; `tensors` has by name those made so far."""
 
     kind: str
     sizes: dict[str, int]
@@ -168,8 +168,8 @@ class _Passes:
     def cost(
         self, grads: int, *, repeats: bool, moving: bool, compiled: bool, split: bool, ahead: bool
     ) -> SegmentCost:
-        """The cost of a micro-batch (`zfunc.engine.trace.cost_trace.Trace`, and `specialize` there), whose
-        backward returns so many bytes of gradients of weights."""
+        """The segment's costs for a micro-batch, equal to those that `zfunc.engine.trace.cost_trace` finds;
+        backward returns `grads` bytes of gradients of weights."""
         parameters = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
         given = dict(self._sized(f"{TABLE[self.kind]['inputs']} {parameters}"))
         self.tensors |= {x: [_Tensor(n, given=True)] for x, n in given.items()}
@@ -212,7 +212,7 @@ class _Passes:
         )
 
     def _lines(self) -> tuple[str, str]:
-        """The lines of forward and backward; the head's loss is whole, or in pieces where logits are many."""
+        """The lines of forward and backward; a head's loss is whole, or in pieces if logits exceed LOGITS_BYTES."""
         own, loss, pieces = (TABLE[x] for x in (self.kind, "loss", "loss_in_pieces"))
         forward, backward, tokens, vocab = [], [], self.sizes["T"], self.sizes["V"]
         if self.kind == "head" and 4 * tokens * vocab <= LOGITS_BYTES:
@@ -226,7 +226,7 @@ class _Passes:
         return "\n".join([own["forward"], *forward]), "\n".join([*backward, own["backward"]])
 
     def _sized(self, told: str) -> Iterator[tuple[str, int]]:
-        """The name and bytes of each "name:SIZE"."""
+        """Names of tensors and their bytes, from words "name:SIZE" such as "y:eTH"."""
         return ((x, _product(size, self.sizes)) for x, _, size in (y.partition(":") for y in told.split()))
 
     def _read(self, lines: str) -> Iterator[_Operation]:
@@ -257,7 +257,7 @@ class _Passes:
         return _Operation(reads, writes, makes, flops, words, 2 * writes[0][1] * sums)
 
     def _parts(self, told: str) -> list[_Part]:
-        """A tensor by its name, so many bytes of it, or all of that name."""
+        """Tensors named in a line, with the bytes touched of each: "x", "x[SIZE]", or "x*" for all of the name."""
         name, _, size = told.rstrip("]").partition("[")
         if name.endswith("*"):
             return [(t, t.nbytes) for t in self.tensors[name[:-1]]]
@@ -266,7 +266,7 @@ class _Passes:
 
 
 def _needed(operations: list[_Operation], needed: set[_Tensor]) -> list[_Operation]:
-    """The operations that make what is needed: of forward, those that backward repeats."""
+    """The operations, in order, that write the `needed` tensors, and those whose results these read."""
     kept: list[_Operation] = []
     for operation in reversed(operations):
         if not needed.isdisjoint(t for t, _ in operation.writes):
@@ -278,8 +278,9 @@ def _needed(operations: list[_Operation], needed: set[_Tensor]) -> list[_Operati
 def _halves(
     backward: list[_Operation], below: set[_Tensor], made: set[_Tensor], weights: set[_Tensor]
 ) -> tuple[list[_Operation], list[_Operation], set[_Tensor]]:
-    """The halves of a backward as `graph_cuts.split_backward` cuts it, which makes gradients of what is `below` and
-    of weights, and what the second takes over from the first. The second does not read these `weights`."""
+    """A backward cut as by `graph_cuts.split_backward`: the first half makes gradients `below` (of inputs), the
+    second those of `made` (of weights) left. Returns both, and the tensors handed over. Only the first reads
+    `weights`."""
     held = weights | {t for x in backward if not x.makes for t, _ in x.writes}
     touches = (x for x in backward if not held.isdisjoint(t for t, _ in (*x.reads, *x.writes)))
     early = below | {t for x in touches for t, _ in x.writes}
@@ -292,7 +293,7 @@ def _halves(
 
 
 def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool) -> PassCost:
-    """The cost of a pass, which allocates `known` bytes and its workspace; all but `results` is freed early."""
+    """The cost of a pass: workspace is its peak above `known` bytes; all but `results` is freed after last use."""
     touched = [{*x.makes, *(t for t, _ in x.reads)} for x in operations]
     last = {t: n for n, tensors in enumerate(touched) for t in tensors}
     own, traffic, live, peak = {t for x in operations for t in x.makes}, Traffic(compiled), 0, 0

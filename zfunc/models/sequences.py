@@ -12,7 +12,7 @@ from torch import Tensor
 
 @define(eq=False)
 class KVCache:
-    """The keys, values and states of one segment. Its first call has any number of tokens, later ones have one."""
+    """Keys, values and states of one segment's past tokens. The first call may have many tokens, later ones one."""
 
     length: int = 0  # tokens so far
     keys: Tensor | None = None  # [batch, heads, length, head_size]; None in segments without attention
@@ -38,14 +38,14 @@ class KVCache:
 
 @frozen(eq=False)
 class Seen:
-    """What tokens attend to: themselves and those before, from the `first` [batch, seq] of their documents on,
-    `window` tokens at most. Attention of rows takes it without a mask (zfunc/engine/rows/row_attention.py)."""
+    """The tokens that a token attends to: itself and those before, from the `first` [batch, seq] of its document
+    on, `window` tokens at most. Attention of rows takes it without a mask (zfunc/engine/rows/row_attention.py)."""
 
     first: Tensor | None = None
     window: int | None = None
 
     def mask(self, query: Tensor) -> Tensor:
-        """Who attends to whom, bool [batch or 1, 1, seq, seq], of queries [batch, heads, seq, head_size].
+        """The mask of queries [batch, heads, seq, head_size], true where attended: bool [batch or 1, 1, seq, seq].
 
         >>> documents_of(torch.tensor([[0, 1, 0]])).mask(torch.ones(1, 1, 3, 4))[0, 0].int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
@@ -60,5 +60,5 @@ class Seen:
 
 
 def documents_of(position_ids: Tensor) -> Seen:
-    """The documents of rows, by their `position_ids` [batch, seq]: a token attends to those of its own."""
+    """Attention within documents, of which each begins where `position_ids` [batch, seq] are 0 in a row."""
     return Seen(torch.arange(position_ids.shape[-1], device=position_ids.device) - position_ids)

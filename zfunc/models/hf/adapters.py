@@ -53,7 +53,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The base model below peft's adapters; a model without them as it is. ValueError for untrainable ones."""
+    """The base model below peft's adapters; a model without any as it is. ValueError if they cannot be trained."""
     if not is_adapted(model):
         return model
     check_package("peft", OLDEST, MISSING)
@@ -74,10 +74,11 @@ def base_of(model: Any) -> Any:
 
 
 def adapt(model: nn.Module, lora: Any) -> Any:
-    """peft's model of one on the meta device. `lora` is a `peft.LoraConfig`, or a folder with adapter_config.json.
+    """Add adapters to a model on the meta device. `lora` is a `peft.LoraConfig`, or a folder with
+    adapter_config.json.
 
-    Raises ValueError for a configuration whose adapters cannot be drawn without the model's weights, and for names
-    of modules that the model does not have.
+    Returns peft's model. Raises ValueError for a configuration whose adapters cannot be drawn without the model's
+    weights, and for names of modules that the model lacks.
     """
     check_package("peft", OLDEST, MISSING)
     from peft import LoraConfig, get_peft_model
@@ -111,7 +112,7 @@ def adapt(model: nn.Module, lora: Any) -> Any:
 
 
 def base_name(name: str) -> str:
-    """The name in its base of a parameter of peft's model, or of the copy of it that peft trains.
+    """The base model's name of a parameter of peft's model, or of the copy of a parameter that peft trains.
 
     >>> base_name("base_model.model.lm_head.modules_to_save.default.weight")
     'lm_head.weight'
@@ -121,7 +122,7 @@ def base_name(name: str) -> str:
 
 
 def adapted_modules(model: Any) -> list[str]:
-    """The ends of the names of the modules that have adapters."""
+    """Last parts of the names of modules with adapters, such as "q_proj", sorted."""
     return sorted({name.rpartition(".")[2] for name, _ in _lora_layers(model)})
 
 
@@ -157,7 +158,7 @@ def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def reset_adapters(part: nn.Module, config: Any) -> None:
-    """Draw the adapters of a part of a model, as peft does. Raises ValueError where that needs weights."""
+    """Draw the adapters in `part`, in place, as peft does. ValueError where that needs the model's weights."""
     if config.init_lora_weights not in DRAWN or config.use_dora:
         got = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
         raise ValueError(
@@ -172,7 +173,7 @@ def reset_adapters(part: nn.Module, config: Any) -> None:
 
 
 def draw_adapters(part: nn.Module, config: Any, seed: int) -> Values:
-    """Initial values of the adapters of a part on the meta device, by short name; the part stays as it is."""
+    """Initial values of the adapters of `part`, on the meta device, by short name; `part` stays as it is."""
     part = copy.deepcopy(part)
     for _, layer in _lora_layers(part):
         for kind in layer.adapter_layer_names:
@@ -186,11 +187,11 @@ def draw_adapters(part: nn.Module, config: Any, seed: int) -> Values:
 
 
 class AdaptedWeights:
-    """The trained weights of peft's `model`, on the meta device, on their way into a folder.
+    """Makes the tensors of a folder from trained weights of a peft model.
 
-    They are written under the names of the model below the adapters, which are merged into it; or of the adapters
-    alone, as peft writes them. `shapes` are those of the tensors to write, `expected` those of what was trained.
-    Where tied weights are no longer equal then, the model `unties` them: all of them are written.
+    Tensors have the names of the base model, into which adapters are merged, or, of adapters alone, those that peft
+    writes. `shapes` are of the tensors to write, `expected` of the trained parameters. If tied weights are no
+    longer equal after merging, `unties` is true, and all of them are written.
     """
 
     def __init__(self, base: nn.Module, lora: Any, *, adapter_only: bool) -> None:
@@ -227,14 +228,14 @@ class AdaptedWeights:
         self.shapes = {to: self.expected[trained[x]] for x, to in self.names.items()}
 
     def write_config(self, folder: Path, origin: Path | None) -> None:
-        """Write adapter_config.json, for use; `origin` is the folder of the model, if peft knows of none."""
+        """Write adapter_config.json for inference; `origin` is the model's folder, if the config names none."""
         config = copy.deepcopy(self.config)
         config.inference_mode = True
         config.base_model_name_or_path = config.base_model_name_or_path or (origin and str(origin))
         config.save_pretrained(str(folder))
 
     def written(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to write, of the fp32 weights of the training: a layer with adapters when it is complete."""
+        """Names and tensors to write, from trained fp32 `weights` by name; a layer's once all its weights came."""
         waiting: dict[str, Values] = {x: {} for x in self.layers}
         for first, values in weights:
             for name in self.uses[first]:

@@ -26,7 +26,7 @@ _FUSED_GQA = 256  # features of a head, at most, for flash attention
 
 
 class AttentionSettings:
-    """A config for layers, with this attention, and experts of static shapes; the model's own is not changed.
+    """A model's config as layers read it, with zfunc's attention and experts; the config itself is not changed.
 
     A deep copy is the same object, so that layers with a common config compare equal.
     """
@@ -48,7 +48,7 @@ class AttentionSettings:
 
 
 def register() -> None:
-    """Register attention, masks and experts with transformers as NAME. Idempotent."""
+    """Register zfunc's attention, masks and experts with transformers as NAME, once or several times."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface
 
@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def with_static_experts(model: Any) -> Any:
-    """A model of transformers, whose experts have shapes that depend on no data; another model as it is."""
+    """A copy of `model` with experts whose shapes depend on no data; a model without experts as it is."""
     if not any(getattr(m, "num_experts", 0) and hasattr(m, "config") for m in model.modules()):
         return model
     register()
@@ -71,7 +71,7 @@ def with_static_experts(model: Any) -> Any:
 
 
 def implementation_for(model: Any) -> str:
-    """NAME, or for a model whose attention cannot be replaced one of its own that depends on no data."""
+    """The attention for `model`: NAME, or where zfunc's cannot replace the model's own, "eager" or "sdpa"."""
     if model._supports_attention_backend:
         return NAME
     own = model.config._attn_implementation
@@ -88,7 +88,7 @@ RECORDING: ContextVar[bool] = ContextVar(
 
 @contextmanager
 def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let causal masks separate the documents of sequences, by `position_ids` [batch, seq], if there are any."""
+    """A context whose causal masks separate documents, by `position_ids` [batch, seq] among `given` inputs, if any."""
     before = GIVEN.set(given)
     try:
         yield
@@ -100,7 +100,7 @@ def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
 class PastTokens:
     """The part of transformers' caches that layers use, over a `KVCache`, or over nothing.
 
-    A model that gets one does not look for several documents in a sequence, which reads data: see `inputs_given`.
+    A model that gets one does not search rows for several documents, which reads data: see `inputs_given`.
     """
 
     cache: KVCache | None = None
@@ -121,7 +121,7 @@ class PastTokens:
         return (keys, values) if self.cache is None else self.cache.extended(keys, values)
 
     def is_recording_past(self, _: int) -> bool:
-        """Yes: then a convolution reads what was before from `update_conv_state`, and edits nothing in place."""
+        """Always true: a convolution then takes past inputs from `update_conv_state` and edits nothing in place."""
         return True
 
     def _state(self, *key: Any) -> Tensor | None:
@@ -176,10 +176,10 @@ def make_mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | Seen | None:
-    """Who attends to whom: bool [batch or 1, 1, q_length, kv_length], or what `attend` needs no mask for.
+    """The mask, true where attended: bool [batch or 1, 1, q_length, kv_length]; or a Seen, which `attend` takes.
 
-    It has the signature of transformers' interface. None where that is all positions, or in a causal model all
-    those up to its own; never while the layers of a model are recorded, whatever the length.
+    The signature is that of transformers' interface. None where all positions are attended to, or in a causal model
+    all up to the query's; never while the layers of a model are recorded.
     """
     tokens, recording = ROW_TOKENS.get() or q_offset + q_length, RECORDING.get()
     local = local_size is not None and local_size < tokens
@@ -222,8 +222,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
-    Without a mask a position attends to itself and those before it, or to all if its module is not causal.
-    `softcap` bounds the scores by tanh, as in Gemma 2, and `s_aux` [heads] are the scores of a position that has no
+    Without a mask a position attends to itself and those before it, or to all if the module is not causal.
+    `softcap` bounds the scores by tanh, as in Gemma 2, and `s_aux` [heads] are the scores of a position without a
     value, as in GPT-OSS; no fused kernel does either, so scores are materialised.
     """
     by_hand, mask = softcap is not None or s_aux is not None, attention_mask

@@ -39,9 +39,9 @@ def compare(
     targets: Any,
     loss: Loss | None,
 ) -> bool:
-    """Whether the segments of a model keep the documents of a row apart, by their `position_ids`.
+    """Compare a model with its segments, made by `cut`; returns whether they keep the documents of a row apart.
 
-    Raises ValueError if they compute something else than the model does.
+    Raises ValueError if loss or gradients of a tiny batch differ.
     """
     name, small = type(model).__name__, _small(model)
     longer, labels = _longer(small, inputs, targets)
@@ -62,8 +62,8 @@ def compare(
 
 
 def _longer(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[str, Tensor], Any]:
-    """Inputs and targets with rows of more tokens than `inputs` has, with which the model is recorded, and than any
-    setting of the model, which is changed for that. As they are where there is no such setting, or no token."""
+    """`inputs` and `targets` with rows longer than recorded, and than any number of tokens in settings of `model`,
+    which become smaller for that; as they are if inputs are no token ids, or no setting is a number of tokens."""
     ids = inputs[model.main_input_name]
     tokens = min(2 * ids.shape[1] + 5, getattr(model.config, "max_position_embeddings", None) or 1 << 30)
     settings = [vars(x) for m in model.modules() for x in (m, vars(m).get("config")) if x is not None]
@@ -74,7 +74,7 @@ def _longer(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[s
 
 
 def _shorten(settings: dict[str, Any], most: int) -> bool:
-    """Make numbers of tokens in settings of a model no larger than this. Returns whether there are any."""
+    """Reduce numbers of tokens in a model's `settings` to at most `most`. Returns whether there are any."""
     found = False
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -85,7 +85,7 @@ def _shorten(settings: dict[str, Any], most: int) -> bool:
 
 
 def _in_segments(segments: tuple[Segment, ...], values: dict[str, Tensor], x: Any, *targets: Any) -> Any:
-    """The last segment's output for these values of parameters, by name."""
+    """The output of the last segment for input `x`, with the parameters' `values` by full name."""
     for s in segments:
         params = {short: values[full] for short, full in s.by_short.items()}
         x = s.evaluation({**params, **s.constants}, x, *(targets if s is segments[-1] else ()))
@@ -93,7 +93,7 @@ def _in_segments(segments: tuple[Segment, ...], values: dict[str, Tensor], x: An
 
 
 def _small(model: Any) -> Any:
-    """A copy of a small model, or a small one of its class, with random values added to its parameters."""
+    """A copy of a small model, or a small model of its class, in fp32, with random values added to parameters."""
     if _size(model) <= SMALL and not any(p.is_meta for p in model.parameters()):
         small = copy.deepcopy(model).to("cpu")
     else:
@@ -112,7 +112,7 @@ def _size(model: Any) -> int:
 
 
 def _small_config(model: Any) -> Any:
-    """The config of a model with one layer of each kind, at least two, as much narrower as it has to be."""
+    """The config of `model` with two layers, or as many as all kinds need, and widths that fit SMALL parameters."""
     from transformers import PreTrainedConfig
 
     for shrink in (1, 2, 4, 8, 16, 32, 64):
@@ -132,7 +132,7 @@ def _small_config(model: Any) -> Any:
 
 
 def _shrink(config: Any, factor: int) -> None:
-    """Leave few layers, so much narrower, of one of a model's configs."""
+    """Reduce `config` in place to few layers of each kind, with widths and heads divided by `factor`."""
     layers = getattr(config, "num_hidden_layers", None)
     kinds = getattr(config, "layer_types", None) or [""]
     few = min(layers or 0, max(2, *(kinds.index(x) + 1 for x in kinds)))
@@ -148,7 +148,7 @@ def _shrink(config: Any, factor: int) -> None:
 def _difference(
     segments: tuple[Segment, ...], model: Any, inputs: dict[str, Tensor], targets: Any, loss: Loss | None
 ) -> str:
-    """The first difference between a model and its segments in loss or gradients, or ""."""
+    """The first difference of a model and its segments in loss or gradients, as text; "" for none."""
     ids = inputs[model.main_input_name]
     if loss is None:
         own = model(**inputs, labels=ids).loss
@@ -160,7 +160,7 @@ def _difference(
 
 
 def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
-    """The first difference between two documents in a row of segments, and each in a row of the model, or ""."""
+    """The first difference of segments given two documents in a row and the model given each alone; "" for none."""
     parts = ids.tensor_split([ids.shape[1] // 2 + 1], 1)
     places = torch.cat([torch.arange(x.shape[1]) for x in parts]).expand_as(ids)
     own = next_token_loss(torch.cat([model(x).logits for x in parts], 1).float(), ids)
@@ -171,7 +171,7 @@ def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Ten
 
 
 def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Tensor]) -> str:
-    """The first difference between a loss of a model and one of values of its parameters, or ""."""
+    """The first difference of `own`, a loss of a model, and `loss_of(parameters)`, or of gradients; "" for none."""
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(own, list(named.values()), allow_unused=True, materialize_grads=True)
     try:
@@ -191,5 +191,5 @@ def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Te
 
 
 def _first(loss: Any) -> Tensor:
-    """The loss tensor of a model's output, without auxiliary outputs."""
+    """The loss in `loss`, which is a tensor, or a tuple of it and auxiliary outputs."""
     return loss[0] if isinstance(loss, tuple) else loss

@@ -75,8 +75,8 @@ def _tokens(model: Any) -> Tensor:
 def cut_layers(
     model: Any, inputs: Mapping[str, Tensor], loss: Loss | None, *, packs: bool
 ) -> tuple[Segment, ...]:
-    """Embeddings, one segment for each layer, and what follows them with the loss; inputs are such as `inputs`.
-    `packs` is whether a row may have several documents.
+    """Cut a model into embeddings, a segment for each layer, and what follows them with the loss; it is recorded
+    with tensors like `inputs`. `packs` is whether a row may have several documents.
 
     Raises ValueError for a model in which no layers are found.
     """
@@ -99,7 +99,7 @@ def cut_layers(
 
 
 class _Cut:
-    """A part of the model, and as a segment under its own names. Layers that are alike share one."""
+    """A part of the model, as a module and as a segment under the part's own names. Layers alike share one."""
 
     def __init__(self, name: str, part: nn.Module, buffers: Mapping[int, Tensor]) -> None:
         self.part, self.constants = part, _take_buffers(part, buffers)
@@ -125,8 +125,8 @@ class _Cutter:
         self.routers, self.router_index = self._routers()
 
     def copied(self, module: nn.Module, replaced: Mapping[int, Any]) -> Any:
-        """A copy with the same tensors, but for those `replaced`, and configs with zfunc's attention, each made
-        once, so that equal modules compare equal."""
+        """A copy of `module` that shares its tensors, but for those `replaced`, by id, with an AttentionSettings
+        for each config, so that equal modules compare equal."""
         memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         for part in module.modules():
             config: Any = vars(part).get("config")
@@ -146,9 +146,9 @@ class _Cutter:
         return module.train()
 
     def _routers(self) -> tuple[list[str | None], int]:
-        """The router of each layer, if it has one, and the place of the logits in its output.
+        """The name of each layer's router, None for none, and the index of the logits in a router's output.
 
-        None, if the model has no loss of its routers, or it is turned off.
+        All names are None if the model has no loss of routers, or has it turned off.
         """
         config, kind, index = self.model.config, (), 0
         if getattr(config, "output_router_logits", False) and hasattr(self.model, "router_aux_loss_coef"):
@@ -159,7 +159,7 @@ class _Cutter:
         return [next(names, None) for names in found], index
 
     def cuts(self, loss: Loss | None) -> Iterator[tuple[str, _Cut, nn.Module]]:
-        """The name of each segment, its cut, and a module with its tensors under the names that they have there."""
+        """For each segment its name, its `_Cut`, and a module of its tensors under the names that the cut has."""
         model, inside = self.model, {id(m) for m in self.layers.modules()}
         cut = _Cut(self._name(model.get_input_embeddings(), "embed"), self._embed(), self.buffers)
         yield cut.segment.name, cut, cut.part
@@ -221,8 +221,8 @@ class _Cutter:
     def _part(
         self, kind: Any, place: int, kept: Set[int], *, layer: nn.Module | None = None, **given: Any
     ) -> Any:
-        """A copy of the model with places for layers, and only the parameters `kept`. Dropout before the layers is
-        the first segment's."""
+        """A copy of the model, of class `kind`, with places for layers, and only the parameters `kept`, by id.
+        Dropout before the layers is the first segment's."""
         as_tuple = self.recording.as_tuple
         places = [LayerPlace(x, as_tuple) for x in self.layers]
         places[place] = LayerPlace(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
@@ -243,7 +243,7 @@ def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def _signature(layer: nn.Module, around: Set[int]) -> list[Any]:
-    """The signature of a layer beyond its modules: its tensors, which of them are one, and those used around it."""
+    """What tells layers of equal modules apart: tensors, which of them are one, and those used `around` it."""
     found: list[Any] = []
     firsts: dict[int, str] = {}
     for path, module in layer.named_modules():
@@ -266,8 +266,8 @@ def _named(
     earlier: Set[str],
     cutter: _Cutter,
 ) -> Segment:
-    """The segment of a cut with the tensors of `own`, its parameters under the model's names; it shares those of
-    `earlier` segments."""
+    """The segment `name` of a cut with the tensors of module `own`, its parameters under the model's names; those
+    of `earlier` segments are shared."""
     tensors = {short: own.get_parameter(short) for short in cut.segment.short}
     constants = {**cut.constants, **_take_buffers(own, cutter.buffers)}
     full = {short: names[id(t)] for short, t in tensors.items()}
@@ -298,7 +298,7 @@ def _named(
 
 
 def _take_buffers(part: nn.Module, real: Mapping[int, Tensor]) -> Values:
-    """Remove the buffers, and return their values by name, on the CPU; `real` has those on meta, by their ids."""
+    """Remove the buffers of `part`; returns their values by name, on the CPU, those of meta buffers from `real`."""
     values: Values = {}
     for path, module in part.named_modules():
         own = {name: t for name, t in module._buffers.items() if t is not None}
@@ -308,7 +308,7 @@ def _take_buffers(part: nn.Module, real: Mapping[int, Tensor]) -> Values:
 
 
 def _compute_buffers(model: Any) -> dict[int, Tensor]:
-    """The values of buffers on meta, as transformers sets them, by the ids of these. Parameters stay on meta."""
+    """The values of a model's buffers on meta, by id, as transformers sets them. Parameters stay on meta."""
     real: dict[int, Tensor] = {}
     for t in model.buffers():
         if t.is_meta and t.dtype != torch.bool:
@@ -329,12 +329,12 @@ def _compute_buffers(model: Any) -> dict[int, Tensor]:
 
 
 def _unset(t: Tensor) -> float | int:
-    """A value that no buffer of this type has."""
+    """A value that no buffer of the dtype of `t` has."""
     return torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).min
 
 
 def _draw_values(name: str, part: nn.Module, constants: Values, model: Any, seed: int) -> Values:
-    """Initial values of one segment, as transformers draws them."""
+    """Initial values of the parameters of one segment, by short name, as transformers draws them."""
     real = copy.deepcopy(part).to_empty(device="cpu").requires_grad_(False)
     for t in real.parameters():
         t.fill_(torch.nan)  # to find those that are not set

@@ -158,14 +158,13 @@ def _trained_config(config: Any, trained: Iterable[str]) -> Any:
 
 
 class _Contents:
-    """The contents of a folder to write: files beside the weights, and the names of these."""
+    """The contents of a model's folder to write: config, tokenizer, adapters, names and shapes of weights."""
 
     def __init__(
         self, config: Any, dtype: Precision, trained: dict[str, Shape], lora: Any, adapter_only: bool
     ) -> None:
-        """`trained` are the shapes of what was trained, by name. Raises ValueError unless these are the config's
-        parameters.
-        """
+        """`trained` has the shapes of trained parameters by name. Raises ValueError unless these are the config's
+        parameters."""
         self.dtype: Precision = one_precision("dtype", dtype)
         self.origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
         try:
@@ -198,7 +197,7 @@ class _Contents:
                 )
 
     def _untie(self) -> None:
-        """Let the config have the tied weights apart. Raises ValueError where its model ties them nevertheless."""
+        """Set the config to weights that are not tied. Raises ValueError if the model ties them nevertheless."""
         self.config = copy.deepcopy(self.config)
         self.config.tie_word_embeddings = self.config.get_text_config().tie_word_embeddings = False
         if dict(empty_model(self.config).named_parameters()).keys() != self.shapes.keys():
@@ -210,14 +209,14 @@ class _Contents:
     def named(
         self, weights: Iterable[tuple[str, Tensor]], dtype: Precision | None, device: torch.device = CPU
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the folder by name. `weights` are in their shapes, in fp32 if these are to be rounded."""
+        """Names and tensors of the folder: buffers, then `weights`, rounded from fp32 to `dtype` if one is given."""
         yield from ((name, t.to(device)) for name, t in self.buffers.items())
         for name, values in weights if self.adapted is None else self.adapted.written(weights):
             yield name, (rounded(name, values, self._stored(name, dtype)) if dtype else values).to(device)
             del values  # before the next one is made
 
     def _stored(self, name: str, dtype: Precision) -> Precision:
-        """The type of a tensor in a folder in `dtype`: fp32 where the class of the model keeps it."""
+        """The precision of a tensor in a folder of `dtype`: fp32 where the class of the model keeps it so."""
         return "fp32" if dtype in in_fp32(self.model, name) else dtype
 
     def write(self, out: Path, weights: Iterable[tuple[str, Tensor]], step: int) -> int:
@@ -250,7 +249,7 @@ class _Contents:
         return size
 
     def _write_small_files(self, folder: Path) -> None:
-        """The config, with the dtype of the weights, to which from_pretrained rounds them; and the tokenizer."""
+        """Write the config, with the dtype to which from_pretrained rounds weights, and the tokenizer's files."""
         if self.adapted is not None and self.adapter_only:
             self.adapted.write_config(folder, self.origin)
             return

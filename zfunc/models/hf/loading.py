@@ -113,9 +113,8 @@ def describe(config: Any, *, lora: Any = None, text_only: bool = False) -> tuple
 
 
 def read_config(place: Path, *, text_only: bool = False) -> Any:
-    """The config in a folder, or in a file; or that of the language model in it. Raises CheckpointError without
-    one, ValueError for what is none.
-    """
+    """Read the config in folder or file `place`; if `text_only`, that of its language model. Raises CheckpointError
+    if there is none, ValueError for a file that is no config."""
     check_transformers()
     check_config_file(place)
     from transformers import AutoConfig
@@ -127,9 +126,9 @@ def read_config(place: Path, *, text_only: bool = False) -> Any:
 
 
 def language_config(config: Any) -> Any:
-    """The config of the language model in a model of images and text, with what the whole decides for it.
+    """The config of the language model in a model of images and text, with settings that the whole decides for it.
 
-    Raises ValueError for a config that has no other in it.
+    Raises ValueError for a config without another one in it.
     """
     text = copy.deepcopy(config.get_text_config())
     if type(text) is type(config) or config.is_encoder_decoder:
@@ -144,8 +143,8 @@ def language_config(config: Any) -> Any:
 
 
 def empty_model(config: Any, place: Path | None = None, *, images: bool = False) -> Any:
-    """The causal language model of a config, on the meta device, or its model of `images` and text. `place` is
-    where that was read, for errors.
+    """The causal language model of a config, on the meta device, or its model of `images` and text. Errors name
+    `place`, the config's file.
 
     Raises ValueError if transformers has none, and for sizes that no model has.
     """
@@ -179,7 +178,7 @@ def _errors_of_config(place: Path | str) -> Generator[None]:
 
 @frozen
 class _StoredTensor:
-    """A tensor in a file; the `pattern` of the conversion by which transformers makes a parameter of several."""
+    """A tensor in a file of weights; `pattern` names the conversion that makes one parameter of several tensors."""
 
     file: Path
     name: str  # in the file
@@ -197,10 +196,10 @@ class _StoredTensor:
 
 @frozen(eq=False)
 class FolderWeights:
-    """The tensors in the files of a folder, by the names that `model` has for them: parameters, and buffers that
-    `save_pretrained` writes, such as the bias of DeepSeek-V3's routers. A tied parameter has its first name.
+    """The tensors in the files of a model's folder, by the names that `model` has for them: parameters, and buffers
+    that `save_pretrained` writes, such as the bias of DeepSeek-V3's routers. A tied parameter has its first name.
 
-    `names` are these, by those in the model that is trained, which may be the language model of `model`.
+    `names` maps the trained model's names to those of `model`, which may contain the trained language model.
     """
 
     model: Any
@@ -248,7 +247,7 @@ class FolderWeights:
         return weights
 
     def _check(self, name: str, expected: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless what is stored has the shape of the model's, and is not quantized."""
+        """Raise CheckpointError if the stored tensors of `name` are quantized, or not of the `expected` shape."""
         for t in self.parts[name]:
             if t.dtype not in SAFETENSORS_FLOATS:
                 raise CheckpointError(
@@ -271,11 +270,11 @@ class FolderWeights:
         return {name: self.read(name).clone() for name, x in self.names.items() if x not in parameters}
 
     def read(self, name: str) -> Tensor:
-        """The tensor of this name in the model that is trained: a view of the mapped file, or made of several."""
+        """Tensor `name` of the trained model: a view of the mapped file, or made of several stored tensors."""
         return self._read(self.names[name])
 
     def _read(self, name: str, *, on_meta: bool = False) -> Tensor:
-        """The tensor of this name in the model of the folder; on meta nothing is read."""
+        """Tensor `name` of the folder's model; with `on_meta` only its shape, and no file is read."""
         first, *others = parts = self.parts[name]
         values = [torch.empty(t.shape, device="meta") if on_meta else t.value() for t in parts]
         if first.pattern is not None:
@@ -294,7 +293,7 @@ class FolderWeights:
 
 
 def _names_in(whole: Any, language: Any) -> dict[str, str]:
-    """The names in a whole model of the tensors of its language model, by those that this has alone."""
+    """The names of the tensors of `language` in the model `whole` around it, by their names in `language`."""
     names: dict[str, str] = {}
     for part in ("get_decoder", "get_output_embeddings"):
         own, there = (
@@ -337,7 +336,7 @@ def _stored_tensors(folder: Path) -> list[_StoredTensor]:
 def saved_buffers(model: Any, folder: Path | None) -> Values:
     """The buffers of a model that are in the files of its folder, by name; most models have none.
 
-    Raises ValueError for one that has, without a folder.
+    Raises ValueError for a model with such buffers, but without a folder.
     """
     buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     if buffers and folder is None:
@@ -351,7 +350,7 @@ def saved_buffers(model: Any, folder: Path | None) -> Values:
 def _initial(
     segment: Segment, model: Any, weights: FolderWeights, names: dict[str, str], seed: int
 ) -> Values:
-    """The parameters that a segment owns: views of the mapped files, and adapters that are drawn."""
+    """Parameters that a segment owns, by full name: views of mapped files, and adapters drawn with `seed`."""
     own = {full: short for short, full in segment.by_short.items() if full not in segment.shared}
     values = {full: weights.read(names[full]) for full in own if full in names}
     if drawn := own.keys() - values.keys():

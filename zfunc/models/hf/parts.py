@@ -31,9 +31,9 @@ class _Reached(Exception):  # noqa: N818  no error
 
 
 class LayerPlace(nn.Module):
-    """The place of a layer in a segment's copy of the model. Alone it hands on the hidden states it is given.
+    """A stand-in for a layer in a segment's copy of a model. Alone it returns the hidden states it is called with.
 
-    With `x` it hands on these instead, or what `layer` makes of them; if it `stops`, the forward ends with that.
+    With `x` it returns these instead, or what `layer` makes of them; if it `stops`, the model's forward ends there.
     """
 
     def __init__(self, own: nn.Module, as_tuple: bool, *, stops: bool = False, layer: Any = None) -> None:
@@ -66,7 +66,7 @@ def with_hidden(
 
 
 def stop_before(module: nn.Module) -> None:
-    """Let the forward of a model end with the input of this module; `module.forward` can still be called."""
+    """End a model's forward where it calls `module`, with the module's input; `module.forward` works as before."""
 
     def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
         raise _Reached(args[0])
@@ -76,7 +76,7 @@ def stop_before(module: nn.Module) -> None:
 
 @frozen
 class Call:
-    """A call of a model: its main input, and whether it takes `past_key_values`."""
+    """How a model is called: the name of its main input, and whether it takes `past_key_values`."""
 
     main: str
     tokens: bool  # whether the main input is token ids
@@ -85,14 +85,14 @@ class Call:
     packs: bool  # whether layers keep the documents of a sequence apart
 
     def arguments(self, given: dict[str, Tensor], past: PastTokens) -> dict[str, Any]:
-        """Arguments for these inputs; without `past` a model looks itself for documents, in the positions."""
+        """Arguments for inputs `given` by name, with the cache `past` unless the model itself finds documents."""
         given = {k: t for k, t in given.items() if k not in (ROUTER, LENGTHS, COUNTED)}
         needs = self.past and (self.replaced or "position_ids" not in given)
         return {**given, "past_key_values": past} if needs else given
 
 
 class _Part(nn.Module):
-    """`model` without the parameters of other segments, which are `absent`, with their shapes."""
+    """A segment's copy of a model without the parameters of other segments; `absent` has their shapes by name."""
 
     def __init__(
         self, model: nn.Module, place: LayerPlace, call: Call, absent: dict[str, tuple[int, ...]]
@@ -102,7 +102,7 @@ class _Part(nn.Module):
         self.model, self.place, self.call, self.absent = model, place, call, absent
 
     def run(self, x: Tensor | None, given: dict[str, Tensor], past: PastTokens, like: Tensor) -> Any:
-        """The model's output, or the value its forward was ended with, given hidden states `x` at its place."""
+        """The model's output for hidden states `x` at its LayerPlace, or the value that its forward ended with."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         self.place.x = x
@@ -152,7 +152,7 @@ class EmbedPart(_Part):
 
 
 class LayerPart(_Part):
-    """The segment of one layer. With a `router`, a module's name in the layer, its choices are summed."""
+    """The segment of one layer. If `router` names a module in the layer, sums of its choices are passed on."""
 
     def __init__(self, *args: Any, router: str | None, index: int, top_k: int) -> None:
         super().__init__(*args)

@@ -38,7 +38,7 @@ class Recording:
 
 @define(eq=False)
 class _Calls:
-    """The calls that hooks saw in a model whose layers are cut apart: none depends on the one before it."""
+    """What hooks saw in one call of a model; each layer got a detached input, so gradients end at layers."""
 
     before: set[str] = field(factory=set[str])  # modules that ran before the layers
     entered: list[Tensor] = field(factory=list[Tensor])  # hidden states as they came to each layer
@@ -57,9 +57,9 @@ class _Calls:
 
 
 def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> Recording:
-    """The calls of `model`'s layers, recorded on `shadow`, its copy of fake tensors, with such `inputs`.
+    """Record where `model` can be cut, in a call of `shadow`, its copy of fake tensors, with tensors like `inputs`.
 
-    Raises ValueError if it cannot be called with them alone, or has no list of layers that run one after the other.
+    Raises ValueError if the model cannot be called with these alone, or has no list of layers that run in order.
     """
     name, main = type(model).__name__, model.main_input_name
     given: dict[str, Any] = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in inputs.items()}
@@ -112,9 +112,8 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
 def _watch(
     shadow: nn.Module, layers: list[nn.Module], linear: nn.Module | None, calls: _Calls
 ) -> list[Callable[[], Any]]:
-    """Hooks that fill `calls`, as what removes them. Of layers of the same modules and shapes only the first one
-    runs: what is inside of them is not recorded.
-    """
+    """Register hooks that fill `calls`; returns functions that remove them. Of layers of the same modules and
+    shapes only the first one runs: the inside of layers is not recorded."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x, *more = with_hidden(None, args, kwargs)
@@ -163,5 +162,5 @@ def _reached(model: nn.Module, shadow: nn.Module, outputs: Sequence[Tensor]) -> 
 
 
 def _key(more: list[Any]) -> tuple[Any, ...]:
-    """Equal for layers that are given the same."""
+    """A key of a layer's arguments beside hidden states, equal for layers called with the same ones."""
     return tuple(x if isinstance(x, (str, int, float, type(None))) else id(x) for x in tree_leaves(more))

@@ -26,7 +26,7 @@ def follows_length(module: nn.Module) -> bool:
 
 
 def replace_forward(module: Any) -> None:
-    """Let a module that follows the length do so as a pure function. A buffer has the frequencies of long rows."""
+    """Make the forward of a rotary module that follows row lengths pure. LongRoPE's frequencies become a buffer."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for layers in module.rope_type if isinstance(module.rope_type, dict) else (None,):
@@ -40,7 +40,7 @@ def replace_forward(module: Any) -> None:
 
 
 def _rope_of(module: Any, layers: str | None) -> tuple[str, str, Any, dict[str, str]]:
-    """How names of buffers begin for layers of one type, and the kind, settings and argument of their positions."""
+    """Rotary positions of layers of type `layers`: the prefix of buffers, kind, settings, and arguments by name."""
     kind, settings = module.rope_type, module.config.rope_parameters
     if layers is None:
         return "", kind, settings, {}
