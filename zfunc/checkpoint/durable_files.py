@@ -53,7 +53,7 @@ class Opened:
             os.close(self.fd)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` of the file from byte `offset` on. Raises CheckpointError for a shorter file, before allocating."""
+        """`nbytes` of the file from byte `offset` on. CheckpointError, before allocating, for a shorter file."""
         with os_errors_as(self.path, f"reading bytes {offset} to {offset + nbytes}"):
             if offset + nbytes > self.size:
                 raise OSError(errno.EIO, "the file ended early")

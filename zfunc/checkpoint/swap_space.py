@@ -300,7 +300,8 @@ class SwapSpace:
     def _buffers(
         self, b: int, names: Sequence[str], views: Sequence[memoryview], of: Callable[[str], int]
     ) -> list[StripedBuffer]:
-        """A StripedBuffer for each of buffers `names` of bucket `b`, in memory `views`, of generation `of(name)`."""
+        """A StripedBuffer for each of buffers `names` of bucket `b`: its view, and its stripes in generation
+        `of(name)`."""
         stripes = self._buckets[b].stripes
         return [
             StripedBuffer(f"bucket {b}, {name!r}", view, stripes[g][name], self._checksums[g])

@@ -88,7 +88,7 @@ RECORDING: ContextVar[bool] = ContextVar(
 
 @contextmanager
 def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context whose causal masks separate documents, by `position_ids` [batch, seq] among `given` inputs, if any."""
+    """A context in which causal masks separate documents by `position_ids` [batch, seq], if these are given."""
     before = GIVEN.set(given)
     try:
         yield

@@ -209,7 +209,7 @@ class _Contents:
     def named(
         self, weights: Iterable[tuple[str, Tensor]], dtype: Precision | None, device: torch.device = CPU
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the folder: buffers, then `weights`, rounded from fp32 to `dtype` if one is given."""
+        """Names and tensors of the folder: buffers, then `weights`, rounded from fp32 to a given `dtype`."""
         yield from ((name, t.to(device)) for name, t in self.buffers.items())
         for name, values in weights if self.adapted is None else self.adapted.written(weights):
             yield name, (rounded(name, values, self._stored(name, dtype)) if dtype else values).to(device)
