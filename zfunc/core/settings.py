@@ -647,9 +647,9 @@ class StepSettings:
                 )
 
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
-        """The settings with every place that is "auto" as near as can be, then further away, what moves fewest
-        bytes first: activations, gradients, parameters, the state; without those that other settings exclude. With
-        `recompute` "auto", as little as can be is recomputed in each place; `others` are tried instead of CHOICES.
+        """Settings with a place for each that is "auto": nearest to the device first, what moves fewest bytes
+        before others (activations, gradients, parameters, state), without contradictory ones. `recompute` "auto" is
+        as little as can be in each place; `others` are tried instead of CHOICES, by name.
 
         Nothing goes to the disk without `disk`. Parameters that leave the devices of several ranks do so in slices:
         stage 3.

@@ -175,9 +175,10 @@ class KernelOptimizer(ABC):
         return int(not self.decay(name, shape))
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> Self:
-        """A copy of the optimizer with its state in format `moments`; beside fp32 moments the master is not split.
+        """A copy of the optimizer with its state in format `moments`; beside "fp32" the master weights are not
+        split.
 
-        A split master that rounds as a bf16 copy does needs a 33rd bit, and no bit of a momentum is free.
+        To round as a bf16 copy does, half of a master needs a 33rd bit; no bit of a momentum is free.
         """
         del split_master
         return evolve(self, moments=moments)  # pyright: ignore

@@ -53,7 +53,7 @@ def end_reason(settings: TrainSettings, step: int, elapsed: float, *, stopping: 
 def saved_extra(
     settings: TrainSettings, elapsed: float, data: tuple[str, ...], run: Path | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint keeps beside the State. `data` describes the corpus, `run` owns the swap space."""
+    """The `extra` of a checkpoint of `zfunc train`. `data` describes the corpus, `run` owns the swap space."""
     own = {} if run is None else {RUN: run}
     return {KEY: jsonable({"settings": attrs.asdict(settings), "elapsed": elapsed, "data": data, **own})}
 
@@ -69,7 +69,7 @@ def elapsed_in(extra: Mapping[str, Any]) -> float:
 def changed_settings(
     extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
 ) -> Iterator[str]:
-    """The changes of DECIDING and the data since a checkpoint was saved; both values of each."""
+    """Texts of the settings in DECIDING, and the data, that changed since a checkpoint: old and new value."""
     (kept, saved), now = _kept(extra), jsonable(attrs.asdict(settings))
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:

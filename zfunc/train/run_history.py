@@ -75,7 +75,7 @@ class RunHistory:
 
     @property
     def steps(self) -> tuple[Row, ...]:
-        """The rows of steps, without that of the evaluation before the first."""
+        """The rows of metrics.jsonl that are of training steps: without the evaluation before the first step."""
         return tuple(row for row in self.rows if "seconds" in row)
 
     @property

@@ -111,7 +111,7 @@ HF_CONFIG = _model(
 
 @frozen(kw_only=True)
 class ModelFlags:
-    """A new GPT, or a Hugging Face model with or without adapters, and the size of its batch."""
+    """Settings of a model, a new GPT or a Hugging Face model perhaps with adapters, and of its batch's size."""
 
     hf: Path | None = _model(
         None,
@@ -160,7 +160,7 @@ class ModelFlags:
 
 @frozen(kw_only=True)
 class GPTFlags(ModelFlags):
-    """The data that a model is trained on, which decide a new GPT's vocabulary, and its optimizer."""
+    """Settings of the data that a model is trained on, which decide a GPT's vocabulary, and of its optimizer."""
 
     data: Path | None = _data(
         None,
@@ -478,7 +478,7 @@ def step_settings(flags: Any, **changes: Any) -> StepSettings:
 
 
 def check_together(settings: Any) -> None:
-    """Raise ValueError for fields that do not go together."""
+    """Raise ValueError for settings of a training that exclude one another."""
     check_pretrained(settings)
     given = values_of_flags(StepSettings, settings)
     if given["precision"] == AUTO:  # which the machine decides

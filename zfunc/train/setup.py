@@ -236,7 +236,7 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
 def compile_job(
     settings: TrainSettings, extras: ConfigExtras, example: Batch, model: tuple[Segment, ...] | None = None
 ) -> Program:
-    """The program of resolved settings for batches like `example`; without `model`, of the GPT."""
+    """The program of a training with resolved settings, for batches like `example`; without `model`, of a GPT."""
     return compile(
         gpt_segments(gpt_config(settings)) if model is None else model,
         step_settings(settings),

@@ -178,7 +178,7 @@ def _config(job: Any) -> dict[str, Any]:
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """The finite numbers of a row by the names of their scalars."""
+    """The finite numbers in a row of metrics.jsonl, by the scalars' names in the tracker."""
     values = {SCALARS[name]: x for name, x in row.items() if name in SCALARS}
     for group, begin in GROUPS.items():
         values |= {f"{begin}/{name}": x for name, x in row.get(group, {}).items()}

@@ -142,7 +142,7 @@ class PlannedModel:
 
     @property
     def layout(self) -> str:
-        """The ranks and devices, and how fast they are or what they lack."""
+        """A line of text: how many ranks and devices, and their tokens per second or the memory that is short."""
         p = self.planned
         speed = f"{p.tokens_per_second:,.0f} tokens/s" if p.fits else shortage_text(p.lacking)
         return f"{counted(p.world, 'rank')} of {counted(p.devices, 'device')}: {speed}"
@@ -236,8 +236,8 @@ def _most(
     model: "SimulatedModel",
     watch: "Watch | None",
 ) -> tuple[int, str, StepSettings]:
-    """The most of what `max` names that fits, however what is "auto" is placed, in as many tiles as there may be;
-    the least if nothing fits. And what else bounds it, if anything does, and the settings with which it fits."""
+    """The largest model, batch or length (as `max` says) that fits with "auto" places anywhere, in any number
+    of tiles; the least if nothing fits. Then what else bounds it, if anything does, and the settings that fit."""
     from zfunc.planner.plan_step import most_that_fit, search_start
     from zfunc.planner.search import watched
 
