@@ -10,7 +10,7 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyprojec
 # Tests and linters start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test quick rest device-half gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants proof wheel sanitize aarch64 clean
+.PHONY: train test quick rest device-half gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants proof course wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -127,8 +127,13 @@ proof:
 		{ echo "make proof: expected Print Assumptions of each Theorem, at the end of $(PROOF)"; exit 1; } && \
 		echo "$$theorems theorems proved"
 
+# Every grader of the course on the solutions of its lab; a test of `make test` does the same.
+course: $(TOOLS)
+	$(BIN)/python -m course.check
+
 pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python -m course.make_pictures
 
 # The API reference from the docstrings, as a site in build/docs.
 docs: $(TOOLS)

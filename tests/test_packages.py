@@ -62,7 +62,8 @@ BUDGETS = {
     "models": 4_290,
     "train": 4_797,
     "cli": 2_460,
-    "tests": 42_920,
+    "tests": 43_200,
+    "course": 1_450,
 }
 
 
@@ -170,9 +171,10 @@ def test_there_are_no_cycles() -> None:
 
 def test_packages_keep_to_their_budgets() -> None:
     lines = dict.fromkeys(BUDGETS, 0)
-    for path in (p for folder in ("zfunc", "schedules", "tests") for p in (ROOT / folder).rglob("*.py")):
+    folders = ("zfunc", "schedules", "tests", "course")
+    for path in (p for folder in folders for p in (ROOT / folder).rglob("*.py")):
         first, *inner = path.relative_to(ROOT).parts[:-1]
-        name = first if first == "tests" else inner[0] if inner else "schedules and ground"
+        name = first if first in ("tests", "course") else inner[0] if inner else "schedules and ground"
         lines[name] += len(path.read_text().splitlines())
     over = {name: n - BUDGETS[name] for name, n in lines.items() if n > BUDGETS[name]}
     assert not over, f"lines over their package's budget: {over}; cut something, in another commit"

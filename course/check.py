@@ -1,0 +1,50 @@
+"""Every grader on the solutions of its lab: `python -m course.check [LAB ...]`, which `make course` runs.
+
+`solutions/passes.py` has to keep every law. Each `solutions/wrong_*.py` has to break the laws that the
+last line of its docstring names, "Breaks: LAW, LAW", and no other.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from course.grading import grade
+from course.lab import load_lab, numbers
+
+
+def solutions(number: int) -> list[Path]:
+    """The solutions of a lab: the one that passes, then the wrong ones."""
+    return sorted((load_lab(number).folder / "solutions").glob("*.py"))
+
+
+def expected(solution: Path) -> list[str]:
+    """The names of the laws that a solution has to break, and no other."""
+    docstring = ast.get_docstring(ast.parse(solution.read_text(encoding="utf-8"))) or ""
+    return re.findall(r"\w+", "".join(re.findall(r"^Breaks: (.+)$", docstring, re.MULTILINE)))
+
+
+def check(number: int, solution: Path) -> str:
+    """What is wrong with the grader of lab `number` on a solution; "" if it finds what it has to."""
+    report = grade(load_lab(number), solution)
+    if report.broken == expected(solution):
+        return ""
+    messages = "".join(f"\n  {x.law.name}: {x.message}" for x in report.results if x.message)
+    return (
+        f"lab {number}, {solution.name}: got broken {report.broken}, expected {expected(solution)}{messages}"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the solutions of some labs, or of all; 1 if a grader is wrong."""
+    pairs = [(n, solution) for n in map(int, argv or numbers()) for solution in solutions(n)]
+    with ThreadPoolExecutor(2) as pool:
+        wrong = [said for said in pool.map(check, *zip(*pairs, strict=True)) if said]
+    print("\n".join(wrong) or f"{len(pairs)} solutions graded as they should be")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Grade a lab: `python -m course.grade 3 --adapters PATH`; a class: `... --all FOLDER --csv FILE`.
+
+Ends within a minute. Prints which laws are broken, each with the smallest counterexample found and its picture, and
+writes `results.json` as Gradescope's autograder reads it. Exits with 0 if all laws hold, 1 if one is broken, 2 for
+wrong arguments.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from course.grading import Report, grade
+from course.lab import Lab, load_lab
+from course.report import write, write_csv
+
+AT_ONCE = 2  # students
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    made = argparse.ArgumentParser(prog="python -m course.grade", description="Grade a lab by its laws.")
+    made.add_argument("lab", type=int, help="the number of the lab")
+    of = made.add_mutually_exclusive_group(required=True)
+    of.add_argument("--adapters", type=Path, metavar="PATH", help="the file that you filled")
+    of.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="a class: NAME.py or NAME/adapters.py for each student"
+    )
+    made.add_argument("--csv", type=Path, metavar="FILE", help="with --all, a line for each student")
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where results.json and pictures go; by default here",
+    )
+    made.add_argument("--seed", help="of the random cases; by default COURSE_SEED of the environment, or 0")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Grade what the arguments name; the exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        lab = load_lab(arguments.lab)
+    except ValueError as error:
+        return _refuse(str(error))
+    seed = os.environ.get("COURSE_SEED", "0") if arguments.seed is None else arguments.seed
+    if arguments.all:
+        return grade_class(lab, arguments.all, arguments.csv, arguments.out, seed)
+    if arguments.csv:
+        return _refuse("got --csv without --all, expected both: results.json has the points of one student")
+    if not arguments.adapters.is_file():
+        return _refuse(f"got {arguments.adapters}, which is no file: pass your copy of the lab's adapters.py")
+    report = grade(lab, arguments.adapters, seed)
+    print(write(report, arguments.out or Path()))
+    return int(report.score < lab.points)
+
+
+def grade_class(lab: Lab, folder: Path, csv: Path | None, out: Path | None, seed: str) -> int:
+    """Grade every student of a folder, two at a time; 0 if each one was graded, whatever the points."""
+    if not folder.is_dir():
+        return _refuse(f"got {folder}, which is no folder, expected one with NAME.py or NAME/adapters.py")
+    files = submissions(folder)
+
+    def one(name: str) -> Report | None:
+        return grade(lab, files[name], seed) if files[name].is_file() else None
+
+    rows: list[tuple[str, Report | None]] = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for name, report in zip(files, pool.map(one, files), strict=True):
+            rows.append((name, report))
+            if report and out:
+                said = write(report, out / name)
+                (out / name / "report.txt").write_text(said + "\n", encoding="utf-8")
+            broken = (
+                f"broken: {', '.join(report.broken) or 'none'}" if report else "no adapters.py in the folder"
+            )
+            print(f"{name:<24} {report.score if report else 0:>3}/{lab.points}  {broken}", flush=True)
+    if csv:
+        write_csv(lab, rows, csv)
+    return 0
+
+
+def submissions(folder: Path) -> dict[str, Path]:
+    """The adapters file of each student of a folder, which need not be there, by the student's name."""
+    entries = [x for x in sorted(folder.iterdir()) if not x.name.startswith((".", "_"))]
+    files = {x.stem: x for x in entries if x.suffix == ".py"}
+    files |= {x.name: x / "adapters.py" for x in entries if x.is_dir()}
+    return dict(sorted(files.items()))
+
+
+def _refuse(message: str) -> int:
+    print(f"course.grade: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

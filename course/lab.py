@@ -1,0 +1,73 @@
+"""Finds a lab by its number, its laws, and the functions of a student's adapters file."""
+
+import ast
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from attrs import frozen
+
+from course.law import Law, Student
+
+LABS = Path(__file__).parent / "labs"
+
+
+@frozen
+class Lab:
+    """A lab: its number, title, folder and laws; `not_imported` are packages that its adapters may not import."""
+
+    number: int
+    title: str
+    folder: Path
+    laws: tuple[Law, ...]
+    not_imported: tuple[str, ...]
+
+    @property
+    def points(self) -> int:
+        """The points of all laws together."""
+        return sum(law.points for law in self.laws)
+
+
+def numbers() -> list[int]:
+    """The numbers of the labs that are there."""
+    return sorted(int(folder.name[:2]) for folder in LABS.iterdir() if folder.name[:2].isdigit())
+
+
+def load_lab(number: int) -> Lab:
+    """Lab `number`. Raises ValueError if there is none."""
+    found = sorted(LABS.glob(f"{number:02}_*"))
+    if not found:
+        raise ValueError(f"got lab {number}, expected one of {', '.join(map(str, numbers()))}")
+    module = load(found[0] / "laws.py", f"course_lab_{number}")
+    laws = tuple(value for value in vars(module).values() if isinstance(value, Law))
+    return Lab(number, module.TITLE, found[0], laws, module.NOT_IMPORTED)
+
+
+def load_student(path: Path, lab: Lab) -> Student:
+    """The functions of the file `path`. Raises whatever it raises, and ImportError for what it may not import."""
+    check_imports(path, lab)
+    sys.path.insert(0, str(path.parent))  # so it may import files beside it
+    return Student(load(path, "adapters"), path)
+
+
+def check_imports(path: Path, lab: Lab) -> None:
+    """Raise ImportError if the file imports a package that it has to do without."""
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        for name in [x.name for x in node.names] if isinstance(node, ast.Import) else [node.module or ""]:
+            if name.partition(".")[0] in lab.not_imported:
+                raise ImportError(
+                    f"line {node.lineno} imports {name}: in this lab you write what it has, so do without it"
+                )
+
+
+def load(path: Path, name: str) -> ModuleType:
+    """The module of a file whose name need not be one that Python can import."""
+    spec = spec_from_file_location(name, path)
+    assert spec
+    assert spec.loader
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,40 @@
+"""Write the pictures of the labs' texts: `python -m course.make_pictures`, a part of `make pictures`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from course.lab import LABS, load
+from course.small_plans import APART, Op, Plan, core_plan
+from zfunc.core.plan import build
+from zfunc.core.simulator import simulate
+from zfunc.viz.timeline_svg import svg
+
+SECONDS = {"update": 2.0}  # other operations take 1
+
+
+def lab_1() -> str:
+    """The step of step.py on its lanes, with the fewest waits."""
+    laws = load(LABS / "01_operations" / "laws.py", "course_lab_1")
+    step = laws.step()
+    ops: list[Op] = []
+    kinds = {i: lane for lane, some in step.LANES.items() for i in some}
+    for n, operation in enumerate(step.STEP):
+        verb, _, layer = operation.__name__.rpartition("_")
+        operation(memory := laws.Recorder())
+        ops.append(Op(verb, (int(layer),), kinds[n], frozenset(memory.read), frozenset(memory.written)))
+    graph = core_plan(Plan(tuple(ops), step.LANES, [set[int]()] * len(ops))).graph
+    plan = build(graph, step.LANES)
+    seconds = [SECONDS.get(op.verb, 1.0) for op in graph]
+    title = "The ten operations of step.py on four lanes; an arrow is a wait"
+    return svg(simulate(plan, APART, alone=seconds), plan=plan, title=title, width=900)
+
+
+def pictures() -> Iterator[tuple[Path, str]]:
+    """The file and the text of each picture."""
+    yield LABS / "01_operations" / "step.svg", lab_1()
+
+
+if __name__ == "__main__":
+    for path, text in pictures():
+        path.write_text(text, encoding="utf-8")
+        print(path)

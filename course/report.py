@@ -1,0 +1,96 @@
+"""What was found, for people and for machines: text, Gradescope's results.json, and a class as CSV."""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from textwrap import fill, indent
+from typing import Any
+
+from course.grading import Report, Result
+from course.lab import Lab
+
+
+def text(report: Report, drawn: dict[str, Path]) -> str:
+    """The report for a terminal; `drawn` are the files of pictures by the name of a law."""
+    lab = report.lab
+    lines = [f"Lab {lab.number}: {lab.title}"]
+    for result in report.results:
+        verdict = "ok    " if result.score else "BROKEN"
+        lines.append(
+            f"  {verdict} {result.score:>3}/{result.law.points:<3} {result.law.name}: {result.law.says}"
+        )
+        if not result.score:
+            lines.append(indent(explained(result, drawn), " " * 9))
+    if report.printed:
+        lines += ["Your functions printed:", indent(report.printed.rstrip(), "  | ")]
+    lines.append(f"{report.score} of {lab.points} points, {report.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def explained(result: Result, drawn: dict[str, Path]) -> str:
+    """Why a law is broken, and its picture."""
+    first, *others = result.message.splitlines() or [""]
+    parts = [fill(first, 100), *others]
+    if result.picture:
+        parts += ["", result.picture.text]
+    if result.law.name in drawn:
+        parts.append(f"drawn: {drawn[result.law.name]}")
+    return "\n".join(parts)
+
+
+def draw(report: Report, folder: Path) -> dict[str, Path]:
+    """Write the picture of each counterexample as an SVG file; the files by the name of the law."""
+    drawn: dict[str, Path] = {}
+    for result in report.results:
+        if result.picture:
+            drawn[result.law.name] = folder / f"lab{report.lab.number}-{result.law.name}.svg"
+            drawn[result.law.name].write_text(result.picture.svg, encoding="utf-8")
+    return drawn
+
+
+def gradescope(report: Report) -> dict[str, Any]:
+    """The report in the format that Gradescope's autograder reads from results.json."""
+    return {
+        "score": report.score,
+        "execution_time": round(report.seconds, 2),
+        "output": f"Lab {report.lab.number}: {report.lab.title}",
+        "output_format": "text",
+        "visibility": "visible",
+        "tests": [
+            {
+                "name": f"{result.law.name}: {result.law.says}",
+                "number": f"{report.lab.number}.{n}",
+                "score": result.score,
+                "max_score": result.law.points,
+                "status": "passed" if result.score else "failed",
+                "output": "" if result.score else explained(result, {}),
+                "output_format": "text",
+                "visibility": "visible",
+            }
+            for n, result in enumerate(report.results, start=1)
+        ],
+    }
+
+
+def write(report: Report, folder: Path) -> str:
+    """Write results.json and the pictures to `folder`; the text of the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = draw(report, folder)
+    results = json.dumps(gradescope(report), indent=2, ensure_ascii=False)
+    (folder / "results.json").write_text(results + "\n", encoding="utf-8")
+    return text(report, drawn)
+
+
+def write_csv(lab: Lab, rows: Iterable[tuple[str, Report | None]], path: Path) -> None:
+    """A line for each student, with the points of each law; without a report, a remark and 0 points."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(_lines(lab, rows))
+
+
+def _lines(lab: Lab, rows: Iterable[tuple[str, Report | None]]) -> Iterator[list[Any]]:
+    yield ["student", "score", "max_score", *(law.name for law in lab.laws), "remark"]
+    for student, report in rows:
+        scores = [x.score for x in report.results] if report else [0] * len(lab.laws)
+        remark = "" if report else "no adapters.py in the folder"
+        yield [student, sum(scores), lab.points, *scores, remark]

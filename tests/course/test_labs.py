@@ -1,0 +1,67 @@
+"""The labs: their graders tell right solutions from wrong ones, and their texts are short, true and illustrated."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from course.check import check, expected, solutions
+from course.lab import LABS, load_lab, numbers
+from course.make_pictures import pictures
+
+ROOT = LABS.parents[1]
+TORCH_FREE = (1, 2, 3, 4)
+HIDDEN = ("torch", "numpy", "fcntl", "resource")  # not there, or not on every system
+PAIRS = [(n, path) for n in numbers() for path in solutions(n)]
+
+
+@pytest.mark.parametrize(("number", "solution"), PAIRS, ids=[f"{n}-{path.stem}" for n, path in PAIRS])
+def test_a_grader_finds_what_is_wrong_with_a_solution_and_nothing_else(number: int, solution: Path) -> None:
+    assert not check(number, solution)
+    assert bool(expected(solution)) == solution.stem.startswith("wrong_")
+
+
+@pytest.mark.parametrize("number", numbers())
+def test_a_lab_is_whole(number: int) -> None:
+    lab = load_lab(number)
+    assert lab.points == 100
+    wrong = [path for path in solutions(number) if path.stem.startswith("wrong_")]
+    assert len(wrong) >= 3
+    broken = {name for path in wrong for name in expected(path)}
+    assert broken == {law.name for law in lab.laws}, (
+        "a law that no wrong solution breaks may be unable to fail"
+    )
+    page = (lab.folder / "README.md").read_text()
+    assert len(page.split()) < 1_100, "two pages"
+    assert len(re.findall(r"!\[", page)) == 1
+    assert all(f"| `{law.name}` | {law.points} |" in page for law in lab.laws)
+    assert f"python -m course.grade {number} --adapters PATH" in page
+    names = {path.name for path in lab.folder.iterdir()} - {"__pycache__"}
+    assert {"README.md", "adapters.py", "laws.py", "solutions"} <= names
+    assert f"labs/{lab.folder.name}/README.md" in (ROOT / "course" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "course").rglob("*.md")), ids=lambda path: path.parent.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_pictures_are_those_of_the_code() -> None:
+    for path, text in pictures():
+        assert path.read_text() == text, "run python -m course.make_pictures"
+
+
+def test_the_first_labs_need_no_torch_nor_what_only_linux_has(tmp_path: Path) -> None:
+    for name in HIDDEN:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('no {name} here')\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
+    for number in {*TORCH_FREE} & {*numbers()}:
+        passes = load_lab(number).folder / "solutions" / "passes.py"
+        command = [sys.executable, "-m", "course.grade", str(number), "--adapters", str(passes), "--out", "."]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert (tmp_path / "results.json").exists()
