@@ -4,6 +4,7 @@
     tile_attention          attention of a tile of queries over all keys so far
     row_attention           attention of rows with documents or a window, as one operation
     token_operations        which operations are known to keep tokens apart
+    constants               what forward makes of no input: for the row, and a tile has its slice
     cut                     the forward of a segment, cut at attention; what cannot pass in tiles
     tiles                   the passes of a segment whose rows of tokens pass in tiles
     check                   what is not known to keep tokens apart is tried before it trains

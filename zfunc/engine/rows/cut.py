@@ -1,12 +1,11 @@
 """The forward of a segment for rows of tokens, cut at attention; a segment that cannot pass in tiles is refused.
 
 Forward is traced for a whole row and for one tile, node by node the same. Values that depend on no input, as rotary
-positions, are made for the row and sliced. At attention the graph of a tile is cut in two halves, in which no token
-knows another: `before` makes queries, keys and values, `after` takes the result of attention. Without attention all
-nodes are in `after`.
+positions, are made for the row and sliced (constants.py). At attention the graph of a tile is cut in two halves, in
+which no token knows another: `before` makes queries, keys and values, `after` takes the result of attention.
+Without attention all nodes are in `after`.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import copy_context
 from functools import partial
@@ -23,12 +22,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from zfunc.engine.rows.constants import constants_of
 from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
 from zfunc.engine.rows.token_operations import arguments, unknown_operation
 from zfunc.engine.trace.graph_cuts import (
     GraphPiece,
-    depending_on,
     graph_of,
     needs_of,
     of_written_memory,
@@ -41,7 +40,6 @@ from zfunc.runtime.rng import is_draw_node, seeded
 Values = dict[str, Tensor]
 Function = Callable[..., Any]
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
-SHAPED = (operator.getitem, torch.ops.aten._to_copy.default)  # beside views
 ATTENTION = {  # functions of attention, and their arguments that may be positional
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
     attend_row: ("query", "key", "value", "first", "window", "scale"),
@@ -88,23 +86,14 @@ def cut_at_attention(
     shape, numbers = _rows_of(leaves)
     tokens, tile = shape[1], tile_of(shape[1], tiles)
     graph, whole, spec = _traces(function, values, inputs, numbers, tile)
-    of_row = dict(zip(graph.graph.nodes, whole.graph.nodes, strict=False))
-    if other := next((f"{b.target}, {a.target}" for a, b in of_row.items() if a.target != b.target), None):
-        raise ValueError(
-            f"got other operations for a row than for a tile ({other}), expected the same, as without a loop over "
-            "tokens, or a buffer just as long as the row: use tiles=1"
-        )
+
+    # 2. Constants, which depend on no input, are made for the row.
+    known, _ = constants_of(graph.graph), constants_of(whole.graph)
+    of_row = dict(zip(graph.graph.nodes, whole.graph.nodes, strict=True))
     *nodes, output = graph.graph.nodes
     given, needs = nodes[len(values) : len(values) + len(leaves)], needs_of(graph.graph)
-    rows = [given[i] for i in numbers]
-
-    # 2. Constants, which depend on no input: made for the row, but a tile's own are those of one value everywhere.
-    depends = depending_on((x for x in nodes if x.op == "placeholder"), needs)
-    free = [x for x in nodes if x not in depends]
-    found = [x for x in free if not depends.isdisjoint(x.users)]
-    written = of_written_memory(graph.graph)
-    constants = [x for x in found if x in written or not _has_one_value(x)]
-    make = part_of_graph(whole, (), [of_row[x] for x in free], [of_row[x] for x in constants])
+    rows, depends, constants = [given[i] for i in numbers], known.depends, known.given
+    make = part_of_graph(whole, (), [of_row[x] for x in known.free], [of_row[x] for x in constants])
     sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in constants)
     if tiles > 1:
         _refuse_numbers(of_row, depends)
@@ -130,9 +119,10 @@ def cut_at_attention(
     marks = [x for x in nodes if x.target in ATTENTION]
     of_attention = [x for mark in marks for x in mark.all_input_nodes]
     apart = [x for x in nodes if x in depends]
-    starts = [*nodes[: len(values) + len(leaves)], *found, *marks]
+    starts = [*nodes[: len(values) + len(leaves)], *known.read, *marks]
     unknown = unknown_operation(of_row, apart, starts, [*of_attention, *results])
     _refuse_noise(of_row, apart, starts, depends)
+    written = of_written_memory(graph.graph)
     for x in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         x.target = x.target if x in written else torch.ops.aten.reshape.default
     graph.recompile()
@@ -242,6 +232,12 @@ def _traces(
                 f"got an error on {tile} tokens and none on {row}, expected a forward of any number of tokens, "
                 f"which takes none by its place as x[:, 5] does: use tiles=1 ({type(error).__name__}: {error})"
             ) from error
+    pairs = zip(whole.graph.nodes, short.graph.nodes, strict=False)
+    if other := next((f"{a.target}, {b.target}" for a, b in pairs if a.target != b.target), None):
+        raise ValueError(
+            f"got other operations for a row than for a tile ({other}), expected the same, as without a loop over "
+            "tokens, or a buffer just as long as the row: use tiles=1"
+        )
     return short, whole, out_spec
 
 
@@ -320,13 +316,6 @@ def _refuse_noise(
             f"got random numbers of tokens in {unknown}, which is not known to keep tokens apart, expected such as "
             "those of nn.Dropout: use it, or tiles=1"
         )
-
-
-def _has_one_value(x: Node) -> bool:
-    """Whether constant `x` is zeros or ones, in any shape and dtype, as the first state of a recurrence is."""
-    if x.target in SHAPED or getattr(x.target, "is_view", False):
-        return all(map(_has_one_value, x.all_input_nodes))
-    return x.target in (torch.ops.aten.zeros.default, torch.ops.aten.ones.default)
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
