@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from course.lab import LABS, load
-from course.small_plans import APART, Op, Plan, core_plan
+from course.small_plans import APART, Op, Plan, core_plan, example
 from zfunc.core.plan import build
 from zfunc.core.simulator import simulate
 from zfunc.viz.timeline_svg import svg
@@ -29,9 +29,20 @@ def lab_1() -> str:
     return svg(simulate(plan, APART, alone=seconds), plan=plan, title=title, width=900)
 
 
+def lab_2() -> str:
+    """The step of example 00 with three segments, overlapped."""
+    ops = example(3)
+    lanes = {op.kind: [i for i, x in enumerate(ops) if x.kind == op.kind] for op in ops}
+    plan = build(core_plan(Plan(ops, lanes, [set[int]()] * len(ops))).graph, lanes)
+    timeline = simulate(plan, APART, alone=[SECONDS.get(op.verb, 1.0) for op in plan.graph])
+    title = "A step of example 00, a lane for each kind; arrows are the waits it needs"
+    return svg(timeline, plan=plan, title=title, width=900)
+
+
 def pictures() -> Iterator[tuple[Path, str]]:
     """The file and the text of each picture."""
     yield LABS / "01_operations" / "step.svg", lab_1()
+    yield LABS / "02_build" / "overlapped.svg", lab_2()
 
 
 if __name__ == "__main__":

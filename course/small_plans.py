@@ -168,8 +168,8 @@ def name_of(op: Op) -> str:
     return core.label(op.verb, op.index)
 
 
-def described(plan: Plan, *, lanes: bool = True) -> str:
-    """The operations of a plan with what they read and write; then lanes and waits."""
+def described(plan: Plan, *, lanes: bool = True, waits: bool = True) -> str:
+    """The operations of a plan with what they read and write; then its lanes; then its waits."""
     names = [name_of(op) for op in plan.ops]
     width = max(map(len, names))
     lines = [
@@ -178,8 +178,9 @@ def described(plan: Plan, *, lanes: bool = True) -> str:
     ]
     if lanes:
         lines += [f"lane {name}: {' '.join(map(str, lane))}" for name, lane in plan.lanes.items()]
-        waits = [f"{j} waits for {i}" for j, some in enumerate(plan.waits) for i in sorted(some)]
-        lines.append(", ".join(waits) or "no waits")
+    if lanes and waits:
+        told = [f"{j} waits for {i}" for j, some in enumerate(plan.waits) for i in sorted(some)]
+        lines.append(", ".join(told) or "no waits")
     return "\n".join(lines)
 
 

@@ -63,7 +63,7 @@ BUDGETS = {
     "train": 4_797,
     "cli": 2_460,
     "tests": 43_386,
-    "course": 1_450,
+    "course": 1_799,
 }
 
 
