@@ -219,6 +219,12 @@ FORMATS: dict[
         [ASKED, ANSWERED],
         [WEATHER],
     ),
+    "tools of nothing": ({"messages": [ASKED, ANSWERED], "tools": "null"}, [ASKED, ANSWERED], None),
+    "prompt and completion as json": (
+        {"prompt": json.dumps([ASKED]), "completion": json.dumps([ANSWERED]), "tools": json.dumps([WEATHER])},
+        [ASKED, ANSWERED],
+        [WEATHER],
+    ),
     "no tools": ({"messages": [ASKED, ANSWERED], "tools": []}, [ASKED, ANSWERED], None),
     "developer": (
         {"messages": [{"role": "developer", "content": "a"}, ASKED, ANSWERED]},

@@ -13,6 +13,7 @@ import lzma
 import re
 import sys
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -78,7 +79,7 @@ def records_of(path: Path) -> Placed:
 
 def _lines(path: Path, file: BinaryIO) -> Placed:
     for number, line in enumerate(file, 1):
-        if line.strip():
+        if line.removeprefix(BOM_UTF8).strip():
             yield (where := f"{path}, line {number}"), _parsed(line, where)
 
 
@@ -98,7 +99,7 @@ def last_line(path: Path) -> Placed:
 
 def _array(path: Path, file: BinaryIO) -> Placed:
     """The records of a `.json` file, each after its place: of a JSON array, or of an object on each line."""
-    content = file.read()
+    content = file.read().removeprefix(BOM_UTF8)
     if content.lstrip().startswith(b"["):
         yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(_parsed(content, str(path)), 1))
     else:
@@ -107,7 +108,7 @@ def _array(path: Path, file: BinaryIO) -> Placed:
 
 def _parsed(content: bytes, where: str) -> Any:
     try:
-        value = json.loads(content.decode(), object_pairs_hook=unique_keys)
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique_keys)
         if b"\\ud" in content.lower():  # half a surrogate pair cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ be brought into the template's form is refused with its place: the template woul
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from attrs import frozen
@@ -85,6 +86,8 @@ def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECO
         raise ValueError(f"{where}: got an object with {names:.200}, {EXPECTED}: rename its keys")
     counts.update(f"key {name}" for name in record.keys() - set(read))
     values = {name: record[name] for name in read}
+    if read[0] == "prompt" and all(_is_json_of_messages(values[x]) for x in read[:2]):
+        values |= {x: json.loads(values[x]) for x in read[:2]}
     if read[0] in (IDS, "text") or (read[0] == "prompt" and not isinstance(values["prompt"], list)):
         values.pop("tools", None)
         return Document(read[0], values, where)
@@ -115,7 +118,8 @@ def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
         )
     counts["turns"] += len(every) - ends[-1]
     weights = [m.pop("weight", 1.0) * (n >= len(context)) for n, m in enumerate(every)]
-    tools = _objects([_of_json(x, where) for x in _objects(given.get("tools") or [], where, str)], where)
+    tools = _objects(_of_json(given.get("tools"), where) or [], where, str)
+    tools = _objects([_of_json(x, where) for x in tools], where)
     return Chat(tuple(every[: ends[-1]]), where, tools or None, tuple(weights[: ends[-1]]))
 
 
@@ -135,8 +139,9 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
     missing = [k for k in ("role", "content") if not isinstance(m.get(k), str)]
     if missing and not (missing == ["content"] and "content" not in m and calls):
         got = given.get("from", m.get("role")) if missing[0] == "role" else m.get("content")
+        text = f"one of {', '.join(_ROLES)}" if "from" in given and missing[0] == "role" else "text"
         raise ValueError(
-            f"{where}: got {got!r:.60} as {missing[0]}, expected text, as in {EXAMPLE}: correct it"
+            f"{where}: got {got!r:.60} as {missing[0]}, expected {text}, as in {EXAMPLE}: correct it"
         )
     if m.get("weight", 1) not in (0, 1):
         raise ValueError(
@@ -164,6 +169,14 @@ def _objects(value: Any, where: str, *other: type) -> list[Any]:
             f"{where}: got {value!r:.60}, expected a list of objects, as in {EXAMPLE}: write it so"
         )
     return value
+
+
+def _is_json_of_messages(value: Any) -> bool:
+    """Whether a prompt or completion is messages as JSON text; any other JSON is a text like all texts."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else None
+        return bool(found) and all(isinstance(x, dict) and "role" in x for x in found)
+    return False
 
 
 def _of_json(value: Any, where: str) -> Any:
