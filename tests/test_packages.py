@@ -56,13 +56,13 @@ BUDGETS = {
     "runtime": 3_400,
     "optim": 2_890,
     "checkpoint": 3_120,
-    "engine": 9_808,
+    "engine": 9_828,
     "viz": 1_100,
     "planner": 3_550,
     "models": 4_290,
-    "train": 4_797,
+    "train": 4_826,
     "cli": 2_460,
-    "tests": 43_386,
+    "tests": 43_413,
     "course": 1_799,
 }
 

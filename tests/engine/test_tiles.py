@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 import zfunc
+from zfunc.engine.compile import products_are_tf32
 from zfunc.engine.rows import check as tile_check
 from zfunc.engine.rows.keys import DeviceKeys, HostKeys
 from zfunc.engine.rows.row_attention import attend_row
@@ -322,13 +323,23 @@ def test_a_loss_of_its_own_passes_whole() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("tiles", [1, 4])
-def test_that_products_of_tiles_are_tf32_is_said(tiles: int, caplog: pytest.LogCaptureFixture) -> None:
-    before = torch.get_float32_matmul_precision()
-    for precision in ("highest", "high"):
-        torch.set_float32_matmul_precision(precision)
-        try:
-            zfunc.compile(gpt_segments(GPTConfig(64, 32, 1, 16, 2)), tiles=tiles, device="cpu")
-        finally:
-            torch.set_float32_matmul_precision(before)
-        assert ("are TF32" in caplog.text) == (precision == "high" and tiles > 1)
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_that_products_of_tiles_are_tf32_is_said_where_they_are(
+    precision: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On CUDA alone: programs of CPUs have no such line."""
+    before, devices = torch.get_float32_matmul_precision(), {x: torch.device(x) for x in ("cpu", "cuda")}
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = {(n, x) for n in (1, 4, "auto") for x, d in devices.items() if products_are_tf32(n, [d])}
+        assert found == ({(4, "cuda"), ("auto", "cuda")} if precision == "high" else set())
+        for on_cuda in (False, True):
+            if on_cuda:
+                monkeypatch.setattr(
+                    "zfunc.engine.compile.products_are_tf32",
+                    lambda n, _: products_are_tf32(n, [devices["cuda"]]),
+                )
+            zfunc.compile(gpt_segments(GPTConfig(64, 32, 1, 16, 2)), tiles=4, device="cpu")
+            assert ("are TF32" in caplog.text) == (precision == "high" and on_cuda)
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -4,7 +4,7 @@ All arguments are checked here; packages below do not check them again.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -174,9 +174,15 @@ def compile(
     )
     if example is not None:
         program = fit_to_memory(program, example)
-    if settings.tiles != 1 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+    if products_are_tf32(settings.tiles, devices):
         warn_once(program, "fp32 products on CUDA are TF32, in tiles of attention too (docs/devices.md)")
     return log_offload(program)
+
+
+def products_are_tf32(tiles: int | str, devices: Iterable[torch.device]) -> bool:
+    """Whether fp32 products of attention in `tiles` on one of `devices` are TF32, by the setting of the process."""
+    on_cuda = any(x.type == "cuda" for x in devices)
+    return tiles != 1 and on_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _ranks(group: Any) -> RankGroup:
