@@ -39,10 +39,19 @@ def lab_2() -> str:
     return svg(timeline, plan=plan, title=title, width=900)
 
 
+def lab_3() -> str:
+    """Job A, with eight of its layers."""
+    laws = load(LABS / "03_pencil" / "laws.py", "course_lab_3")
+    plan = laws.plan_of(laws.JOBS["A"]._replace(layers=8))
+    title = "Job A with 8 of its 24 layers, on the machine of the text"
+    return svg(simulate(plan, laws.hardware(laws.Machine())), plan=plan, title=title, width=900)
+
+
 def pictures() -> Iterator[tuple[Path, str]]:
     """The file and the text of each picture."""
     yield LABS / "01_operations" / "step.svg", lab_1()
     yield LABS / "02_build" / "overlapped.svg", lab_2()
+    yield LABS / "03_pencil" / "job_a.svg", lab_3()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ BUDGETS = {
     "train": 4_826,
     "cli": 2_460,
     "tests": 43_413,
-    "course": 1_799,
+    "course": 2_177,
 }
 
 
