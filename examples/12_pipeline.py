@@ -9,6 +9,7 @@
 from typing import Any
 
 import torch
+from torch.utils.data import DistributedSampler
 from zfunc.schedules.stages import Passes, cut_in_stages, of_segments
 
 import zfunc
@@ -69,6 +70,17 @@ def v_shaped(devices: int, segments: int, micro_batches: int) -> list[Passes]:
 program, losses = trained(devices=4, order=v_shaped)
 print(f"same losses as on one device: {losses == alone}")
 print(program.plan.simulate().text())
+
+# ## The rows of ranks
+#
+# With `pp` stages are processes, which torchrun starts. The n-th ranks of all stages need the same rows, of which
+# one takes the inputs and another the targets: data is divided by the ranks of a stage, not by the world.
+
+pp, world = 2, 4
+ranks = world // pp  # of a stage
+for rank in range(world):  # in a program of its own: dist.get_rank(), of dist.get_world_size()
+    sampler = DistributedSampler(tokens, num_replicas=ranks, rank=rank % ranks, shuffle=False)
+    print(f"rank {rank}: stage {rank // ranks}, rows {[*sampler]}")
 
 # ## What is wrong with it is said
 #

@@ -130,6 +130,7 @@ PRINTS: dict[str, list[str]] = {
         r"^same losses as on one device: True$",
         r"^simulated: .* on 13 lanes$",
         r"^compute:3 ",
+        r"^rank 0: stage 0, rows (.*)\nrank 1: stage 0, rows (?!\1)(.*)\nrank 2: stage 1, rows \1\nrank 3: .* \2$",
         r"^order: got devices that wait for each other .*device 1 has B\[7,1\] next, which follows B\[6,1\]",
     ],
 }
