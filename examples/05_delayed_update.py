@@ -6,10 +6,10 @@
 # while the device computes, and then the device waits while the host runs Adam. A schedule cannot help: the waits
 # are what the recipe means. This file looks at three others: one that makes the update at the beginning of the
 # next step, one that applies every gradient a step late, and one that leaves part of Adam on the device. Two are
-# settings. The delayed one is written beside this file, with zfunc's operations: `delayed_update.py`.
+# settings. The delayed one is written beside this file, with zfunc's operations: `systems/delayed_update.py`.
 
 import torch
-from delayed_update import delayed
+from systems.delayed_update import delayed
 from torch import Tensor, nn
 from torch.nn import functional as F
 

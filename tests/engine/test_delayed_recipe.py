@@ -19,7 +19,7 @@ from zfunc.core.graph import Graph
 from zfunc.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "examples"))
+sys.path.append(str(ROOT / "examples" / "systems"))
 from delayed_update import delayed  # noqa: E402
 
 GOLDENS = ROOT / "tests" / "goldens" / "delayed"

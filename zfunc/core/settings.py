@@ -59,7 +59,7 @@ OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a fie
 
 # Settings that are gone, and what to use instead.
 GONE = {
-    "delay_from": "pass defer, which hides the host with the same bits; examples/delayed_update.py is the other",
+    "delay_from": "pass defer, which hides the host with the same bits; examples/systems has the other",
     "speculate": "pass defer, which hides the host with the same bits and no shadow",
 }
 GONE["delayed"] = GONE["delay_from"]

@@ -11,7 +11,7 @@ from zfunc.core.layout import Parameter
 from zfunc.core.methods import above
 from zfunc.core.optimizer_state import adam_format
 from zfunc.core.pipeline import R
-from zfunc.core.recipes import recipe_of
+from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import settings_with
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.errors import refuse
@@ -25,6 +25,7 @@ def step_graph(
     tokens: int = 4096,
     *,
     world: int = 1,
+    recipe: Recipe | None = None,
     **settings: Any,
 ) -> Graph:
     """The graph of a training step of equal segments, which are sizes alone: there is no model.
@@ -32,8 +33,8 @@ def step_graph(
     Each of the `segments` has so many `parameters`, by default a bucket each, and Adam's state of them. On `tokens`
     tokens of a micro-batch its forward takes 2 FLOPs a parameter and token, its backward 6, which repeats forward,
     whatever `recompute` says. Its output is that of a transformer's layer of 12 n^2 parameters: n numbers a token,
-    2 bytes each; nothing else that passes keep or allocate counts. `world` is the number of ranks; `settings` are
-    those of `zfunc.compile`, by name, no place, share or number of tiles "auto".
+    2 bytes each; nothing else that passes keep or allocate counts. `world` is the number of ranks, `recipe` as in
+    `zfunc.compile`; `settings` are those of `zfunc.compile`, by name, no place, share or number of tiles "auto".
 
     Raises TypeError for an unknown setting, ValueError for a value out of range, PlanError for an `order` that is
     none of so many segments and devices.
@@ -58,4 +59,4 @@ def step_graph(
     spec = StepSpec(costs=(cost,) * segments, world=world, order=order, **in_buckets(layout, chosen))
     costs = [ahead if (R, s) in spec.parts else cost for s in range(segments)]
     spec = evolve(spec, costs=costs, commit=spec.swaps and chosen.commit_every == 1)
-    return Graph(recipe_of(spec)(spec))
+    return Graph((recipe or recipe_of(spec))(spec))

@@ -2,10 +2,11 @@
 
     zfunc.compile(segments, recipe=delayed, defer=True, clip_norm=1.0, ...)
 
-It is the deferred recipe in another order. There the update of the step before comes first, and forward reads the
-new parameters. Here forward and backward read the old ones, which the device keeps until backward is done: so Adam
-overlaps with all of the step, and the training is another one. What reads the State (`zfunc.params`, `save`,
-`evaluate`, `flush`) makes the update that is left, and the step after it has that one's parameters from the start.
+It is the deferred recipe in another order. There the update of the step before comes first, and forward reads
+the new parameters. Here forward and backward read the old ones, which the device keeps until backward is done:
+so Adam overlaps with all of the step, and the training is another one. What reads the State (`zfunc.params`,
+`save`, `evaluate`, `flush`) makes the update that is left, and the step after it has that one's parameters from
+the start.
 
 Source: Ren et al., "ZeRO-Offload" (2021), section 5.2.
 """
@@ -18,6 +19,8 @@ from zfunc.core.graph import Op, Region
 from zfunc.core.recipes import deferred
 from zfunc.core.spec import StepSpec
 
+SETTINGS = {"defer": True, "clip_norm": 1.0}
+PUBLISHED = ()
 SENDING = ("to_device", "all_gather")
 
 
