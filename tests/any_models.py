@@ -139,7 +139,7 @@ class DiT(nn.Module):
         self.patch = nn.Conv2d(3, width, 4, 4)
         self.time, self.label = nn.Linear(8, width), nn.Embedding(5, width)
         self.register_buffer("places", torch.randn(1, 16, width))
-        self.blocks = nn.ModuleList(DiTBlock(width) for _ in range(3))
+        self.blocks = nn.ModuleList(DiTBlock(width) for _ in range(2))
         self.out = nn.Linear(width, 48)
 
     def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
@@ -189,14 +189,14 @@ class ResNet(nn.Module):
 
 
 class Translator(nn.Module):
-    """An LSTM encoder and a decoder that attends to it."""
+    """An LSTM encoder, and a decoder that attends to it; one embedding in three places."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 16)
         self.encoder = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(2))
         self.decoder = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(2))
-        self.out = nn.Linear(32, VOCAB)
+        self.out = nn.Linear(32, 16)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         x, states = self.embed(source), []
@@ -207,7 +207,7 @@ class Translator(nn.Module):
         for layer, state in zip(self.decoder, states, strict=True):
             y, _ = layer(y, state)
         seen = torch.softmax(y @ x.mT, -1) @ x
-        return self.out(torch.cat([y, seen], -1))
+        return F.linear(self.out(torch.cat([y, seen], -1)), self.embed.weight)
 
 
 class GraphNetwork(nn.Module):
@@ -216,8 +216,8 @@ class GraphNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.node = nn.Linear(4, 16)
-        self.messages = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
-        self.updates = nn.ModuleList(nn.GRUCell(16, 16) for _ in range(3))
+        self.messages = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+        self.updates = nn.ModuleList(nn.GRUCell(16, 16) for _ in range(2))
         self.out = nn.Linear(16, 1)
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ MODELS: dict[str, Callable[[], Made]] = {
         F.mse_loss,
     ),
     "ResNet": lambda: (ResNet(), (torch.randn(4, 3, 8, 8), classes()), F.cross_entropy),
-    "LSTM seq2seq": lambda: (Translator(), ((ids(), ids(4, 7)), ids(4, 7)), next_token),
+    "LSTM seq2seq": lambda: (Translator(), ((ids(4, 4), ids(4, 3)), ids(4, 3)), next_token),
     "graph network": lambda: (
         GraphNetwork(),
         ((torch.randn(4, 6, 4), edges()), torch.randn(4, 1)),

@@ -25,7 +25,6 @@ WAYS: dict[str, dict[str, Any]] = {
 STEPS, CLOSE = 3, 2e-6
 BY_DAY = {  # a way each
     **{
-        "T5": "host",
         "BERT, classes": "device",
         "U-Net": "two devices",
         "DiT": "host",
@@ -129,12 +128,16 @@ def test_tied_frozen_and_no_grad(way: str) -> None:
     check(zfunc.segments(model, batch()), model, batch(), None, **WAYS[way])
 
 
-def test_equal_blocks_share_a_trace() -> None:
-    segments = zfunc.segments(Tied(num_layers=12), batch())
-    assert [s.name for s in segments] == ["embed", *(f"layers.{i}" for i in range(12)), "head"]
+def test_equal_blocks_share_a_trace_and_16_bit_weights_have_their_own() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(num_layers=5), batch()
+    segments = zfunc.segments(model, x)
+    assert [s.name for s in segments] == ["embed", *(f"layers.{i}" for i in range(5)), "head"]
     assert all(s.like(segments[1]) for s in segments[2:-1])
-    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    program = zfunc.compile(segments, precision="bf16", device="cpu")
     assert len({id(call.passes) for call in program.calls}) == 3
+    _, metrics = zfunc.train_step(program, zfunc.init(program), x)
+    assert metrics.loss == pytest.approx(model(**x).item(), rel=2e-2)
 
 
 def losses_of(model: nn.Module, steps: int = 3, **settings: Any) -> list[float]:
@@ -152,14 +155,12 @@ def losses_of(model: nn.Module, steps: int = 3, **settings: Any) -> list[float]:
 
 def test_dropout_draws_by_step_and_not_in_evaluation() -> None:
     torch.manual_seed(0)
-    wet, dry = Tied(p=0.5), Tied(p=0.0)
-    dry.load_state_dict(wet.state_dict())
+    model = Tied(num_layers=2, p=0.5)
     torch.manual_seed(1)
-    losses = losses_of(wet)
+    losses = losses_of(model)
     assert len({*losses}) == 3
     torch.manual_seed(1)
-    assert losses == losses_of(wet.train(), recompute="none")
-    assert len({*losses_of(dry)}) == 1
+    assert losses == losses_of(model.train(), recompute="none")
 
 
 def test_batches_of_other_shapes_and_micro_batches_are_traced_anew() -> None:
@@ -173,7 +174,7 @@ def test_batches_of_other_shapes_and_micro_batches_are_traced_anew() -> None:
         micro_batches=2,
     )
     state = zfunc.init(program)
-    for rows, length in ((4, 10), (2, 5), (6, 3)):
+    for rows, length in ((4, 10), (2, 5)):
         x = {"input_ids": ids(rows, length), "labels": ids(rows, length)}
         state, metrics = zfunc.train_step(program, state, x)
         assert metrics.loss == pytest.approx(sum(_halves(model, x)) / 2, rel=CLOSE)
@@ -182,14 +183,6 @@ def test_batches_of_other_shapes_and_micro_batches_are_traced_anew() -> None:
 def _halves(model: nn.Module, x: dict[str, Tensor]) -> list[float]:
     rows = len(x["labels"]) // 2
     return [model(**{k: t[i : i + rows] for k, t in x.items()}).item() for i in (0, rows)]
-
-
-def test_16_bit_weights_are_a_trace_of_their_own() -> None:
-    torch.manual_seed(0)
-    model, x = Tied(), batch()
-    program = zfunc.compile(model, example=x, precision="bf16", device="cpu")
-    _, metrics = zfunc.train_step(program, zfunc.init(program), x)
-    assert metrics.loss == pytest.approx(model(**x).item(), rel=2e-2)
 
 
 # --- what is refused, and what is one segment ---------------------------------------------------------------
