@@ -15,29 +15,28 @@ from torch.nn import functional as F
 
 import zfunc
 
-# ## The model, in pieces
+# ## The model
 #
-# A model is a tuple of segments that run one after another. Any `nn.Module` is one; the last takes the
-# targets too and returns the mean loss. Segments are what gradients stream by: when the backward of one is
-# done, its gradients leave for the host while the next is still at work.
+# Any `nn.Module` that returns its mean loss. `compile` traces it once and cuts it into segments, here one for
+# each layer. Segments are what gradients stream by: when the backward of one is done, its gradients leave for
+# the host while the next is still at work. 02_swap_schedules.py makes segments by hand.
 
 
-class Loss(nn.Module):
+class Model(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(inputs, width) for inputs in (2, width))
         self.out = nn.Linear(width, 2)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
         return F.cross_entropy(self.out(x).float(), targets)
 
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the tensors here are tiny: a team of threads would spend its time waiting
-pieces = {
-    "inlet": nn.Sequential(nn.Linear(2, 64), nn.Tanh()),
-    "body": nn.Sequential(nn.Linear(64, 64), nn.Tanh()),
-    "loss": Loss(64),
-}
+model = Model(64)
 
 # The data: points on two spirals, 256 a batch, each batch a pure function of its number.
 
@@ -53,15 +52,15 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 # ## The loop
 #
-# `segment` takes a module apart into a pure function and initial values; the module is only read. `compile`
-# lays the parameters out, plans the step and checks the plan. `train_step` is a function of program, state
-# and batch: it returns the next state and what happened. The state it was given is used up.
+# `compile` cuts the model by a batch, lays its parameters out, plans the step and checks the plan; the model is
+# only read. `train_step` is a function of program, state and batch: it returns the next state and what happened.
+# The state it was given is used up.
 
 LR, CLIP, STEPS = 5e-3, 1.0, 100
 
-segments = [zfunc.segment(name, module) for name, module in pieces.items()]
 program = zfunc.compile(
-    segments,
+    model,
+    example=batch(0),
     optimizer=zfunc.AdamW(lr=LR, weight_decay=0.01),
     precision="fp32",
     clip_norm=CLIP,
@@ -81,19 +80,19 @@ print(f"updates made: {state.step}, rows seen: {state.sequences}")
 
 # ## The same in plain PyTorch
 #
-# The modules still hold their initial values, so a copy starts where the loop above did: autograd, two
+# The model still holds its initial values, so a copy starts where the loop above did: autograd, two
 # micro-batches, `clip_grad_norm_`, AdamW.
 
-model = nn.ModuleDict(copy.deepcopy(pieces))
-optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+plain = copy.deepcopy(model)
+optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, weight_decay=0.01)
 theirs = []
 for number in range(STEPS):
     total = 0.0
     for x, targets in zip(*(t.chunk(2) for t in batch(number)), strict=True):
-        loss = model["loss"](model["body"](model["inlet"](x)), targets) / 2
+        loss = plain(x, targets) / 2
         loss.backward()
         total += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
     optimizer.step()
     optimizer.zero_grad()
     theirs.append(total)
@@ -112,13 +111,13 @@ print(f"largest difference below 1e-4: {largest < 1e-4}")
 # ## What can be had from a state
 #
 # `evaluate` gives the loss of a batch, and changes nothing. `params` gives the fp32 master weights by name;
-# they go into the module as any state dict does.
+# they go into a model as any state dict does.
 
 held_out = batch(10_000)
 print(f"\nheld out: {zfunc.evaluate(program, state, held_out):.3f}")
 weights = zfunc.params(program, state)
 print(*sorted(weights))
-model.load_state_dict(weights)
+plain.load_state_dict(weights)
 
 # A state that was used up says so. Written `state, metrics = train_step(...)`, a loop never meets this.
 

@@ -66,7 +66,8 @@ def compile(
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
 
-    `segments` may be a module, which `zfunc.segments` cuts by the `example`. An `nn.Sequential` that ends in a loss
+    `segments` may be a module with a loss of its own, which `zfunc.segments` cuts by the `example`; with a loss of
+    (output, targets), pass `zfunc.segments(model, example, loss)`. An `nn.Sequential` that ends in a loss
     of (x, targets), such as `nn.CrossEntropyLoss()`, needs no example: each child with parameters is a segment.
 
     - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
@@ -89,7 +90,7 @@ def compile(
         if example is None:
             raise ValueError(
                 f"example: got none with a {type(segments).__name__}, expected a batch: pass example=, to cut the "
-                "module by, or the segments of zfunc.segments(model, example)"
+                "module by, or the segments of zfunc.segments(model, example, loss)"
             )
         segments = cast("Sequence[Segment]", above("segments")(segments, example))
     segments = checked_segments(segments)

@@ -64,7 +64,8 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
         kind = type(model).__name__
         raise ValueError(
             f"model: got no loss in what {kind} returns ({type(output).__name__}), expected a scalar, or an output "
-            "with .loss: pass labels in the batch, or loss=, a function of (output, targets)"
+            "with .loss: pass labels in the batch, or zfunc.segments(model, example, loss) with a function of "
+            "(output, targets)"
         )
     return found
 
