@@ -303,7 +303,7 @@ class InPieces(Head):
 
 def gpt(
     device: str,
-    layers: int = 8,
+    layers: int = 0,
     *,
     head: type[Head] = Head,
     tied: bool = True,
@@ -315,7 +315,7 @@ def gpt(
     config = GPTConfig(
         vocab_size=512,
         seq_length=length,
-        num_layers=layers,
+        num_layers=layers or (8 if device == "cuda" else 5),
         hidden_size=hidden,
         num_attention_heads=hidden // 64,
         tied=tied,
@@ -381,7 +381,7 @@ DEALT: list[dict[str, Any]] = [
         {"params_on": "host", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0, "defer": True},
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},
-        {"recompute": "all", "packed": True},
+        {"layers": 2, "recompute": "all", "packed": True},
         *(at_night({"recompute": how, "packed": True}) for how in ("none", "min-cut")),
         at_night({"tiles": 4, "recompute": "all", "packed": True}),
         {"optimizer": make_optimizer("muon"), "clip_norm": 1.0},
@@ -389,7 +389,7 @@ DEALT: list[dict[str, Any]] = [
         at_night(
             {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0}
         ),
-        {"tiles": 8, "recompute": "all", "activations_on": "host", "keys_on": "host"},
+        {"layers": 2, "tiles": 4, "recompute": "all", "activations_on": "host", "keys_on": "host"},
         *({"devices": n, "micro_batches": 4, "tied": False, "recompute": how} for n, how in SEVERAL),
         *({"devices": 3, "micro_batches": 4, "params_on": "host", **more} for more in DEALT),
     ],
@@ -404,7 +404,7 @@ def test_peak_memory_is_as_planned(
 
 @pytest.mark.parametrize("keys_on", ["device", "host"])
 def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any, keys_on: str) -> None:
-    """To the byte, from 512 to 4,096 tokens. For each token of the row there is y in forward; in backward nothing,
+    """To the byte, from 4 tiles to 12. For each token of the row there is y in forward; in backward nothing,
     as the input's gradient is where the output's was. Keys and values on the device are beside them, in backward
     with their gradients in fp32."""
     controls.delay(0.0, 0)
@@ -413,7 +413,7 @@ def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any,
     block = gpt_segments(config)[1]
     values = {k: t.to(device, torch.bfloat16) for k, t in block.initial(0).items()}
     weights = vjp.SegmentWeights({short: values[full] for short, full in block.by_short.items()}, {})
-    for tokens in (512, 1024, 4096):
+    for tokens in (512, 1024, 1536):
         how = {"recompute": "all", "wrt_input": True, "evaluate": block.evaluation}
         passes = tiled_vjp(block.function, tiles=tokens // tile, **how)
         x = torch.rand(1, tokens, hidden, device=device).bfloat16()
@@ -436,7 +436,7 @@ def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any,
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tiles"), [(8192, 16), pytest.param(131_072, 128, marks=pytest.mark.slow)]
+    ("tokens", "tiles"), [(4096, 16), pytest.param(131_072, 128, marks=pytest.mark.slow)]
 )
 def test_a_long_row_trains_in_a_quarter_of_what_it_needs_whole(
     controls: Any, tokens: int, tiles: int
@@ -456,12 +456,12 @@ def test_a_long_row_trains_in_a_quarter_of_what_it_needs_whole(
         program = zfunc.compile(segments, optimizer=zfunc.AdamW(lr=1e-3), patience=1e4, **given)
         if place == "cpu":
             whole = specialize(program, batch).memory["device"].nbytes
-            if tokens > 10_000:
+            if tokens > 5000:
                 continue
         else:
             controls.set_capacity(0, torch.accelerator.memory_allocated() + whole // 4)
         state = zfunc.init(program, seed=1)
-        for _ in range(2 if tokens < 10_000 else 1):
+        for _ in range(2 if tokens < 5000 else 1):
             state, metrics = zfunc.train_step(program, state, batch)
         losses.append(metrics.loss)
     assert losses[-1] == pytest.approx(losses[0], rel=1e-6)
