@@ -21,6 +21,7 @@ from zfunc.checkpoint.manifest import (
     Manifest,
     ParameterEntry,
     StateSlice,
+    TrainingPosition,
     check_model,
     slices_of,
     stored_kinds,
@@ -30,14 +31,11 @@ from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.optimizer_state import STATE_FORMATS, Moments
+from zfunc.optim.loss_scale import LossScale
 
 MOMENTS: list[Moments] = ["fp32", "16bit", "8bit"]
 KINDS = ["master", "exp_avg", "exp_avg_sq"]
-EMPTY = manifest_file.from_json(
-    b'{"version":1,"world":1,"moments":"fp32","position":{"step":0,"batches":0,"sequences":0,"seed":0,"loss_scale":'
-    b'{"scale":1,"window":0,"hysteresis":1,"minimum":1,"left":1,"steps":0,"last_overflow":-1}},"optimizer":{},'
-    b'"extra":{},"shards":[],"parameters":[]}'
-)
+EMPTY = Manifest(1, "fp32", (), (), TrainingPosition(0, 0, 0, 0, LossScale()), {}, {})
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +174,13 @@ def test_an_update_that_is_still_to_be_applied_is_refused_with_what_to_do(saved:
     with refused(
         "m.json.position.pending: got a gradient that is still .*, expected none: call zfunc.flush and"
     ):
+        manifest_file.from_json(json.dumps(fields).encode(), "m.json")
+
+
+def test_a_manifest_without_its_checksum_is_refused(saved: Checkpoint) -> None:
+    fields = json.loads(manifest_file.to_json(saved.manifest))
+    del fields["checksum"]
+    with refused("m.json.checksum: got None, expected [0-9]+, the checksum of the other fields"):
         manifest_file.from_json(json.dumps(fields).encode(), "m.json")
 
 

@@ -60,9 +60,9 @@ def _written(state_format: str) -> str:
 
 
 def _loss_scale(value: Any) -> LossScale:
-    """Decode a LossScale from JSON; every field is required but `consecutive`, which older versions lacked."""
+    """Decode a LossScale from JSON, in which every field is required."""
     given = decoded(value, dict)
-    for name in (x.name for x in fields(LossScale) if x.name not in (*given, "consecutive")):
+    for name in (x.name for x in fields(LossScale) if x.name not in given):
         raise Refusal("none", f"a field named {name!r}")
     return decoded(given, LossScale)
 
@@ -306,7 +306,7 @@ def to_json(manifest: Manifest) -> bytes:
 def from_json(raw: bytes, where: str = FILE) -> Manifest:
     """Parse the JSON text of a manifest. Raises CheckpointError, which begins with `where`, for any other text."""
     named = JsonNode(strict_json.parse_json(raw, where).read(dict), where)
-    checksum = named.value.pop("checksum", None)  # older versions did not write it
+    checksum = named.value.pop("checksum", None)
     position = named.value.get("position")
     if isinstance(position, dict) and "pending" in position:
         named.refuse(
@@ -315,7 +315,7 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
             ".position.pending",
         )
     manifest: Manifest = named.of_version(VERSION).read(Manifest)
-    if checksum is not None and checksum != (expected := _checksum(named.value)):
+    if checksum != (expected := _checksum(named.value)):
         JsonNode(checksum, f"{where}.checksum").refuse(f"{expected}, the checksum of the other fields")
     return manifest
 
