@@ -34,8 +34,9 @@ from small_models import MODELS, rows_of
 
 import zfunc
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint import swap_space
-from zfunc.checkpoint.swap_checkpoint import has_commit, open_swap_checkpoint
+from zfunc.checkpoint import durable_files
+from zfunc.checkpoint.directory import has_commit
+from zfunc.checkpoint.swap_checkpoint import open_swap_checkpoint
 from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.fault_injection import Fault
 
@@ -270,7 +271,7 @@ def main() -> None:
     args, begun = options.parse_args(), time.monotonic()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="soak-") as root:
-        swap_space.IN_MEMORY = ()  # it may be there
+        durable_files.IN_MEMORY = ()  # it may be there
         counts = soak(args.kills, args.seconds, args.seed, Path(root))
     print(f"{counts['kills']} SIGKILLs")
     print(f"{counts['resumed']} lives began with a checkpoint, each a whole one and the newest")

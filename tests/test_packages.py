@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from table import RECIPES, SPECS
 
+import zfunc
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.core.graph import KINDS
 from zfunc.options import flag
@@ -62,7 +63,7 @@ BUDGETS = {
     "models": 4_290,
     "train": 4_826,
     "cli": 2_460,
-    "tests": 43_630,
+    "tests": 43_650,
     "course": 2_190,
 }
 
@@ -135,6 +136,25 @@ def test_imports_of_the_engine_go_down_only() -> None:
 
 def floor_of(module: str) -> str:
     return module.split(".")[1]
+
+
+def test_the_application_imports_what_is_public() -> None:
+    """`train` and `cli` are clients, as users are, of names of zfunc and of the paths that docs/design.md names."""
+    page = (ROOT / "docs/design.md").read_text().partition("## What is public\n")[2].partition("\n## ")[0]
+    rows = [row.partition(" |")[0] for row in page.splitlines() if row.startswith("| `")]
+    paths = {path for row in rows for path in re.findall(r"`(zfunc[.a-z_]+\w*)`", row)}
+    names = {f"{module}.{name}" for module, name in zfunc._homes().values()}
+    names |= {"zfunc.schedules", "zfunc._version.__version__"}
+    used = set[str]()
+    for module in (m for m in MODULES if package(m) in ("train", "cli")):
+        for name in (x for x in imports(module) if x.startswith("zfunc.")):
+            way = {name, name.rpartition(".")[0]} & names  # of zfunc, or of a module such as zfunc.hf
+            way |= {".".join(name.split(".")[:n]) for n in range(2, name.count(".") + 2)} & paths
+            assert way or name.split(".")[1] in ("train", "cli"), (
+                f"{module} imports {name}: use a name of zfunc, or a path of docs/design.md"
+            )
+            used |= way
+    assert paths <= used, "no application needs these any more: docs/design.md names too much"
 
 
 def test_only_the_command_line_names_its_flags() -> None:

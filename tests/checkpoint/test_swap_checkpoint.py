@@ -10,7 +10,7 @@ import pytest
 import saved
 from saved import MODEL, assert_complete, refused, save_swap
 
-from zfunc.checkpoint import swap_space
+from zfunc.checkpoint import durable_files
 from zfunc.checkpoint.directory import locate_checkpoint, open_checkpoint
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import read_header, swap_file_name
@@ -25,7 +25,7 @@ FROZEN = [
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+    monkeypatch.setattr(durable_files, "IN_MEMORY", ())
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()

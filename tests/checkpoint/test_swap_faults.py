@@ -13,14 +13,14 @@ import pytest
 from bad_disks import FAULTS, once
 from test_swap_crashes import Training
 
-from zfunc.checkpoint import swap_space
+from zfunc.checkpoint import durable_files, swap_space
 from zfunc.errors import CheckpointError
 from zfunc.runtime.host_memory import map_pages
 
 
 @pytest.fixture(autouse=True)
 def any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+    monkeypatch.setattr(durable_files, "IN_MEMORY", ())
 
 
 def in_pages(data: bytes) -> memoryview:

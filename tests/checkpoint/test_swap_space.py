@@ -19,7 +19,7 @@ from attrs import evolve
 from saved import refused
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint import swap_file, swap_space
+from zfunc.checkpoint import swap_file
 from zfunc.checkpoint.swap_file import (
     CommitRecord,
     SwapHeader,
@@ -43,7 +43,7 @@ IDENTITY = {"layout": "two buckets", "state_format": "16bit"}
 @pytest.fixture(autouse=True)
 def any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of the tests may be in memory."""
-    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+    monkeypatch.setattr(disk, "IN_MEMORY", ())
 
 
 def header_of(*folders: Path, shares: tuple[int, ...] = (), **changed: Any) -> SwapHeader:
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_a_swap_space_is_refused_in_one_line(
     (tmp_path / "file").write_text("mine")
     (full := tmp_path / "full").mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr(swap_space, "IN_MEMORY", ("tmpfs",))
+        patched.setattr(disk, "IN_MEMORY", ("tmpfs",))
         assert_refused("disk: got a folder in memory (tmpfs), expected one on a drive", small_disk)
     assert_refused("'No space left on device'", small_disk, full)  # a record alone is larger
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

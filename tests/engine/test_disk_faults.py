@@ -34,7 +34,6 @@ from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state import memory
 from zfunc.engine.state.state import State
-from zfunc.engine.step.swap_state import close_swap
 from zfunc.errors import AbandonedCalls
 from zfunc.runtime import blocking_calls, direct_io, executor
 from zfunc.runtime.direct_io import DirectFile
@@ -85,7 +84,7 @@ class Job:
             assert (made - late) // every * every <= at <= made + 1
             self.check(self.steps(program, state, at, STEPS)[1], at)
         finally:
-            close_swap(program)
+            program.close_swap()
 
 
 # --- drives --------------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def test_whatever_call_fails_nothing_is_wrong_and_the_next_life_is_whole(
                     seen += new
             except (zfunc.errors.CheckpointError, zfunc.errors.DiskError) as caught:
                 error = caught
-        close_swap(program)
+        program.close_swap()
         if next(calls) <= at:
             break
         happened += 1
@@ -136,7 +135,7 @@ def test_whatever_call_fails_nothing_is_wrong_and_the_next_life_is_whole(
             else:  # there was no commit yet, or the first one is not on the drive
                 program = job.program()
                 job.check(job.steps(program, zfunc.init(program, seed=2), 0, STEPS)[1])
-                close_swap(program)
+                program.close_swap()
     assert happened > (0 if name in WHILE_MADE else 1)
 
 
@@ -178,7 +177,7 @@ def test_a_drive_that_hangs_is_named_and_an_interrupt_leaves_it(
     assert any("folder-0.swap: writing bytes " in x and "has not answered for" in x for x in caplog.messages)
     with pytest.raises(zfunc.errors.DonatedStateError, match="step 3 was given up"):
         job.steps(program, state, 2, 3)
-    close_swap(program)
+    program.close_swap()
     with refused("got a swap space that a process uses"):
         job.goes_on(2)
     go_on.set()
@@ -193,7 +192,7 @@ def test_fifty_lives_in_one_process_leave_nothing_behind(tmp_path: Path) -> None
         state = zfunc.load(tmp_path, program) if life else zfunc.init(program, seed=2)
         job.steps(program, state, life, life + 1)
         if life % 2:
-            close_swap(program)
+            program.close_swap()
         del program, state
         gc.collect()
         tables = ("/proc/self/fd", "/proc/self/task")
@@ -260,7 +259,7 @@ def test_whatever_operation_fails_the_state_is_whole_or_said_to_be_gone(
             kept.add(True)
         except zfunc.errors.DonatedStateError as gone:
             kept.add("Go on from the last commit" not in str(gone))
-        close_swap(program)
+        program.close_swap()
         job.check(seen)
         job.goes_on(len(seen))
     assert True in kept
@@ -283,7 +282,7 @@ def test_looking_tracing_and_delays_change_no_bit(placed: str, tmp_path: Path) -
         assert job.steps(alone, zfunc.load(saved, alone), i + 1, STEPS)[1] == job.rest(i + 1)
         other = zfunc.load(saved, alone)
     job.check(seen)
-    close_swap(program)
+    program.close_swap()
     job.goes_on(len(seen))
 
 
@@ -318,7 +317,7 @@ def test_numbers_that_are_not_finite_end_as_in_memory(name: str, placed: str, tm
                 seen.append(str(error))
             except zfunc.errors.DonatedStateError as error:
                 seen.append(str(error).partition(". Go on")[0])
-        close_swap(program)
+        program.close_swap()
         ends.append(seen)
     assert repr(ends[0]) == repr(ends[1])
     assert any(isinstance(x, str) for x in ends[0])
@@ -326,7 +325,7 @@ def test_numbers_that_are_not_finite_end_as_in_memory(name: str, placed: str, tm
     state = zfunc.load(tmp_path, program)
     step = [x for x in ends[0] if not isinstance(x, str)][state.batches - 1] if state.batches else ()
     assert state.step == (step[0] - step[4] if step else 0)
-    close_swap(program)
+    program.close_swap()
 
 
 # --- ranks ---------------------------------------------------------------------------------------------
@@ -389,7 +388,7 @@ def test_a_drive_without_room_on_one_rank_is_said_on_all(
     without_room(step, states)
     losses = [x[1].loss for x in on_every(programs, step, states)]
     assert losses[0] == losses[1]
-    on_every(programs, close_swap)
+    on_every(programs, Program.close_swap)
 
 
 def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,10 +421,10 @@ def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: 
 
     states = after_a_refusal(zfunc.init)
     states = after_a_refusal(train_step, states)
-    on_every(programs, close_swap)
+    on_every(programs, Program.close_swap)
     states = after_a_refusal(load)
     assert [x.batches for x in after_a_refusal(train_step, states)] == [1, 1]
-    on_every(programs, close_swap)
+    on_every(programs, Program.close_swap)
 
 
 def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(
@@ -456,8 +455,8 @@ def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(
         assert all(isinstance(x, Exception) for x in errors)
         for program in programs:
             program.ranks.barrier.reset()  # type: ignore[attr-defined]
-    on_every(programs, close_swap)
+    on_every(programs, Program.close_swap)
     others = of_two(tmp_path)
     states = on_every(others, partial(zfunc.load, tmp_path))
     assert [x.batches for x in states] == [2, 2]
-    on_every(others, close_swap)
+    on_every(others, Program.close_swap)

@@ -15,7 +15,6 @@ from threaded_ranks import on_every, programs_of
 
 import zfunc
 from zfunc.engine.state.state import State
-from zfunc.engine.step.swap_state import close_swap
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -72,7 +71,7 @@ def test_a_checkpoint_goes_on_with_other_parameters_in_fp32(place: str, tmp_path
     sources = [zfunc.save(tmp_path / "saved", program, state)]
     if "state_on" in settings:
         zfunc.save(tmp_path / "first", program, state)
-        close_swap(program)
+        program.close_swap()
         sources.append(tmp_path / "first")
     for n, source in enumerate(sources):
         for m, fp32_params in enumerate(("", "*", IN_FP32[model][0])):

@@ -56,7 +56,6 @@ from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import segment_weights
-from zfunc.engine.step.swap_state import close_swap
 from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.errors import DonatedStateError
 from zfunc.models.gpt import modules
@@ -144,7 +143,7 @@ def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, tmp_path: Path) 
     (expected,) = plain_way(row.numbers, row.job)
     if "swap" in given:
         zfunc.save(given["swap"][0], program, state)
-        close_swap(program)
+        program.close_swap()
         told = [*told, *third]
         sources += [(given["swap"][0], other, told), (given["swap"][0], row, told)]
     else:
@@ -206,13 +205,13 @@ def test_a_checkpoint_of_stages_goes_on_with_any_number_of_them(
         zfunc.save(tmp_path / "saved", program, state)
         if "swap" in given[0]:
             zfunc.save(given[0]["swap"][0], program, state)
-            close_swap(program)
+            program.close_swap()
         return told
 
     def go_on(program: Program, path: Path) -> Result:
         state, rest = steps(program, batch, zfunc.load(path, program))
         made = result(program, batch, state, [*told, *rest])
-        close_swap(program)
+        program.close_swap()
         return made
 
     told, (expected,) = on_every(first, begin)[0], plain_way(numbers, model)
@@ -304,7 +303,7 @@ def test_released_parameters_are_made_again_as_they_were(state_on: str, tmp_path
         assert bool(own) == (kept == {id(x) for x in state.buffers.memory.values()})
         zfunc.params(program, state)
         assert all(map(torch.equal, bits(state), before))
-        close_swap(program)
+        program.close_swap()
         for file in tmp_path.glob("*.swap"):
             file.unlink()
 

@@ -24,6 +24,8 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import FILE, Checkpoint, Manifest, read_manifest, to_json
 from zfunc.checkpoint.safetensors_file import open_shard
 from zfunc.checkpoint.swap_checkpoint import has_swap_files, open_swap_checkpoint
+from zfunc.checkpoint.swap_file import read_space
+from zfunc.checkpoint.swap_space import swap_files
 from zfunc.errors import CheckpointError
 
 LATEST = "latest"
@@ -188,6 +190,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         disk.reject(path, f"a manifest of step {step}", "that of the folder's name")
     _check_files(path, manifest)
     return Checkpoint(path, manifest)
+
+
+def has_commit(folder: Path) -> bool:
+    """Whether a swap space whose first folder this is has a commit of any rank."""
+    return has_swap_files(folder) and any(any(read_space(path)[1]) for path in swap_files(folder))
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -20,6 +20,7 @@ from attrs import define
 from zfunc.errors import USE_ANOTHER, CheckpointError, explain_os_errors, refuse
 
 log = logging.getLogger("zfunc")
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
 UNFINISHED = "unfinished-"  # prefix of files and folders that a crash may leave behind
 _NEXT = {
     errno.ENOSPC: "free some space, or keep fewer checkpoints",
@@ -211,3 +212,23 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raise CheckpointError, in one line, for a folder that is missing, in memory or given twice."""
+    from zfunc.runtime.direct_io import file_system_of  # here: `zfunc --help` needs none of it
+
+    if not folders:
+        raise CheckpointError("swap: got no folder, expected one for each drive")
+    real = dict[Path, Path]()
+    for folder in folders:
+        flaw, other = "", real.setdefault(folder.resolve(), folder)
+        if not folder.is_dir():
+            got = "something else" if os.path.lexists(folder) else "none"
+            flaw = f"got {got}, expected a folder: mount the drive, and make the folder"
+        elif other is not folder:
+            flaw = f"got the folder {other} twice, expected one for each drive: name it once"
+        elif (kind := file_system_of(folder)) in IN_MEMORY:
+            flaw = f"got a folder in memory ({kind}), expected one on a drive: swapping is to save memory"
+        if flaw:
+            raise CheckpointError(f"{folder}: {flaw}")

@@ -105,11 +105,6 @@ def has_swap_files(folder: Path) -> bool:
     return folder.is_dir() and bool(swap_files(folder))
 
 
-def has_commit(folder: Path) -> bool:
-    """Whether a swap space whose first folder this is has a commit of any rank."""
-    return has_swap_files(folder) and any(any(read_space(path)[1]) for path in swap_files(folder))
-
-
 def open_swap_checkpoint(folder: Path) -> Checkpoint:
     """The newest commit that all ranks of a swap space have, as a checkpoint; `folder` is one of the space's.
 

@@ -43,9 +43,8 @@ from zfunc.checkpoint.swap_file import (
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError
 from zfunc.runtime.blocking_calls import in_parallel
-from zfunc.runtime.direct_io import DirectFile, file_system_of, pages_for
+from zfunc.runtime.direct_io import DirectFile, pages_for
 
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
 _UNFINISHED_FILE = re.compile(f"{disk.UNFINISHED}{SWAP_FILE.pattern}-[0-9a-f]{{8}}")
 _GO_ON = "go on from the last commit: open the swap space again"
 log = logging.getLogger("zfunc")
@@ -113,7 +112,7 @@ class SwapSpace:
         """
         check_plain(header.identity, "identity")
         paths = header.paths
-        check_folders([path.parent for path in paths])
+        disk.check_folders([path.parent for path in paths])
         made: list[Path] = []
         files, locks = list[DirectFile](), list[int]()
         try:
@@ -161,7 +160,7 @@ class SwapSpace:
         world or extents, or without a commit of that number.
         """
         paths = expected.paths
-        check_folders([path.parent for path in paths])
+        disk.check_folders([path.parent for path in paths])
         files, locks = list[DirectFile](), list[int]()
         try:
             for path in paths:
@@ -384,24 +383,6 @@ def _close(files: list[DirectFile], locks: list[int]) -> None:
 
 
 # --- what else is in the folders ------------------------------------------------------------------------------
-
-
-def check_folders(folders: Sequence[Path]) -> None:
-    """Raise CheckpointError, in one line, for a folder that is missing, in memory or given twice."""
-    if not folders:
-        raise CheckpointError("swap: got no folder, expected one for each drive")
-    real = dict[Path, Path]()
-    for folder in folders:
-        flaw, other = "", real.setdefault(folder.resolve(), folder)
-        if not folder.is_dir():
-            got = "something else" if os.path.lexists(folder) else "none"
-            flaw = f"got {got}, expected a folder: mount the drive, and make the folder"
-        elif other is not folder:
-            flaw = f"got the folder {other} twice, expected one for each drive: name it once"
-        elif (kind := file_system_of(folder)) in IN_MEMORY:
-            flaw = f"got a folder in memory ({kind}), expected one on a drive: swapping is to save memory"
-        if flaw:
-            raise CheckpointError(f"{folder}: {flaw}")
 
 
 def in_use(path: Path) -> CheckpointError:

@@ -21,13 +21,11 @@ from torch.utils._pytree import tree_leaves
 from zfunc.checkpoint.writer import Save
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.metrics import Metrics
-from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.state.state import State
 from zfunc.engine.step.evaluate import outputs
 from zfunc.engine.step.init import init
 from zfunc.engine.step.save_load import restore, save
-from zfunc.engine.step.swap_state import close_swap, swap_folders
-from zfunc.engine.step.train_step import commits, train_step
+from zfunc.engine.step.train_step import train_step
 from zfunc.errors import CheckpointError
 from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
@@ -77,7 +75,7 @@ def train_events(
             yield from loop.step()
         yield from loop.end(host_before)
     finally:
-        close_swap(job.program)
+        job.program.close_swap()
 
 
 @define(eq=False)
@@ -247,7 +245,7 @@ class _Loop:
     @property
     def swap(self) -> Path | None:
         """The first folder of the swap space."""
-        return next(iter(swap_folders(self.job.program)), None)
+        return next(iter(self.program.swap_folders), None)
 
     def _commit(self) -> None:
         """Write into the swap space, if there is one, which run owns it."""
@@ -275,7 +273,7 @@ class _Loop:
         """The write of the next step: a commit of the swap space, or a checkpoint, if one is due."""
         settings, at = self.job.settings, self.state.batches
         if self.swap is not None:
-            return Save(self.swap, extra=self._extra()) if commits(self.program, self.state.step) else None
+            return Save(self.swap, extra=self._extra()) if self.program.commits(self.state.step) else None
         no_time = not settings.save_every or at in (self.first, self.saved_step) or at % settings.save_every
         if self.start.folder is None or no_time:
             return None
@@ -324,7 +322,7 @@ def evaluate_held_out(
             if (signal := stop()) == TERMINATED or signal != before:
                 return None
             last = y
-        losses.append(float(loss_and_aux(program.segments[-1].name, last)[0]))
+        losses.append(float(last))
     rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
     return fmean(losses, rows) / math.log(2)
 

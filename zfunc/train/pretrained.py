@@ -14,7 +14,6 @@ from attrs import frozen
 from zfunc.engine.trace.segment import Segment
 from zfunc.models import hf
 from zfunc.models.config_file import check_flags
-from zfunc.models.hf.adapters import lora_config
 from zfunc.train.data.documents import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
 from zfunc.train.settings import TrainSettings
@@ -87,7 +86,7 @@ def adapters(settings: Mapping[str, Any]) -> Any:
     if (rank := settings.get("lora")) is None:
         return None
     alpha, targets = settings["lora_alpha"], settings["lora_targets"]
-    return lora_config(rank, alpha=alpha, targets=targets, base=settings["hf"])
+    return hf.lora_config(rank, alpha=alpha, targets=targets, base=settings["hf"])
 
 
 def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:

@@ -18,7 +18,6 @@ from attrs.converters import optional
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.strict_json import JsonNode, Within
-from zfunc.checkpoint.swap_checkpoint import has_commit
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
@@ -153,7 +152,7 @@ def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
     """The newest checkpoint of a run, in its folder or a swap space. Raises CheckpointError for another run's."""
     saved = checkpoints.find_checkpoint(run / checkpoints.FOLDER)
     found = [] if saved is None else [saved]
-    for folder in filter(has_commit, dict.fromkeys(swap)):
+    for folder in filter(checkpoints.has_commit, dict.fromkeys(swap)):
         checkpoint = checkpoints.open_checkpoint(folder)
         of = JsonNode(checkpoint.manifest.extra, f"{folder}: extra").entries().get(KEY)
         name = of and of.entries().get(RUN)

@@ -408,7 +408,7 @@ def check_paths(settings: TrainSettings) -> None:
 
     No torch: a path with a typo, or a chat that ends badly, is told at once.
     """
-    from zfunc.checkpoint.swap_space import check_folders
+    from zfunc.checkpoint.durable_files import check_folders
     from zfunc.train.data.documents import first_look
     from zfunc.train.data.records import CHAT
     from zfunc.train.data.tokenizer import check_chats, check_template

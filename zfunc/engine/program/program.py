@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -107,6 +108,25 @@ class Program:
     def dtype(self) -> torch.dtype:
         """The compute dtype, by the precision: of inputs, and of most parameters and gradients, on the device."""
         return TORCH_DTYPES[self.settings.precision]
+
+    @property
+    def swap_folders(self) -> list[Path]:
+        """The absolute paths of the program's swap space, one a drive; none without optimizer state on the disk."""
+        folders = self.settings.swap if self.spec.swaps else ()
+        return [Path(folder).expanduser().absolute() for folder in folders]
+
+    def commits(self, step: int) -> bool:
+        """Whether, by `commit_every`, the step after `step` updates commits a State to the swap space: the State
+        after that step, or with `defer` the State before, whose update the step makes."""
+        committed = step if self.spec.deferred else step + 1
+        return self.spec.swaps and committed % self.settings.commit_every == 0
+
+    def close_swap(self) -> None:
+        """Close the program's swap space, if one is open: of its State only the last commit is left."""
+        former = self.cache.swap
+        if former is not None:
+            former.close()
+        self.cache.swap = None
 
 
 @frozen(eq=False)

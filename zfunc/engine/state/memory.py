@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from zfunc.checkpoint.durable_files import check_folders
 from zfunc.checkpoint.swap_file import (
     Stripe,
     StripedBuffer,
@@ -18,7 +19,7 @@ from zfunc.checkpoint.swap_file import (
     read_striped,
     write_striped,
 )
-from zfunc.checkpoint.swap_space import SwapSpace, check_folders
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region, Tier

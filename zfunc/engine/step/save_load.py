@@ -47,7 +47,6 @@ from zfunc.engine.step.swap_state import (
     optimizer_settings,
     read_commit,
     read_memory,
-    swap_folders,
 )
 from zfunc.engine.trace.module_buffers import copy_buffers
 from zfunc.engine.trace.thread_modes import refuse_inference_mode
@@ -84,7 +83,7 @@ def save(
         )
         program.ranks.agree("save", "what is to be saved", position)
         path = Path(os.fspath(folder)).expanduser().absolute()
-        if path in swap_folders(program):
+        if path in program.swap_folders:
             commit_state(program, state, dict(extra or {}))
             return path
         request = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
@@ -173,7 +172,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
     buffers, kept = None, None
     ranks.agree("load")
     path = Path(os.fspath(path)).expanduser().absolute()
-    if path in swap_folders(program):
+    if path in program.swap_folders:
         if not strict:
             raise ValueError(
                 f"load: got strict=False for {path}, the program's own swap space, which has one layout, expected "
@@ -220,7 +219,7 @@ def _resume_swap(program: Program) -> Restored:
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
     all_or_none(ranks, partial(read_memory, buffers, program.layout, ranks))
     gather_frozen(buffers, program.layout, ranks)
-    return _restored(program, buffers, said, swap_folders(program)[0])
+    return _restored(program, buffers, said, program.swap_folders[0])
 
 
 def _restored(program: Program, buffers: Buffers, saved: Manifest | CommitMetadata, path: Path) -> Restored:

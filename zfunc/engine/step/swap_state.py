@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +26,6 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import alloc_host
 
 
-def swap_folders(program: Program) -> list[Path]:
-    """The absolute paths of the program's swap space, one a drive; none if no optimizer state is on the disk."""
-    folders = program.settings.swap if program.spec.swaps else ()
-    return [Path(folder).expanduser().absolute() for folder in folders]
-
-
 def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
     """Make a new swap space on every rank for a State with `spec`; None without state on the disk. A collective.
 
@@ -43,11 +36,11 @@ def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
     if not program.spec.swaps:
         return None
     if former is not None and not former.number:
-        close_swap(program)  # it makes room
+        program.close_swap()  # it makes room
     run = ranks.texts(os.urandom(8).hex())[0]
     make = partial(SwapSpace.create, _header(program, spec, run))
     swap = all_or_none(ranks, make)
-    close_swap(program)
+    program.close_swap()
     program.cache.swap = swap
     return swap
 
@@ -58,7 +51,7 @@ def open_swap(program: Program) -> SwapSpace:
     Raises CheckpointError, on every rank, for a missing space, another layout or damage.
     """
     ranks = program.ranks
-    close_swap(program)
+    program.close_swap()
     kept = evolve(program.spec, frozen_masters=frozenset(x.index for x in program.layout.frozen_buckets))
     make = partial(SwapSpace.open, _header(program, program.spec), instead=kept.swapped)
     program.cache.swap = swap = all_or_none(ranks, make)
@@ -133,14 +126,6 @@ def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, 
     return buffers.state_in_memory(bucket.index)
 
 
-def close_swap(program: Program) -> None:
-    """Close the program's swap space, if one is open: of its State only the last commit is left."""
-    former = program.cache.swap
-    if former is not None:
-        former.close()
-    program.cache.swap = None
-
-
 def masters_in(swap: SwapSpace, spec: StepSpec, ranks: RankGroup) -> frozenset[int]:
     """The indices of frozen buckets of which a swap space has fp32 weights too, on any rank: a collective."""
     frozen, extents = [x.index for x in spec.layout.frozen_buckets], swap.header.extents
@@ -153,7 +138,7 @@ def _header(program: Program, spec: StepSpec, run: str = "any") -> SwapHeader:
     settings, ranks = program.settings, program.ranks.job
     identity = swap_identity(program.layout, settings.precision, settings.pp)
     return new_header(
-        swap_folders(program),
+        program.swap_folders,
         identity=identity,
         extents=spec.swapped,
         run=run,

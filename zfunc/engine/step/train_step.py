@@ -33,7 +33,7 @@ from zfunc.engine.state.state import State
 from zfunc.engine.step.flush import run_on_state
 from zfunc.engine.step.release import check_state
 from zfunc.engine.step.save_load import begin_save
-from zfunc.engine.step.swap_state import commit_metadata, swap_folders
+from zfunc.engine.step.swap_state import commit_metadata
 from zfunc.engine.trace.batches import Batch, rows_in, split_batch, unmarked, unpacked
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import NonFiniteError, RankError
@@ -102,9 +102,9 @@ def _train_step(
 ) -> tuple[State, Metrics]:
     # 1. What this step does, which all ranks have to do.
     number, ranks, owner = state.step + 1, program.ranks, state.buffers.owner
-    swaps = save is not None and save.folder.absolute() in swap_folders(program)
+    swaps = save is not None and save.folder.absolute() in program.swap_folders
     committed, save = (save, None) if swaps else (None, save)
-    commit = commits(program, state.step) or committed is not None
+    commit = program.commits(state.step) or committed is not None
     shaped = specialize(program, batch, save=save is not None, commit=commit)
     if unused := shaped.spec.unused:
         what = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
@@ -189,13 +189,6 @@ def _after(program: Program, state: State, batch: Batch, decision: StepDecision)
         sequences=state.sequences + rows_in(batch) * program.ranks.world,
         loss_scale=state.loss_scale.update(overflow=decision.skip),
     )
-
-
-def commits(program: Program, step: int) -> bool:
-    """Whether, by `commit_every`, the step after `step` updates commits a State to the swap space: the State after
-    that step, or with `defer` the State before, whose update the step makes."""
-    committed = step if program.spec.deferred else step + 1
-    return program.spec.swaps and committed % program.settings.commit_every == 0
 
 
 # --- ranks compare their step before it begins ---------------------------------------------------------------

@@ -8,8 +8,8 @@
 
 `describe("config.json")` makes the segments of a model without its weights, for `zfunc.plan`.
 Parameters have the same names in the model, in programs and in checkpoints. A model may have LoRA adapters of peft:
-`segments(peft_model)`, or `lora=peft.LoraConfig(...)` to `load`, `save` and `export`. transformers and peft are
-imported when one of these is called: `pip install ".[hf]"`, or `".[lora]"`, in the clone.
+`segments(peft_model)`, or `lora=peft.LoraConfig(...)` or `lora_config(rank)` to `load`, `save` and `export`.
+transformers and peft are imported when one of these is called: `pip install ".[hf]"`, or `".[lora]"`, in the clone.
 
     families     which models there are, and what is refused
     cutting      `segments`: a model cut at its layers
@@ -24,6 +24,7 @@ imported when one of these is called: `pip install ".[hf]"`, or `".[lora]"`, in 
     folders      weights written to a folder, or handed to an inference engine
 """
 
+from zfunc.models.hf.adapters import lora_config
 from zfunc.models.hf.cutting import cut_model as segments
 from zfunc.models.hf.folders import export_folder as export
 from zfunc.models.hf.folders import model_weights as weights
@@ -32,4 +33,4 @@ from zfunc.models.hf.loading import describe
 from zfunc.models.hf.loading import load_folder as load
 from zfunc.models.loss import weighted_batch as batch
 
-__all__ = ["batch", "describe", "export", "load", "save", "segments", "weights"]
+__all__ = ["batch", "describe", "export", "load", "lora_config", "save", "segments", "weights"]
