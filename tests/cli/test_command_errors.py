@@ -208,6 +208,15 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("draw --compare used --num-layers 3", "--num-layers: got it with --compare, which draws the run's own"),
     ("draw --compare used --precision fp16", "--precision: got it with --compare"),
     ("draw --compare used --hardware h1000", "did you mean 'h100'"),
+    ("draw --compare Seriall", "name one that `zfunc train` wrote, or a schedule, CriticalPath, "),
+    (
+        "draw --compare Serial --schedule Serial",
+        "--compare: got Serial, which is drawn already, expected another",
+    ),
+    (
+        "draw --compare Serial --schedule all",
+        "--schedule: got all with --compare, expected Serial beside one",
+    ),
     ("draw --schedule Seriall", "did you mean 'Serial'?"),
     ("draw --format svg", "'--format', which is gone: the suffix of --out says it: .svg, .html, .json for"),
     ("draw --out x.png", "expected a name that ends in .svg or .html or .json or .txt"),

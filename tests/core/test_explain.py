@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from table import Scattered, graphs, hardware
 
 import zfunc
+from zfunc.cli.main import main
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.simulator import simulate
@@ -56,3 +57,25 @@ def test_plans_of_two_graphs_are_refused() -> None:
         ValueError, match="explain: got plans of two graphs .* expected two plans of one graph"
     ):
         zfunc.explain(a, b)
+
+
+def test_both_are_in_one_picture() -> None:
+    graph = zfunc.step_graph(segments=2, clip_norm=1.0)
+    told = zfunc.explain(SERIAL(graph), OVERLAPPED(graph))
+    assert [line.partition(":")[0] for line in told.text().splitlines()[:2]] == ["a", "b"]
+    picture = told.svg()
+    assert picture.startswith("<svg")
+    assert str(told).splitlines()[0] in picture
+    assert picture.count("<title>") == 2 * len(graph)
+    assert picture.count('class="lane"') == 5
+    assert len(repr(told)) < 200
+
+
+def test_the_command_draws_two_schedules_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["draw", "--num-layers", "2", "--schedule", "Overlapped", "--compare", "Serial"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a is Serial, b is Overlapped\nOn round numbers")
+    assert "b is faster by" in out
+    assert "\nSerial: " in out
+    assert "\nOverlapped: " in out

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from zfunc.core.critical_path import (
     Bound,
@@ -16,8 +16,10 @@ from zfunc.core.critical_path import (
 )
 from zfunc.core.display import counted
 from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.methods import above
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import lower_bound, simulate
+from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
 from zfunc.units import format_seconds
 
@@ -28,7 +30,7 @@ NAMED = 4  # groups of operations or waits that a line of the text names
 class Explanation:
     """Two plans of one graph on one machine, compared; a pair is of plan a, then of plan b. `str` is the text.
 
-    `seconds` are those of each simulated step, `paths` their critical paths, `only` the links of operations that
+    `timelines` are the simulated steps, `paths` their critical paths, `only` the links of operations that
     are on one path alone, `waits` the waits that the other plan lacks, counted by the verbs of the operation that
     waits and of the one waited for. `least` are the seconds of the longest chain of dependencies, `machine` is the
     hardware's name.
@@ -36,10 +38,16 @@ class Explanation:
 
     machine: str
     least: float
-    seconds: tuple[float, float]
+    timelines: tuple[Timeline, Timeline]
     paths: tuple[tuple[Link, ...], tuple[Link, ...]]
     only: tuple[tuple[Link, ...], tuple[Link, ...]]
     waits: tuple[Mapping[tuple[str, str], int], Mapping[tuple[str, str], int]]
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """The seconds of each simulated step."""
+        a, b = self.timelines
+        return a.seconds, b.seconds
 
     @property
     def bounds(self) -> tuple[dict[Bound, float], dict[Bound, float]]:
@@ -51,6 +59,17 @@ class Explanation:
     def same_time(self) -> bool:
         """Whether the two steps take the same time, but for rounding."""
         return math.isclose(*self.seconds, rel_tol=1e-9)
+
+    def text(self, width: int = 100) -> str:
+        """Both steps in one picture in letters, `width` columns wide: the lanes of a, then those of b."""
+        return above("text")(self.timelines, width)
+
+    def svg(self, title: str = "", width: int = 1200) -> str:
+        """Both steps in one picture as an SVG file, `width` px wide. Raises ValueError for a width below 400."""
+        return above("svg")(self.timelines, title=title or self._first(), width=width)
+
+    def __repr__(self) -> str:
+        return f"Explanation({self._first()})"
 
     def __str__(self) -> str:
         lines = [self._first()]
@@ -85,7 +104,7 @@ class Explanation:
 
 
 def explain(a: Plan, b: Plan, hardware: Hardware = ROUND) -> Explanation:
-    """Why one of two plans of a graph is faster on `hardware`; print it to read it.
+    """Why one of two plans of a graph is faster on `hardware`: print it to read it, or draw both with `svg`.
 
     An operation that is not on a plan's critical path runs beside it: its time is hidden.
     Raises PlanError for a plan that `verify` refuses, ValueError for plans of two graphs.
@@ -119,8 +138,8 @@ def explain(a: Plan, b: Plan, hardware: Hardware = ROUND) -> Explanation:
     )
     own = [{(i, n) for i, before in enumerate(plan.waits) for n in before} for plan in (a, b)]
     waits = _counted(a, own[0] - own[1]), _counted(b, own[1] - own[0])
-    seconds = steps[0].seconds, steps[1].seconds
-    return Explanation(hardware.name, lower_bound(a.graph, hardware), seconds, paths, only, waits)
+    named = evolve(steps[0], source="a"), evolve(steps[1], source="b")
+    return Explanation(hardware.name, lower_bound(a.graph, hardware), named, paths, only, waits)
 
 
 def _counted(plan: Plan, waits: Iterable[tuple[int, int]]) -> dict[tuple[str, str], int]:

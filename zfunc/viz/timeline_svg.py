@@ -116,8 +116,9 @@ def _frame(shown: tuple[Timeline, ...], width: int) -> _Frame:
     head = y = _HEAD + _LINE * (len(shown) - 1)
     high = {lane: _THIN if thin else _BAR for lane, thin in lanes_of(shown).items()}
     for lane, bar in high.items():
-        rows |= {(lane, n): y + (bar + _PAIRED) * n for n in range(len(shown))}
-        y += (bar + _PAIRED) * len(shown) - _PAIRED + _BETWEEN
+        own = [n for n, t in enumerate(shown) if lane in t.lanes]
+        rows |= {(lane, n): y + (bar + _PAIRED) * k for k, n in enumerate(own)}
+        y += (bar + _PAIRED) * len(own) - _PAIRED + _BETWEEN
     sources = [f"{t.source} 100% busy" for t in shown] if len(shown) > 1 else []
     beside = 1 + max(map(len, sources), default=4)  # the name of a thin lane and its share are on one line
     labels = (*(1.15 * len(x) + beside * (bar == _THIN) for x, bar in high.items()), *map(len, sources))
@@ -147,7 +148,7 @@ def _lane(shown: tuple[Timeline, ...], lane: str, n: int, y: float, frame: _Fram
     track = f'width="{frame.right - frame.left:g}" height="{bar:g}"'
     name = (
         f'<text class="lane" x="{_MARGIN:g}" y="{y + (12 if bar == _THIN else 14):g}">{escape(lane)}</text>'
-        if n == 0
+        if n == next(k for k, t in enumerate(shown) if lane in t.lanes)
         else ""
     )
     share = f"{escape(shown[n].source)} " * several + f"{shown[n].busy(lane):.0%}" + " busy" * (bar != _THIN)

@@ -40,7 +40,10 @@ def text(timelines: Timelines, width: int = 100) -> str:
     """
     shown = timeline_tuple(timelines)
     rows = [
-        (f"{lane} {t.source}" if len(shown) > 1 else lane, lane, t) for lane in lanes_of(shown) for t in shown
+        (f"{lane} {t.source}" if len(shown) > 1 else lane, lane, t)
+        for lane in lanes_of(shown)
+        for t in shown
+        if lane in t.lanes
     ]
     names = max((len(name) for name, _, _ in rows), default=0)
     cells = whole("width", width) - names - len("  75% ||")

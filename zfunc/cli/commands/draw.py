@@ -1,7 +1,8 @@
-"""`zfunc draw`: pictures of a step under one schedule or all; or, with --compare, of the step that a run measured.
+"""`zfunc draw`: pictures of a step under one schedule or all; or, with --compare, of two, or of a run's.
 
-A step that was not run is planned from shapes and simulated: no parameter is allocated and no GPU is needed. Of a
-run, the plan that ran is simulated beside the measured step, on the hardware of the flags.
+A step that was not run is planned from shapes and simulated: no parameter is allocated and no GPU is needed. Beside
+it another schedule's plan is explained. Of a run, the plan that ran is simulated beside the measured step, on the
+hardware of the flags.
 """
 
 import shutil
@@ -16,6 +17,7 @@ from zfunc import schedules
 from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
 from zfunc.cli.terminal import printable
+from zfunc.core.explain import explain
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
@@ -52,7 +54,8 @@ class DrawSettings(DrawnStepFlags):
 
     compare: Path | None = _picture(
         None,
-        "folder of a run: the step that it measured, beside what its plan would take on the hardware above "
+        "folder of a run: the step that it measured, beside what its plan would take on the hardware above; or "
+        "the name of a schedule: the step under it, beside that under --schedule, and why one is faster "
         "(default: draw a step that was not run)",
         path,
         "RUN",
@@ -66,16 +69,34 @@ class DrawSettings(DrawnStepFlags):
 
     def __attrs_post_init__(self) -> None:
         check_together(self)
-        for f in attrs.fields(DrawSettings) if self.compare is not None else ():
+        if self.compares_schedules and self.schedule == "all":
+            other = f"{self.compare} beside one schedule, such as Overlapped"
+            raise ValueError(f"schedule: got all with `compare`, expected {other}: name it, or leave one out")
+        if self.compares_schedules and self.out is not None and self.out.suffix == ".html":
+            raise ValueError(
+                f"out: got {self.out}, a page of one plan, expected .svg, .json or .txt with `compare`"
+            )
+        for f in attrs.fields(DrawSettings) if self.compare and not self.compares_schedules else ():
             if f.metadata["option"].group in OF_STEP and getattr(self, f.name) != f.default:
                 own = "which draws the run's own plan, expected one of them: leave one out"
                 raise ValueError(f"{f.name}: got it with `compare`, {own}")
+
+    @property
+    def compares_schedules(self) -> bool:
+        """Whether `compare` names a schedule and not the folder of a run."""
+        return str(self.compare) in schedules.__all__
 
 
 def run_draw(settings: DrawSettings) -> int:
     """Run `zfunc draw`: print the picture of a step, or write a file."""
     out = settings.out
-    if settings.compare is None:
+    if settings.compares_schedules:
+        other, drawn = draw_simulated_step(settings).values()
+        both = tuple(evolve(x.timelines[0], source=x.schedule) for x in (other, drawn))
+        steps = {"": evolve(drawn, heading=f"{other.schedule} and {drawn.heading}", timelines=both)}
+        told = explain(other.plan, drawn.plan, drawn.hardware)
+        print(f"a is {other.schedule}, b is {drawn.schedule}\n{told}")
+    elif settings.compare is None:
         steps = draw_simulated_step(settings)
     else:
         step = _compared_step(settings, settings.compare)
@@ -107,10 +128,12 @@ class DrawnStep:
     plan: Plan
     hardware: Hardware
     timelines: tuple[Timeline, ...]
+    schedule: str = ""  # of a step that was not run
 
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
-    """Simulated steps by the name of their schedule: of the settings' one, or of every schedule, slowest first."""
+    """Simulated steps by the name of their schedule: of the settings' one, or of every schedule, slowest first; of
+    two that are compared, the settings' one last."""
     from zfunc.planner.candidate import operations_of
     from zfunc.planner.cost_model import precision_for
 
@@ -123,13 +146,19 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     graph = operations_of(evolve(costs.spec(step), commit=False))  # of a CPU: every schedule takes them
     on = profile.hardware(precision) if profile else ROUND
     chosen = schedule_for(settings.schedule, on_cpu=on.unified)
-    names = schedules.__all__ if chosen == "all" else [chosen]
+    beside = [str(settings.compare)] if settings.compares_schedules else []
+    if beside == [chosen]:
+        others = ", ".join(x for x in schedules.__all__ if x != chosen)
+        raise ValueError(f"compare: got {chosen}, which is drawn already, expected another: one of {others}")
+    names = schedules.__all__ if chosen == "all" else [*beside, chosen]
     job = f"one step of a {model.name}, batch {settings.batch_size} x {settings.seq_length}"
     plans = {name: plan_with(make_schedule(name, on), graph) for name in names}
     steps = {
-        name: DrawnStep(f"{name}: {job}", plan, on, (simulate(plan, on),)) for name, plan in plans.items()
+        name: DrawnStep(f"{name}: {job}", plan, on, (simulate(plan, on),), name)
+        for name, plan in plans.items()
     }
-    return dict(sorted(steps.items(), key=lambda item: -item[1].timelines[0].seconds))
+    slowest_first = sorted(steps.items(), key=lambda item: -item[1].timelines[0].seconds)
+    return steps if beside else dict(slowest_first)
 
 
 def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
@@ -139,7 +168,7 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
         on = profile.hardware(step.precision, step.world) if profile else ROUND
         simulated = simulate(step.plan, on)
     except ValueError as error:
-        raise ValueError(f"compare: {error}") from error
+        raise ValueError(f"compare: {error}, or a schedule, {', '.join(schedules.__all__)}") from error
     heading = f"A step of {run}: {step.schedule} in {step.precision}, world {step.world}{step.stage}"
     return DrawnStep(heading, step.plan, on, (simulated, step.timeline))
 
@@ -174,7 +203,7 @@ def _hardware_line(h: Hardware) -> str:
 
 COMMAND = Command(
     "draw one step: when each operation runs, on which lane",
-    "Nothing is allocated and no GPU is needed. With --compare, the step that a run measured.",
+    "Nothing is allocated and no GPU is needed. With --compare, two schedules, or the step that a run measured.",
     DrawSettings,
     run_draw,
     """
@@ -182,6 +211,8 @@ COMMAND = Command(
     zfunc draw --schedule all
     # as a page to look into, on a V100
     zfunc draw --hardware v100-32gb --out step.html
+    # two schedules in one picture, and why one is faster
+    zfunc draw --schedule Overlapped --compare Serial
     # what a run measured, beside what was planned for this machine
     zfunc draw --compare run --hardware machine.toml
     """,
