@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_970,
+    "core": 6_990,
     "schedules and ground": 1_450,
     "runtime": 3_400,
     "optim": 2_890,
@@ -62,8 +62,8 @@ BUDGETS = {
     "planner": 3_550,
     "models": 4_290,
     "train": 4_826,
-    "cli": 2_460,
-    "tests": 43_650,
+    "cli": 2_500,
+    "tests": 43_690,
     "course": 2_190,
 }
 
