@@ -32,6 +32,7 @@ class Result:
     score: int
     message: str = ""
     picture: Picture | None = None
+    seconds: float | None = None  # for a leaderboard
 
 
 @frozen
@@ -145,7 +146,7 @@ def _results(lab: Lab, lines: list[dict[str, Any]], why: str) -> Iterator[Result
         elif "ended" in line:
             law, message = laws[line["ended"]], line.get("message", "")
             picture = Picture(line["text"], line["svg"]) if "text" in line else None
-            yield Result(law, 0 if message else law.points, message, picture)
+            yield Result(law, 0 if message else law.points, message, picture, line.get("seconds"))
     if not lines:
         yield f"importing it {why or 'told nothing'}"
     elif "begins" in lines[-1]:

@@ -56,8 +56,9 @@ def check_imports(path: Path, lab: Lab) -> None:
     for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        for name in [x.name for x in node.names] if isinstance(node, ast.Import) else [node.module or ""]:
-            if name.partition(".")[0] in lab.not_imported:
+        of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for name in [of + x.name for x in node.names]:
+            if any(f"{name}.".startswith(f"{x}.") for x in lab.not_imported):
                 raise ImportError(
                     f"line {node.lineno} imports {name}: in this lab you write what it has, so do without it"
                 )

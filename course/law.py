@@ -33,6 +33,14 @@ class Broken(Exception):  # noqa: N818
 
 
 @frozen
+class Kept:
+    """What there is to show of a law that holds: a picture, and seconds for a leaderboard, the fewer the better."""
+
+    picture: Picture
+    seconds: float
+
+
+@frozen
 class Law:
     """A graded law: its name, what it says in one line, its points, and the function that checks it."""
 
@@ -87,11 +95,14 @@ class Student:
 
 def raised(error: BaseException, path: Path) -> str:
     """Text of an error, with the last line of the file `path` that led to it."""
-    text = f"{type(error).__name__}: {error}".strip().rstrip(":")
+    text = f"{type(error).__name__}: {error}".strip().rstrip(":")[:2_000]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{type(error).__name__} in line {error.lineno} of {path.name}: {error.msg}"
     lines = [frame for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{text[:500]} (line {lines[-1].lineno} of {path.name}: {lines[-1].line})" if lines else text[:500]
+    if not lines:
+        return text
+    first, newline, rest = text.partition("\n")
+    return f"{first} (line {lines[-1].lineno} of {path.name}: {lines[-1].line}){newline}{rest}"
 
 
 def smallest(

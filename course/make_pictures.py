@@ -47,11 +47,20 @@ def lab_3() -> str:
     return svg(simulate(plan, laws.hardware(laws.Machine())), plan=plan, title=title, width=900)
 
 
+def lab_4() -> str:
+    """Puzzle 3 before, and with three weights at a time."""
+    laws = load(LABS / "04_schedules" / "laws.py", "course_lab_4")
+    passes = load(LABS / "04_schedules" / "solutions" / "passes.py", "passes")
+    puzzle = laws.PUZZLES.puzzles()[3]
+    return laws.before_and_after(3, passes.puzzle_3(puzzle.graph)).svg
+
+
 def pictures() -> Iterator[tuple[Path, str]]:
     """The file and the text of each picture."""
     yield LABS / "01_operations" / "step.svg", lab_1()
     yield LABS / "02_build" / "overlapped.svg", lab_2()
     yield LABS / "03_pencil" / "job_a.svg", lab_3()
+    yield LABS / "04_schedules" / "puzzle_3.svg", lab_4()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ def text(report: Report, drawn: dict[str, Path]) -> str:
         )
         if not result.score:
             lines.append(indent(explained(result, drawn), " " * 9))
+        elif result.law.name in drawn:
+            lines.append(f"         drawn: {drawn[result.law.name]}")
     if report.printed:
         lines += ["Your functions printed:", indent(report.printed.rstrip(), "  | ")]
     lines.append(f"{report.score} of {lab.points} points, {report.seconds:.1f} s")
@@ -40,7 +42,7 @@ def explained(result: Result, drawn: dict[str, Path]) -> str:
 
 
 def draw(report: Report, folder: Path) -> dict[str, Path]:
-    """Write the picture of each counterexample as an SVG file; the files by the name of the law."""
+    """Write each picture as an SVG file; the files by the name of the law."""
     drawn: dict[str, Path] = {}
     for result in report.results:
         if result.picture:
@@ -57,6 +59,11 @@ def gradescope(report: Report) -> dict[str, Any]:
         "output": f"Lab {report.lab.number}: {report.lab.title}",
         "output_format": "text",
         "visibility": "visible",
+        "leaderboard": [
+            {"name": f"{result.law.name}, seconds", "value": result.seconds, "order": "asc"}
+            for result in report.results
+            if result.seconds is not None
+        ],
         "tests": [
             {
                 "name": f"{result.law.name}: {result.law.says}",

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from course.lab import Lab, load_lab, load_student
-from course.law import Broken, Law, Student, raised
+from course.law import Broken, Kept, Law, Picture, Student, raised
 
 MEMORY = 8 << 30  # bytes of addresses that it may use, where the system can limit them
 
@@ -60,20 +60,24 @@ def importing(path: Path, lab: Lab) -> Student | str:
         return f"{path.name} cannot be imported: {raised(error, path)}"
 
 
-def judge(law: Law, student: Student, seed: str) -> dict[str, str]:
-    """Why a law is broken, and its picture; empty if it holds."""
+def judge(law: Law, student: Student, seed: str) -> dict[str, Any]:
+    """Why a law is broken, and its picture; without a message if it holds."""
     try:
-        law.check(student, Random(seed))
+        found = law.check(student, Random(seed))
     except Broken as broken:
-        picture = broken.picture
-        return {"message": broken.message} | ({"text": picture.text, "svg": picture.svg} if picture else {})
+        return {"message": broken.message, **drawn(broken.picture)}
     except BaseException as error:  # of a value that no check of the law expected
         what = f"{type(error).__name__}: {error}"[:500]
         return {
             "message": f"the law cannot use what your functions returned ({what}): compare its type with the "
             "docstring in the lab's adapters.py; if it is right, tell your instructor"
         }
-    return {}
+    return {"seconds": found.seconds, **drawn(found.picture)} if isinstance(found, Kept) else {}
+
+
+def drawn(picture: Picture | None) -> dict[str, str]:
+    """A picture as text that goes into JSON."""
+    return {"text": picture.text, "svg": picture.svg} if picture else {}
 
 
 if __name__ == "__main__":

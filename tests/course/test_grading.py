@@ -101,7 +101,7 @@ IMPORTS = {
     "\0": "cannot be imported: SyntaxError",
     "while True: pass": "importing it took longer than 1 s",
     "import os; os._exit(0)": "importing it told nothing",
-    "from zfunc.core import plan": "ImportError: line 1 imports zfunc.core: in this lab you write what it has",
+    "from zfunc.core import plan": "ImportError: line 1 imports zfunc.core.plan: in this lab you write what it has",
     "def f():\n    import zfunc as z": "ImportError: line 2 imports zfunc: in this lab",
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 from course.check import check, expected, solutions
 from course.lab import LABS, load_lab, numbers
+from course.leaderboard import lines, main, score
 from course.make_pictures import pictures
 
 ROOT = LABS.parents[1]
@@ -53,6 +54,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_pictures_are_those_of_the_code() -> None:
     for path, text in pictures():
         assert path.read_text() == text, "run python -m course.make_pictures"
+
+
+def test_every_line_of_the_leaderboard_scores_as_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = lines()
+    assert {line["puzzle"] for line in board} == {1, 2, 3, 4, 5, 6}
+    for line in board:
+        assert score(line) == line["seconds"], line["name"]
+    path = tmp_path / "board.jsonl"
+    wrong = LABS / "04_schedules" / "solutions" / "wrong_no_waits.py"
+    assert main(["--adapters", str(wrong), "--name", "ada", "--file", str(path)]) == 1
+    assert [line["puzzle"] for line in lines(path)] == [2, 3, 4, 5]
+    said = capsys.readouterr()
+    assert re.search(r"puzzle 2, in which order\?\n +39 ms  ada\n +61 ms  \(before\)", said.out)
+    assert "puzzle_1: race on act[0,0]" in said.err
 
 
 def test_the_first_labs_need_no_torch_nor_what_only_linux_has(tmp_path: Path) -> None:
