@@ -78,7 +78,7 @@ def expected_bytes(program: Program, args: argparse.Namespace) -> dict[str, int]
         sum(layout.buckets[b].numel for b in layout.buckets_of(s)) for s in range(1, args.num_layers + 1)
     ]
     every, micro = layout.numel, args.micro_batches
-    held = min(args.num_layers, program.spec.settings.weight_slots)
+    held = min(args.num_layers, program.spec.settings.slots)
     tokens = args.batch_size * args.seq_length // micro
     kept = round_up(8 * tokens, ALLOCATION) + args.num_layers * round_up(
         element * args.hidden_size * tokens, ALLOCATION

@@ -128,7 +128,7 @@ def lifetimes(graph: Graph) -> Timeline:
 # --- where the bytes are ----------------------------------------------------------------------------------
 
 PLACES: dict[str, dict[str, Any]] = {  # settings of a step, by what is said of it
-    "everything on the card": {"offload_ratio": 0.0},
+    "everything on the card": {"state_on": "device"},
     "gradients and Adam on the host": {},
     "parameters and activations too": {"params_on": "host", "activations_on": "host"},
     "Adam's state on a drive": {
@@ -158,7 +158,7 @@ def planned_bytes(settings: dict[str, Any]) -> dict[str, float]:
     spec = StepSpec(layout, (cost,) * len(segments), chosen)
     spec = evolve(
         spec,
-        resident=none if chosen.offload_ratio else every,
+        resident=every if chosen.state_on == "device" else none,
         paged=every if chosen.state_on == "disk" else none,
     )
     peaks = peak_memory(schedules.Overlapped()(Graph(tuple(zero_offload(spec)))))

@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-from attrs import fields
 from markdown_table import table
 
-from zfunc.core.settings import HELP, StepSettings
+from zfunc.core.settings import HELP, named_settings
 from zfunc.train.deepspeed.keys import KEYS, OLD_NAMES, Key
 
 FOLDER = Path(__file__).parent
@@ -16,7 +15,7 @@ HEADS = ("key", "DeepSpeed's default", "in zfunc")
 
 def settings_table() -> str:
     """A row for each setting of a step."""
-    rows = ((f"`{f.name}`", f"`{_default(f.default)}`", f.metadata[HELP]) for f in fields(StepSettings))
+    rows = ((f"`{f.name}`", f"`{_default(f.default)}`", f.metadata[HELP]) for f in named_settings().values())
     return table(("setting", "default", "meaning"), rows)
 
 

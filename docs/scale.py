@@ -83,20 +83,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no clipping, Interleaved": {"clip_norm": None, "schedule": "Interleaved"},
     "no clipping, CriticalPath": {"clip_norm": None, "schedule": "CriticalPath"},
     "deferred": {"defer": True},
-    "half of the state on the device": {"offload_ratio": 0.5},
+    "half of the state on the device": {"state_on": "device,host"},
     "8bit moments": {"moments": "8bit"},
     "buckets of 500 M": LARGE,
     "nothing recomputed": {"recompute": "none"},
     "4 micro-batches, stage 2": {"times": 4, "micro_batches": 4},
     "4 micro-batches, stage 1": {"times": 4, "micro_batches": 4, "stage": 1},
-    "offload ratio auto (the ratio)": {"offload_ratio": "auto"},
+    "as much state on the device as fits (its share)": {"state_on": "device:auto,host"},
     "all that a search finds": {"schedule": "auto"},
 }
 ZERO_3: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
     "stage 3, parameters on the host": {"stage": 3, "params_on": "host"},
-    "stage 2, offload ratio auto (the ratio)": {"offload_ratio": "auto"},
-    "stage 3, offload ratio auto (the ratio)": {"stage": 3, "offload_ratio": "auto"},
+    "stage 2, as much state on the device as fits (its share)": {"state_on": "device:auto,host"},
+    "stage 3, as much state on the device as fits (its share)": {"stage": 3, "state_on": "device:auto,host"},
     "4 times the sequences, stage 2": {"times": 4},
     "4 times the sequences, stage 3": {"times": 4, "stage": 3},
     "the same, activations on the host": {"times": 4, "stage": 3, "activations_on": "host"},
@@ -206,8 +206,9 @@ def planned(
     """A step, with clipping unless `changes` say otherwise; of `rows` sequences a rank, or `times` the case's."""
     tokens = torch.empty(((rows or case.rows) * times, TOKENS), dtype=torch.int64, device="meta")
     settings: dict[str, Any] = {"clip_norm": 1.0, "precision": case.precision} | changes
-    on = hardware(case, world, network)
-    return zfunc.plan(segments(case), (tokens, tokens), hardware=on, world=world, advice=False, **settings)
+    on, own = hardware(case, world, network), zfunc.AdamW(moments=settings.pop("moments", "fp32"))
+    batch, how = (tokens, tokens), {"hardware": on, "world": world, "advice": False, "optimizer": own}
+    return zfunc.plan(segments(case), batch, **how, **settings)
 
 
 def per_gpu(step: Planned, world: int) -> float:
@@ -278,8 +279,9 @@ def gains(
 
     def cell(case: Case, world: int, change: dict[str, Any]) -> str:
         now = planned(case, world, **change)
-        ratio = f" ({now.settings['offload_ratio']:g})" if change.get("offload_ratio") == "auto" else ""
-        return gain(now, planned(case, world)) + ratio
+        fits = change.get("state_on") == "device:auto,host"
+        share = f" ({now.step.settings.share_of_state('device'):g})" if fits else ""
+        return gain(now, planned(case, world)) + share
 
     rows = [[first, *(f"{per_gpu(planned(c, n), n):,.0f}" for c, n in columns)]]
     rows += ([name, *(cell(c, n, change) for c, n in columns)] for name, change in changes.items())
@@ -380,7 +382,8 @@ def updates() -> str:
             tokens = torch.empty((case.rows, TOKENS), dtype=torch.int64, device="meta")
             settings = {"clip_norm": 1.0, "precision": case.precision, "update_on": place, **change}
             batch = tokens, tokens
-            now = zfunc.plan(segments(case), batch, hardware=on, world=world, advice=False, **settings)
+            how = {"optimizer": zfunc.AdamW(moments=settings.pop("moments", "fp32")), "advice": False}
+            now = zfunc.plan(segments(case), batch, hardware=on, world=world, **how, **settings)
             chosen = f" ({now.settings['update_on']})" if place == "auto" else ""
             yield f"{now.step_seconds:.2f}{chosen}" if now.fits else f"({now.step_seconds:.2f})"
 

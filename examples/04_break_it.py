@@ -39,7 +39,7 @@ def compiled(schedule: str) -> Program:
         schedule=schedule,
         precision="fp32",
         bucket_size=1200,
-        grad_slots=1,
+        slots=1,
         device="cpu",
         example=batch,
     )

@@ -49,7 +49,7 @@ programs = {
     "plain": compiled(),
     "deferred": compiled(defer=True),
     "delayed": compiled(recipe=delayed, defer=True),
-    "partial": compiled(offload_ratio=0.4),
+    "partial": compiled(state_on="device:0.6,host"),
 }
 
 # ## What they look like

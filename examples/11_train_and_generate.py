@@ -27,7 +27,11 @@ CONFIG = GPTConfig(vocab_size=10, seq_length=LENGTH, num_layers=1, hidden_size=3
 # memory on the device when they are needed, with no gradients and no state beside.
 
 program = zfunc.compile(
-    gpt_segments(CONFIG), optimizer=zfunc.AdamW(1e-2), precision="bf16", offload_ratio=0.5, bucket_size=8192
+    gpt_segments(CONFIG),
+    optimizer=zfunc.AdamW(1e-2),
+    precision="bf16",
+    state_on="device,host",
+    bucket_size=8192,
 )
 DEVICE = program.device
 
@@ -115,5 +119,5 @@ print(f"\nsame bits as without generating: {all(torch.equal(mine[name], t) for n
 # What a release copies, and how long that takes on some machine, is in its plan.
 
 rows = counting(ROWS, 0)
-plan = zfunc.plan(gpt_segments(CONFIG), (rows[:, :-1], rows[:, 1:]), hardware="h100", offload_ratio=0.5)
+plan = zfunc.plan(gpt_segments(CONFIG), (rows[:, :-1], rows[:, 1:]), hardware="h100", state_on="device,host")
 print(f"\n{plan.release}")

@@ -67,10 +67,9 @@ SETTINGS: dict[str, list[Any]] = {
     "stage": [2, 1, 3],
     "params_on": ["device", "host", "disk"],
     "activations_on": ["device", "host", "disk"],
-    "state_on": ["host", "disk"],
+    "state_on": ["host", "disk", "device:0.5,host", "device"],
     "grads_on": ["host", "disk"],
     "accumulate": ["auto", "vertical", 2],
-    "offload_ratio": [1.0, 0.5, 0.0],
     "ema": [None, 0.9],
     "norms": [False, True],
     "defer": [False, True],
@@ -110,7 +109,7 @@ def _digest_in(folder: Path, model: str, optimizer: str, world: int, settings: M
             state, m = zfunc.train_step(program, state, rows_of(batch(i), rank, world))
             seen.append((repr(m.loss), repr(m.grad_norm), m.skipped))
         state = zfunc.flush(program, state)
-        if given["state_on"] == "host":
+        if given["state_on"] != "disk":
             zfunc.save(folder / "saved", program, state)
         return seen
 
@@ -118,7 +117,7 @@ def _digest_in(folder: Path, model: str, optimizer: str, world: int, settings: M
     seen = on_every(programs, train, range(world))
     del programs
     gc.collect()  # and with the last State, what it has of the swap space
-    saved = folder / ("saved" if given["state_on"] == "host" else "swap")
+    saved = folder / ("saved" if given["state_on"] != "disk" else "swap")
     one = make(**{name: given[name] for name in ("precision", "ema", "micro_batches", "clip_norm")})
     zfunc.save(folder / "one", one, zfunc.load(saved, one))
     digest = hashlib.blake2b(repr(seen).encode(), digest_size=12)

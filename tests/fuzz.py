@@ -49,19 +49,14 @@ SETTINGS: dict[str, list[Any]] = {
     "stage": [2, 2, 1, 3],
     "params_on": ["device", "device", "host", "disk"],
     "activations_on": ["device", "device", "host", "host,device", "disk"],
-    "state_on": ["host", "host", "disk"],
-    "disk_ratio": [1.0, 0.5],
+    "state_on": ["host", "host", "device:0.5,host", "device", "disk", "host:0.5,disk"],
     "grads_on": ["host", "disk"],
     "commit_every": [1, 2],
-    "state_slots": [3, 1],
     "accumulate": ["auto", "auto", "horizontal", "vertical", 2],
-    "weight_slots": [2, 1, 3],
     "persistent_params": [0, 0, 20, 100],
-    "offload_ratio": [1.0, 1.0, 0.5, 0.0],
     "defer": [False, False, True],
     "schedule": ["Overlapped", "Serial", "Interleaved", "CriticalPath", Scattered(0), Scattered(1, 3)],
-    "grad_slots": [2, 1, 3],
-    "host_slots": [2, 1, 3],
+    "slots": [2, 1, 3],
 }
 OPTIMIZER: dict[str, list[Any]] = {"moments": ["fp32", "fp32", "16bit", "8bit"], "weight_decay": [0.01, 0.0]}
 TOLERANCE = {"fp32": 3e-6, "16bit": 2.0**-7, "8bit": None}  # of the first moment; 8 bits are too few to tell
@@ -83,12 +78,8 @@ def case(seed: int) -> Case:
     if settings["recompute"] == "none":
         settings["params_on"] = settings["activations_on"] = "device"
         settings["stage"] = min(settings["stage"], 2)
-    if settings["state_on"] == "disk":
-        settings["offload_ratio"] = 1.0
-    else:
-        settings |= {
-            name: SETTINGS[name][0] for name in ("disk_ratio", "grads_on", "commit_every", "state_slots")
-        }
+    if "disk" not in settings["state_on"]:
+        settings |= {name: SETTINGS[name][0] for name in ("grads_on", "commit_every")}
         settings["params_on"] = settings["params_on"].replace("disk", "host")
     if settings["params_on"] != "device":
         settings["stage"] = 3
@@ -119,7 +110,7 @@ def _run_in(folder: str, given: Case) -> None:
     optimizer = plain.remembering(zfunc.AdamW(1e-2, **{name: settings.pop(name) for name in OPTIMIZER}))
     precision = settings["precision"] = _precision(given.model, settings["precision"])
     segments, parts, _ = given.model.built()
-    if "disk" in (settings["state_on"], settings["activations_on"]):
+    if "disk" in settings["state_on"] + settings["activations_on"]:
         settings["swap"] = folder
     program = zfunc.compile(segments, optimizer=optimizer, device="cpu", **settings)
     scale = LossScale(2.0**7) if precision == "fp16" else None
@@ -139,7 +130,6 @@ def _run_in(folder: str, given: Case) -> None:
             "params_on": "device",
             "activations_on": "device",
             "state_on": "host",
-            "disk_ratio": 1.0,
             "grads_on": "host",
             "commit_every": 1,
             "swap": (),

@@ -92,6 +92,11 @@ class Momentum:
         return {"master": state["master"], "buf": -state["exp_avg"]}
 
 
+def on_disk(settings: Mapping[str, Any]) -> bool:
+    """Whether there has to be a swap space for the state."""
+    return "disk" in settings.get("state_on", "")
+
+
 def is_matrix(_name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2
 
@@ -162,16 +167,16 @@ NUMBERS: dict[str, Settings] = {
 }
 ALL_ON_DISK = {"state_on": "disk", "params_on": "disk", "grads_on": "disk"}
 WAYS: dict[str, Settings] = {
-    "one slot": {"grad_slots": 1, "host_slots": 1},
+    "one slot": {"slots": 1},
     "small buckets": {"bucket_size": 100},
     "one bucket": {"bucket_size": 1 << 20},
     "norms": {"norms": True},
     "deferred": {"defer": True},
-    "half on the device": {"offload_ratio": 0.5, "bucket_size": 400},
-    "a third on the host": {"offload_ratio": 0.3, "bucket_size": 400},
-    "on the device": {"offload_ratio": 0.0},
+    "half on the device": {"state_on": "device:0.5,host", "bucket_size": 400},
+    "a third on the host": {"state_on": "device:0.7,host", "bucket_size": 400},
+    "on the device": {"state_on": "device"},
     "updated on the device": {"update_on": "device"},
-    "half updated on the device": {"update_on": "host,device", "bucket_size": 100, "update_slots": 1},
+    "half updated on the device": {"update_on": "host,device", "bucket_size": 100, "slots": 1},
     "updated on the device, from the host": {
         **{"update_on": "device", "params_on": "host", "defer": True, "bucket_size": 400},
     },
@@ -186,10 +191,10 @@ WAYS: dict[str, Settings] = {
     "from the host": {"params_on": "host", "bucket_size": 100_000},
     "large ones from the host": {"params_on": "host", "persistent_params": 40, "defer": True},
     "half from the host, two at a time": {
-        **{"params_on": "host", "weight_slots": 1, "offload_ratio": 0.5, "accumulate": 2},
+        **{"params_on": "host", "slots": 1, "state_on": "device:0.5,host", "accumulate": 2},
     },
     "all from the host, one slot": {
-        **{"params_on": "host", "activations_on": "host", "accumulate": "horizontal", "weight_slots": 1},
+        **{"params_on": "host", "activations_on": "host", "accumulate": "horizontal", "slots": 1},
         **{"defer": True, "keys_on": "host"},
     },
     "stage 3": {"stage": 3},
@@ -218,7 +223,7 @@ WAYS: dict[str, Settings] = {
             "order": "LoopedBFS",
             "update_on": "host,device",
             "bucket_size": 400,
-            "offload_ratio": 0.7,
+            "state_on": "device:0.3,host",
         },
     },
     "two devices, backward split": {"devices": 2, "order": "ZeroBubble", "bucket_size": 500},
@@ -226,14 +231,19 @@ WAYS: dict[str, Settings] = {
         **{"devices": 2, "params_on": "host", "activations_on": "host", "defer": True},
         "order": RecomputeAhead(ZeroBubble()),
     },
-    "down a V and up": {"devices": 2, "order": "DualPipeV", "offload_ratio": 0.5, "bucket_size": 400},
+    "down a V and up": {
+        "devices": 2,
+        "order": "DualPipeV",
+        "state_on": "device:0.5,host",
+        "bucket_size": 400,
+    },
     "dealt to three devices": {
         **{
             "devices": 3,
             "order": "RoundPipe",
             "params_on": "host",
             "activations_on": "host",
-            "weight_slots": 1,
+            "slots": 1,
         },
     },
     "dealt to two devices, all on the disk": {
@@ -242,13 +252,13 @@ WAYS: dict[str, Settings] = {
     "two stages": {"pp": 2},
     "two stages, all forwards first": {"pp": 2, "order": "GPipe", "bucket_size": 500},
     "two stages, from the host": {
-        **{"pp": 2, "params_on": "host", "activations_on": "host", "weight_slots": 1, "defer": True},
+        **{"pp": 2, "params_on": "host", "activations_on": "host", "slots": 1, "defer": True},
     },
     "two stages, all on the disk": {
         **{**ALL_ON_DISK, "pp": 2, "activations_on": "disk", "defer": True, "commit_every": 2},
     },
     "two stages, half of the state on the disk": {
-        **{"pp": 2, "order": "GPipe", "state_on": "disk", "disk_ratio": 0.5, "state_slots": 1},
+        **{"pp": 2, "order": "GPipe", "state_on": "host:0.5,disk", "slots": 1},
     },
     "three stages, one without parameters": {
         **{"pp": 3, "order": "OneFOneB:2,1,3", "state_on": "disk", "defer": True},
@@ -263,18 +273,18 @@ WAYS: dict[str, Settings] = {
         "bucket_size": 400,
     },
     "three stages, half updated there": {
-        **{"pp": 3, "update_on": "host,device", "bucket_size": 400, "offload_ratio": 0.7},
+        **{"pp": 3, "update_on": "host,device", "bucket_size": 400, "state_on": "device:0.3,host"},
         "order": RecomputeAhead(OneFOneB()),
     },
     "state on the disk": {"state_on": "disk"},
     "state on the disk, deferred": {"state_on": "disk", "defer": True, "commit_every": 2},
     "half of the state on the disk": {
-        **{"state_on": "disk", "disk_ratio": 0.5, "commit_every": 3, "state_slots": 1},
+        **{"state_on": "host:0.5,disk", "commit_every": 3, "slots": 1},
     },
     "state on the disk, from the host": {"state_on": "disk", "params_on": "host", "commit_every": 2},
     "all on the disk": {**ALL_ON_DISK, "activations_on": "disk", "defer": True, "bucket_size": 300},
     "all on the disk, one slot": {
-        **{**ALL_ON_DISK, "state_slots": 1, "host_slots": 1, "weight_slots": 1},
+        **{**ALL_ON_DISK, "slots": 1},
         **{"accumulate": "horizontal", "activations_on": "host,disk"},
     },
 }
@@ -319,7 +329,7 @@ class Row:
         way = WAYS[self.way]
         if way.keys() & {"devices", "pp"}:
             return "several devices"
-        return "off the device" if way.keys() & {"stage", "state_on"} or way.get("params_on") else "a device"
+        return "off the device" if "stage" in way or on_disk(way) or way.get("params_on") else "a device"
 
     @property
     def pairs(self) -> set[Any]:
@@ -370,7 +380,7 @@ class Row:
             return False  # of another number of segments
         if self.model == "norms" and "dealt" in self.way and given.get("micro_batches", 1) > given["devices"]:
             return False  # buffers of a segment on several devices
-        if "state_on" in given and self.model == "norms":
+        if on_disk(given) and self.model == "norms":
             return False  # a swap space has no modules' buffers
         return self.world * given.get("micro_batches", 1) <= 6
 
@@ -379,7 +389,7 @@ class Row:
         given: Settings = {"defer": False, **self.settings}
         if self.world > 1 and given.get("params_on", "device") != "device":
             given["stage"] = 3
-        if "state_on" in given:
+        if on_disk(given):
             (second := folder / "second").mkdir(parents=True, exist_ok=True)
             given["swap"] = [folder, second]
             given.pop("ema", None)  # a swap space has no averages

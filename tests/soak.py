@@ -47,11 +47,11 @@ LIVES: tuple[dict[str, Any], ...] = (  # settings of one life after the other: n
     {"defer": True, "accumulate": "vertical"},
     {"defer": True, "stage": 3, "params_on": "host", "accumulate": "horizontal"},
 )
-ON_DISK: dict[str, Any] = {"state_on": "disk", "params_on": "disk", "stage": 3, "state_slots": 1}
+ON_DISK: dict[str, Any] = {"state_on": "disk", "params_on": "disk", "stage": 3, "slots": 1}
 LIVES_ON_DISK: tuple[dict[str, Any], ...] = (
     {"grads_on": "disk", "activations_on": "disk"},
     {"grads_on": "disk", "activations_on": "host,disk", "defer": True, "accumulate": "vertical"},
-    {"weight_slots": 1, "accumulate": "horizontal"},
+    {"slots": 1, "accumulate": "horizontal"},
 )
 PASSES = (
     "load",

@@ -201,21 +201,21 @@ SPECS: dict[str, StepSpec] = {
         TIED, micro_batches=2, world=2, barrier=True, recompute=[False] * 3, aux=["accuracy"]
     ),
     "tied neighbours": spec(TIED_NEXT, bucket_size=1000, world=2),
-    "tied in three": spec(TIED_THREE, bucket_size=64, grad_slots=3, host_slots=1),
+    "tied in three": spec(TIED_THREE, bucket_size=64, slots=3),
     "spanning": spec(SPANNING, bucket_size=256, micro_batches=2),
     "spanning a tie": spec(SPANNING_TIE, bucket_size=1000),
     "frozen": spec(FROZEN, recompute=[False, True, False, True], precision="fp32"),
-    "frozen accumulated": spec(FROZEN, micro_batches=3, grad_slots=1, barrier=True),
+    "frozen accumulated": spec(FROZEN, micro_batches=3, slots=1, barrier=True),
     "scalars": spec(SCALARS, bucket_size=1),
-    "one huge": spec(chain((4,), (5000,), (3, 3)), grad_slots=1, host_slots=1, world=3),
-    "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
+    "one huge": spec(chain((4,), (5000,), (3, 3)), slots=1, world=3),
+    "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, slots=3),
     "one segment": spec([[Parameter("w", (2, 2))]], micro_batches=2),
-    "16 bits": spec(TIED_NEXT, state_format="16bit", host_slots=1),
+    "16 bits": spec(TIED_NEXT, state_format="16bit", slots=1),
     "two formats": spec(TWO_FORMATS, micro_batches=2, world=2, barrier=True, ema=0.5),
     "two formats, streamed": spec(TWO_FORMATS, params_on="host", save=True),
     "whole matrices": spec(MATRICES, resident={0}, save=True, ema=0.5),
     "whole matrices, barrier": spec(MATRICES_APART, micro_batches=2, world=2, barrier=True, resident={0, 2}),
-    "whole matrices, stage 3": spec(MATRICES, stage=3, world=3, params_on="host", barrier=True, host_slots=1),
+    "whole matrices, stage 3": spec(MATRICES, stage=3, world=3, params_on="host", barrier=True, slots=1),
     "whole parameters": spec(WHOLE, micro_batches=2, barrier=True, resident={0}, save=True),
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
@@ -226,11 +226,9 @@ SPECS: dict[str, StepSpec] = {
     ),
     "partial, barrier, spanning": spec(SPANNING_TIE, bucket_size=64, resident={0, 1}, barrier=True),
     "norms in fp32": spec(TIED_NEXT, in_fp32={"a", "c"}, micro_batches=2, barrier=True, save=True),
-    "two of a bucket in fp32, 16 bits": spec(
-        SPANNING, in_fp32={"p1", "p2"}, state_format="16bit", host_slots=1
-    ),
+    "two of a bucket in fp32, 16 bits": spec(SPANNING, in_fp32={"p1", "p2"}, state_format="16bit", slots=1),
     "some in fp32, from the host": spec(
-        FROZEN, in_fp32={"stem", "adapter"}, params_on="host", state_format="8bit", weight_slots=1, save=True
+        FROZEN, in_fp32={"stem", "adapter"}, params_on="host", state_format="8bit", slots=1, save=True
     ),
     "a tie in fp32, stage 3": spec(
         TIED,
@@ -251,7 +249,7 @@ SPECS: dict[str, StepSpec] = {
         TIED_THREE, bucket_size=64, update_on="device", barrier=True, micro_batches=2, world=2, resident={1}
     ),
     "half updated on the device, from the host": spec(
-        FROZEN, params_on="host", update_on="host,device", update_slots=1, micro_batches=2, group_size=2
+        FROZEN, params_on="host", update_on="host,device", slots=1, micro_batches=2, group_size=2
     ),
     "16 bits, from the host, updated on the device": spec(
         TIED, bucket_size=64, params_on="host", state_format="16bit", update_on="device", barrier=True
@@ -260,15 +258,13 @@ SPECS: dict[str, StepSpec] = {
         TIED, update_on="device", grads_on="host", barrier=True, micro_batches=2, group_size=2, world=2
     ),
     "whole matrices, updated on the device": spec(MATRICES, world=3, update_on="device", barrier=True),
-    "whole parameters, updated on the device": spec(WHOLE, update_on="device", update_slots=1, host_slots=1),
-    "vertical": spec(TIED, micro_batches=3, group_size=3, barrier=True, grad_slots=1),
+    "whole parameters, updated on the device": spec(WHOLE, update_on="device", slots=1),
+    "vertical": spec(TIED, micro_batches=3, group_size=3, barrier=True, slots=1),
     "vertical, two ranks": spec(TIED_THREE, micro_batches=2, group_size=2, world=2, resident={1}),
     "in groups": spec(
-        TIED_NEXT, micro_batches=3, group_size=2, world=2, host_slots=1, aux=["accuracy", "perplexity"]
+        TIED_NEXT, micro_batches=3, group_size=2, world=2, slots=1, aux=["accuracy", "perplexity"]
     ),
-    "parameters on the host": spec(
-        TIED, bucket_size=64, params_on="host", state_format="16bit", weight_slots=1
-    ),
+    "parameters on the host": spec(TIED, bucket_size=64, params_on="host", state_format="16bit", slots=1),
     "parameters on the host, copied": spec(
         FROZEN, params_on="host", micro_batches=2, group_size=2, barrier=True, resident={1}, constant_bytes=40
     ),
@@ -289,7 +285,7 @@ SPECS: dict[str, StepSpec] = {
         recompute=[True, False] * 2,
         activations_on="host,disk,device",
         micro_batches=2,
-        host_slots=1,
+        slots=1,
     ),
     "modules' buffers": spec(
         TIED, micro_batches=3, buffer_bytes=(0, 24, 40), recompute=[True, True, False], save=True
@@ -548,18 +544,15 @@ def specs(draw: st.DrawFn) -> StepSpec:
         recompute=draw(st.tuples(*[st.booleans()] * len(segments))),
         micro_batches=draw(st.integers(1, 3)),
         barrier=draw(st.booleans()),
-        grad_slots=draw(st.integers(1, 3)),
-        host_slots=draw(st.integers(1, 3)),
+        slots=draw(st.integers(1, 3)),
         precision=draw(st.sampled_from(["bf16", "fp32"])),
         state_format=draw(st.sampled_from(FORMATS)),
         stage=stage,
         group_size=1 if stage == 1 else draw(st.integers(1, 3)),
         params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
-        weight_slots=draw(st.integers(1, 3)),
         persistent={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
         in_fp32={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
         update_on=draw(st.sampled_from(["host", "device", "host,device"])),
-        update_slots=draw(st.integers(1, 3)),
         grads_on=draw(st.sampled_from(["device", "host"])),
         activations_on=",".join(draw(st.sampled_from(PLACES))[: len(segments)]),
         save=draw(st.booleans()),

@@ -436,8 +436,8 @@ def message(limit: int, patch: pytest.MonkeyPatch) -> None:
 def in_shares(least: int, _: pytest.MonkeyPatch) -> None:
     """A quarter of the state is so within a bucket."""
     parameters = [[Parameter(f"{s}.{n}", (64,)) for n in range(2)] for s in range(8)]
-    layout = bucketing.lay_out(parameters, StepSettings(offload_ratio=0.25, bucket_size=1024), 1)
-    on_device = bucketing.resident_buckets(layout, 0.25)
+    layout = bucketing.lay_out(parameters, StepSettings(state_on="device:0.75,host", bucket_size=1024), 1)
+    on_device = bucketing.resident_buckets(layout, 0.75)
     assert len(layout.buckets) >= least
     assert abs(len(on_device) / len(layout.buckets) - 0.75) <= 0.5 / least
 

@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 6_990,
+    "core": 7_120,
     "schedules and ground": 1_450,
     "runtime": 3_400,
     "optim": 2_890,
     "checkpoint": 3_120,
     "engine": 9_828,
     "viz": 1_100,
-    "planner": 3_550,
+    "planner": 3_580,
     "models": 4_290,
     "train": 4_826,
     "cli": 2_500,
-    "tests": 43_697,
+    "tests": 43_730,
     "course": 2_717,
 }
 

@@ -10,6 +10,10 @@ import pytest
 import zfunc
 
 
+def test_compile_has_no_more_parameters_than_were_decided() -> None:
+    assert len(inspect.signature(zfunc.compile).parameters) <= 37
+
+
 def test_modules_are_imported_by_their_public_names() -> None:
     """In a process that has imported nothing else, so that no import before makes it work."""
     code = "import zfunc.hf; from zfunc.lr import WarmupCosine; import zfunc; from zfunc.models import hf"

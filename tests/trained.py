@@ -26,10 +26,18 @@ def compiled(
     state = {"moments": moments, "split_master": split_master}
     if optimizer is None:
         optimizer = zfunc.AdamW(lr, betas=betas, weight_decay=0.1, decay=zfunc.matrices_only, **state)
-    elif moments != "fp32":
-        settings["moments"] = moments
+    else:
+        settings |= adam_of(moments, optimizer)
     usual = {"bucket_size": 3000, "device": "cpu"}
-    return zfunc.compile(segments, optimizer=optimizer, **{**usual, **settings}), batch
+    return zfunc.compile(segments, **{**usual, "optimizer": optimizer, **settings}), batch
+
+
+def adam_of(moments: Any = "fp32", optimizer: Any = None, **settings: Any) -> dict[str, Any]:
+    """The settings with their optimizer, or AdamW, whose moments are in the format that is among them."""
+    optimizer = zfunc.AdamW() if optimizer is None else optimizer
+    if moments != "fp32":
+        optimizer = optimizer.with_moments(moments, split_master=False)
+    return {"optimizer": optimizer, **settings}
 
 
 def steps(

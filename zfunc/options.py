@@ -73,8 +73,8 @@ def flag(name: str) -> str:
 def as_flag(name: str, value: Any) -> str:
     """The settings field `name` with its value, as typed on the command line.
 
-    >>> as_flag("offload_ratio", 0.5), as_flag("max", True)
-    ('--offload-ratio 0.5', '--max')
+    >>> as_flag("clip", 0.5), as_flag("max", True)
+    ('--clip 0.5', '--max')
     """
     if value is True:
         return flag(name)
@@ -100,22 +100,6 @@ class OneOf:
             hint = did_you_mean(str(value), list(self.names)) or ": choose one of them"
             raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(self.names)}{hint}")
         return value
-
-
-@frozen
-class SeveralOf(OneOf):
-    """A check that a value is one of `names`, or several, joined by commas or in a list; "auto" is alone."""
-
-    def __call__(self, name: str, value: Any) -> Any:
-        """Return `value`, several names joined by commas; raises ValueError for a name that is not allowed."""
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, list | tuple) or not parts:
-            parts = [value]
-        for part in parts:
-            super().__call__(name, part)
-        if len(parts) > 1 and AUTO in parts:
-            raise ValueError(f"{name}: got {value!r}, expected {AUTO!r} alone: leave the others out")
-        return ",".join(parts)
 
 
 one_of = OneOf

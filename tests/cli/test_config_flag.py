@@ -107,7 +107,7 @@ def test_hugging_faces_file_for_stage_3_trains_as_stage_2_does(capsys: pytest.Ca
     out = capsys.readouterr().out
     assert re.search('"auto" is zfunc\'s default, or what was passed: .*stage3_prefetch_bucket_size', out)
     assert "stage3_gather_16bit_weights_on_model_save: `zfunc export" in out
-    names = ("stage", "params_on", "weight_slots", "activations_on", "accumulate")
+    names = ("stage", "params_on", "slots", "activations_on", "accumulate")
     settings = config("host")["settings"]
     assert [settings[name] for name in names] == [3, "host", 2, "device", "auto"]
     assert small_trainings.losses("host") == small_trainings.losses("device")
@@ -238,8 +238,8 @@ def wait_on_host(yes: bool) -> dict[str, Any]:
 
 
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
-ON_DISK = {"stage": 3, "state_on": "disk", "swap": ("/a",), "offload_ratio": 1.0}
-GIVEN = {"stage": "3", "params_on": "host", "activations_on": "host", "weight_slots": 3}
+ON_DISK = {"stage": 3, "state_on": "disk", "swap": ("/a",)}
+GIVEN = {"stage": "3", "params_on": "host", "activations_on": "host", "slots": 3}
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ GIVEN = {"stage": "3", "params_on": "host", "activations_on": "host", "weight_sl
         (zero(stage=AUTO, offload_param={"device": AUTO}), GIVEN, GIVEN),
         (
             zero(offload_optimizer={"device": "cpu"}),
-            {"offload_ratio": "0.5"},
-            {"stage": 1, "offload_ratio": "0.5"},
+            {"state_on": "device:0.5,host"},
+            {"stage": 1, "state_on": "device:0.5,host"},
         ),
         (zero(**NVME), {"state_on": "disk", "swap": ("/a",)}, ON_DISK),
         (zero(**NVME), {"state_on": AUTO}, ON_DISK | {"state_on": AUTO}),
@@ -272,12 +272,12 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
         ("stage", "3", zero(stage=2), "stage 2"),
         ("params_on", "device", zero(stage=3, offload_param={"device": "cpu"}), "offload_param.device cpu"),
         ("params_on", "host", zero(stage=3, offload_param={"device": "none"}), "offload_param.device none"),
-        ("weight_slots", 2, zero(stage=3, stage3_prefetch_bucket_size=0), "prefetch_bucket_size 0"),
+        ("slots", 2, zero(stage=3, stage3_prefetch_bucket_size=0), "prefetch_bucket_size 0"),
         ("persistent_params", "9", zero(stage=3, stage3_param_persistence_threshold=8), "threshold 8"),
         ("activations_on", "device", wait_on_host(True), "cpu_checkpointing True"),
         ("state_on", "host", zero(**NVME), "offload_optimizer.device nvme"),
         ("swap", ("/b",), zero(**NVME), "nvme_path /a"),
-        ("offload_ratio", "0.5", zero(offload_optimizer={"device": "none"}), "device none"),
+        ("state_on", "host", zero(offload_optimizer={"device": "none"}), "device none"),
         ("moments", "fp32", {"bf16": {"bf16_optimizer_states": True}}, "bf16_optimizer_states True"),
         ("optimizer", "sgd", {"optimizer": {"type": "Lion"}}, "optimizer.type Lion"),
         ("precision", "bf16", {"fp16": {"enabled": True}}, "fp16.enabled True"),

@@ -246,7 +246,7 @@ def test_a_figure_of_the_profile_is_replaced(capsys: Out) -> None:
     [
         (["--schedule", "auto", "--hidden-size", "256"], "found by search:"),
         (["--defer"], "updates deferred"),
-        (["--offload-ratio", "0.5"], "50% of the state on the host"),
+        (["--state-on", "device:0.5,host"], "50% of the state on the host"),
         (["--world", "4", "--hardware", "h100"], "on 4 ranks"),
         (["--world", "2", "--micro-batches", "2"], "2 micro-batches"),
         (["--hardware", "gh200", "--precision", "fp32"], "GH200"),
@@ -309,7 +309,7 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
 ) -> None:
     model = plan_model(PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
     step = model.planned.step
-    best = attrs.evolve(step.settings, schedule=schedule, offload_ratio=0.0, defer=True)
+    best = attrs.evolve(step.settings, schedule=schedule, state_on="device", defer=True)
     spec = attrs.evolve(step.spec, settings=best)
     planned = attrs.evolve(model.planned, step=attrs.evolve(step, spec=spec))
     searched = attrs.evolve(model, settings=attrs.evolve(model.settings, schedule="auto"), planned=planned)
@@ -319,7 +319,7 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
         paragraph = next(x for x in plan_text(searched).split("\n\n") if x.startswith("as options of"))
         lead, _, options = paragraph.partition(":")
         typed = parser.parse_args(options.split())
-        assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
+        assert (typed.schedule, typed.slots, typed.state_on) == (schedule, 2, "device")
         assert (typed.defer, typed.bucket_size) == (True, 50_000_000)
         assert ("which orders for round numbers" in " ".join(lead.split())) == (schedule == "CriticalPath")
 
@@ -425,7 +425,7 @@ def test_train_refuses_what_does_not_fit_with_the_planners_advice(
     assert "a step needs more memory than is free: " in err
     assert "nothing was allocated" in err
     assert re.search(r"--[a-z-]+ \S+( --[a-z-]+ \S+)* would fit", err)
-    assert "--grad-slots" not in err, "zfunc train has no such option"
+    assert "--slots" not in err, "zfunc train has no such option"
     assert err.count("\n") <= 12
     assert not Path("run").exists()
 

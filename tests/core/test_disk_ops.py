@@ -24,7 +24,7 @@ def on_disk(params_on: Any, grads_on: Any, defer: bool, commit: bool, slots: int
         FROZEN if world > 1 else TIED_THREE,
         **{"params_on": params_on, "grads_on": grads_on, "defer": defer, "commit": commit, "world": world},
         state_on="disk",
-        **{"barrier": True, "state_slots": slots, "weight_slots": slots, "host_slots": slots},
+        **{"barrier": True, "slots": slots},
         **{
             "bucket_size": 64,
             "stage": 2 if params_on == "device" else 3,

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from trained import adam_of
 
 import zfunc
 from zfunc import schedules
@@ -64,7 +65,7 @@ def test_the_graph_of_sizes_is_the_graph_of_a_model_of_these_sizes(
     segments = [zfunc.segment(f"segment{n}", module) for n, module in enumerate(modules)]
     batch = torch.zeros(2, 64), torch.zeros(2, 64)
     traced = zfunc.plan(
-        segments, batch, hardware=SLOW, world=world, advice=False, bucket_size=size, **settings
+        segments, batch, hardware=SLOW, world=world, advice=False, bucket_size=size, **adam_of(**settings)
     )
     mine = zfunc.step_graph(2, size, world=world, **settings)
     assert [(op.name, op.kind) for op in mine] == [(op.name, op.kind) for op in traced.plan.graph]
@@ -84,7 +85,7 @@ def test_the_passes_of_any_order_have_the_work_of_one_device(order: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "given", [{"segments": 0}, {"parameters": 1e6}, {"tokens": -1}, {"offload_ratio": "auto"}]
+    "given", [{"segments": 0}, {"parameters": 1e6}, {"tokens": -1}, {"state_on": "device:auto,host"}]
 )
 def test_a_graph_of_bad_sizes_names_them(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(given))}: got"):

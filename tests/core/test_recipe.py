@@ -46,7 +46,7 @@ def test_plain_is_zero_offload_where_nothing_else_is_set(
         micro_batches=data.draw(st.integers(1, 3)),
         recompute=data.draw(st.tuples(*[st.booleans()] * len(segments))),
         **{name: data.draw(st.booleans()) for name in ("barrier", "save")},
-        **{name: data.draw(st.integers(1, 3)) for name in ("grad_slots", "host_slots")},
+        slots=data.draw(st.integers(1, 3)),
     )
     if any(len(b.deliveries) > 1 or own.places[b.index].matrices for b in own.layout.buckets):
         with pytest.raises(PlanError, match="tied parameters or updates of whole matrices"):

@@ -19,12 +19,13 @@ from zfunc.cli.commands.plan import PlanSettings
 from zfunc.cli.parser import make_parser
 from zfunc.core import settings as module
 from zfunc.core.bucketing import default_bucket_size
-from zfunc.core.settings import CHECK, HELP, OPTION, StepSettings, settings_with
+from zfunc.core.settings import CHECK, HELP, OPTION, StepSettings, named_settings, settings_with
 from zfunc.options import flag_fields, options_of, values_of_flags
 from zfunc.train.deepspeed.mapping import from_deepspeed
 from zfunc.train.settings import ModelFlags, TrainSettings, step_settings
 
 FIELDS = {f.name: f for f in fields(StepSettings)}
+NAMED = named_settings()  # all but those of the optimizer
 FLAGS = {f.metadata[OPTION].name or name: f for name, f in FIELDS.items() if f.metadata[OPTION].group}
 COMMANDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "train": (TrainSettings, options_of(TrainSettings)),
@@ -52,29 +53,22 @@ OTHERS: dict[str, Any] = {
     "ema": 0.9,
     "params_on": "host",
     "persistent_params": 100,
-    "weight_slots": 3,
     "activations_on": "host",
     "keys_on": "host",
-    "moments": "8bit",
     "bucket_size": 64,
-    "grad_slots": 3,
-    "host_slots": 1,
-    "offload_ratio": 0.5,
+    "slots": 3,
     "defer": True,
     "state_on": "disk",
     "update_on": "device",
-    "update_slots": 2,
-    "disk_ratio": 0.5,
     "grads_on": "disk",
     "swap": ("/swap",),
     "commit_every": 10,
-    "state_slots": 2,
 }
 ON_DISK = {"state_on": "disk", "swap": ("/swap",)}
 ONE = [zfunc.segment("loss", Loss(8))]  # of which tiles are, too
 TWO = [zfunc.segment("first", torch.nn.Linear(8, 8)), *ONE]
-NEEDS: dict[str, dict[str, Any]] = dict.fromkeys(("state_on", "disk_ratio", "grads_on", "swap"), ON_DISK)
-every_field = pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
+NEEDS: dict[str, dict[str, Any]] = dict.fromkeys(("state_on", "grads_on", "swap"), ON_DISK)
+every_name = pytest.mark.parametrize("field", NAMED.values(), ids=NAMED)
 every_flag = pytest.mark.parametrize("flag", FLAGS)
 
 
@@ -93,7 +87,7 @@ def planned(settings: StepSettings | None = None, **given: Any) -> Any:
     return zfunc.plan(_segments(settings, given), batch, settings, advice=False, **given)
 
 
-@every_field
+@every_name
 def test_compile_and_plan_have_each_field_with_default_and_help(field: "Attribute[Any]") -> None:
     for call in (zfunc.compile, zfunc.plan):
         parameter = inspect.signature(call).parameters[field.name]
@@ -103,7 +97,7 @@ def test_compile_and_plan_have_each_field_with_default_and_help(field: "Attribut
         assert field.metadata[HELP] in " ".join((call.__doc__ or "").split())
 
 
-@every_field
+@every_name
 def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
     """By name, as one value, or a change of one; a plan says how large its buckets are, and refuses stages."""
     other, needed = OTHERS[field.name], NEEDS.get(field.name, {})
@@ -122,7 +116,7 @@ def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
         assert planned(base, **given).step.settings == sized
 
 
-@every_field
+@every_name
 def test_each_field_has_one_check(field: "Attribute[Any]") -> None:
     errors: list[str] = []
     for make in (StepSettings, compiled, planned):
@@ -183,18 +177,17 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         settings_with({}, {})  # type: ignore[arg-type]
 
 
-def test_moments_come_from_the_optimizer_or_the_settings() -> None:
-    eight = zfunc.AdamW(moments="8bit")
-    for program in (
-        compiled(optimizer=eight),
-        compiled(moments="8bit"),
-        compiled(moments="8bit", optimizer=eight),
-    ):
+def test_moments_are_the_optimizers_and_those_that_a_plan_has_varied() -> None:
+    eight, varied = zfunc.AdamW(moments="8bit"), StepSettings(moments="8bit")
+    for program in (compiled(optimizer=eight), compiled(varied), compiled(varied, optimizer=eight)):
         assert program.settings.moments == program.optimizer.moments == program.layout.state_format == "8bit"
     with pytest.raises(
-        ValueError, match="moments: got '16bit' and AdamW.moments='8bit'., expected one of them"
+        ValueError, match="moments: got '16bit' and AdamW.moments='8bit'., expected one format: give"
     ):
-        compiled(optimizer=eight, moments="16bit")
+        compiled(StepSettings(moments="16bit"), optimizer=eight)
+    for call in (compiled, planned):
+        with pytest.raises(TypeError, match="moments: got a setting that is gone: pass it to the optimizer"):
+            call(moments="8bit")
 
 
 def test_a_deepspeed_file_sets_fields() -> None:

@@ -55,7 +55,7 @@ TRAININGS: list[tuple[str, Any, dict[str, Any]]] = [
     ),
     ("tied GPT", "Overlapped", {"micro_batches": 2}),
     ("tied GPT", "Interleaved", {"clip_norm": 0.5}),
-    ("odd sizes", "Overlapped", {"bucket_size": 600, "clip_norm": 2.0, "offload_ratio": 0.5}),
+    ("odd sizes", "Overlapped", {"bucket_size": 600, "clip_norm": 2.0, "state_on": "device:0.5,host"}),
     ("odd sizes", "Serial", {"bucket_size": 600}),
     ("odd sizes", "Overlapped", {"devices": 2, "micro_batches": 3, "clip_norm": 2.0}),
     ("odd sizes", Scattered(0, num_lanes=2), {"devices": 3, "order": "GPipe", "micro_batches": 3}),

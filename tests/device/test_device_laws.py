@@ -66,7 +66,9 @@ def on_a_device(row: Row) -> bool:
     """Alone; and not where the norm of a sum, of micro-batches or of the uses of a tied parameter, is taken by
     another sweep on the device than on the host."""
     sums = row.settings.get("micro_batches", 1) > 1 or row.model in ("pairs", "tied GPT", "GPT with dropout")
-    return row.world == 1 and not (sums and row.settings.keys() & {"offload_ratio", "update_on"})
+    return row.world == 1 and not (
+        sums and ("update_on" in row.settings or "device" in row.settings.get("state_on", ""))
+    )
 
 
 def needs(devices: int) -> None:
@@ -148,7 +150,7 @@ def test_a_released_state_leaves_nothing_on_the_device(device: str, row: Row, tm
     assert got.same(never)
 
 
-@pytest.mark.parametrize("way", [{}, {"params_on": "host"}, {"stage": 3, "offload_ratio": 0.5}])
+@pytest.mark.parametrize("way", [{}, {"params_on": "host"}, {"stage": 3, "state_on": "device:0.5,host"}])
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp32"])
 def test_weights_are_handed_over_with_one_tensor_beside_the_model(
     device: str, way: dict[str, Any], dtype: Any
@@ -183,7 +185,9 @@ def test_losses_are_the_cpus_within_tolerance(model: str, precision: str, tolera
     assert [a for a, _ in there] == pytest.approx([a for a, _ in cpu], rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("more", [{}, {"micro_batches": 3, "accumulate": "vertical", "offload_ratio": 0.5}])
+@pytest.mark.parametrize(
+    "more", [{}, {"micro_batches": 3, "accumulate": "vertical", "state_on": "device:0.5,host"}]
+)
 def test_norms_of_parameters_and_auxiliary_outputs_are_the_hosts(device: str, more: dict[str, Any]) -> None:
     seen = []
     for place, norms in ((device, True), (device, False), ("cpu", True)):
@@ -198,7 +202,7 @@ def test_norms_of_parameters_and_auxiliary_outputs_are_the_hosts(device: str, mo
 
 def test_a_saved_state_and_a_stream_of_the_callers_give_the_same_bits(device: str, tmp_path: Any) -> None:
     """The batch is only queued, on the caller's own stream, when the step begins; resident state is saved."""
-    program, data = compiled("odd sizes", device, offload_ratio=0.5, schedule="Overlapped")
+    program, data = compiled("odd sizes", device, state_on="device:0.5,host", schedule="Overlapped")
     batches = [data(i) for i in range(4)]
     state = zfunc.init(program, seed=1)
     for batch in batches:
@@ -363,7 +367,7 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
 at_night = partial(pytest.param, marks=pytest.mark.slow)
 SEVERAL = [(2, "all"), (3, "none"), (4, "min-cut")]
 DEALT: list[dict[str, Any]] = [
-    {"order": "RoundPipe", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0},
+    {"order": "RoundPipe", "activations_on": "host", "slots": 1, "clip_norm": 1.0},
     {"order": "LoopedBFS", "recompute": "min-cut", "defer": True},
 ]
 
@@ -375,10 +379,10 @@ DEALT: list[dict[str, Any]] = [
         {"recompute": "none", "clip_norm": 1.0, "defer": True},
         {"recompute": "min-cut"},
         {"update_on": "device", "clip_norm": 1.0, "defer": True},
-        at_night({"update_on": "device", "params_on": "host", "update_slots": 1, "clip_norm": 1.0}),
+        at_night({"update_on": "device", "params_on": "host", "slots": 1, "clip_norm": 1.0}),
         {"params_on": "host", "clip_norm": 1.0, "micro_batches": 2},
         {"recompute": "all,min-cut", "activations_on": "host,device"},
-        {"params_on": "host", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0, "defer": True},
+        {"params_on": "host", "activations_on": "host", "slots": 1, "clip_norm": 1.0, "defer": True},
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},
         {"layers": 2, "recompute": "all", "packed": True},
@@ -520,7 +524,7 @@ def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(
     assert not kept["host"] - kept["device"]
     assert more["device_grad"] + more["device_sum"] // 2 == 2 * program.layout.numel
     largest = max(3 * whole_blocks(4 * b.numel) for b in program.layout.buckets)
-    assert more["update_slot"] <= program.settings.update_slots * largest
+    assert more["update_slot"] <= program.settings.state_slots * largest
     assert taken["device"] - taken["host"] == planned["device"] - planned["host"]
     assert 0 <= planned["device"] - planned["host"] - more.total() < 512  # a buffer is rounded up
 

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batches": 2},
     "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
     "resident": {
-        "offload_ratio": 0.5,
+        "state_on": "device:0.5,host",
         "optimizer": zfunc.groups(("huge.*", zfunc.Lion(1e-2)), zfunc.AdamW(1e-2)),
     },
     "stage 3": {"micro_batches": 2, "stage": 3},

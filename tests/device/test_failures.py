@@ -164,7 +164,7 @@ def test_an_interrupted_release_or_return_loses_nothing(controls: Any, way: str)
     """At any line: then the State is used as it is, or released again, with the bits of one that never was."""
     gc.collect()
     nothing = torch.accelerator.memory_allocated()  # of this program
-    program, data = compiled("odd sizes", "pretend", offload_ratio=0.5, clip_norm=1.0)
+    program, data = compiled("odd sizes", "pretend", state_on="device:0.5,host", clip_norm=1.0)
     state, _ = zfunc.train_step(program, zfunc.init(program, seed=1), data(0))
     expected = zfunc.evaluate(program, state, data(9)), weights_of(program, state)
     line, interrupted = 0, True
@@ -189,7 +189,7 @@ def test_what_was_lent_and_not_given_back_is_refused_until_it_is(
 ) -> None:
     gc.collect()
     nothing = torch.accelerator.memory_allocated()  # of this program
-    program, data = compiled("odd sizes", "pretend", offload_ratio=0.5)
+    program, data = compiled("odd sizes", "pretend", state_on="device:0.5,host")
     state = zfunc.init(program, seed=1)
     expected, before = zfunc.evaluate(program, state, data(9)), torch.accelerator.memory_allocated()
     with (

@@ -45,9 +45,8 @@ def modules_with(
 
 def program(lr: float, frozen: tuple[str, ...], *of_modules: Any, **settings: Any) -> Program:
     segments = [zfunc.segment(name, m) for name, m in modules_with(frozen, *of_modules)]
-    optimizer = settings.pop("optimizer", None) or zfunc.SGD(lr, momentum=0.9)
-    chosen = {"precision": "fp32", "bucket_size": 300, "device": "cpu", **settings}
-    return zfunc.compile(segments, optimizer=optimizer, **chosen)
+    chosen = {"optimizer": zfunc.SGD(lr, momentum=0.9), "bucket_size": 300, "device": "cpu", **settings}
+    return zfunc.compile(segments, **trained.adam_of(**{"precision": "fp32", **chosen}))
 
 
 def values(made: Program, state: State) -> dict[str, Tensor]:
@@ -107,7 +106,9 @@ def test_freezing_unfreezing_and_other_rates_are_those_of_a_plain_loop(tmp_path:
         torch.testing.assert_close(got, plain[n], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kept", [{}, {"precision": "bf16", "moments": "8bit", "offload_ratio": 0.5}])
+@pytest.mark.parametrize(
+    "kept", [{}, {"precision": "bf16", "moments": "8bit", "state_on": "device:0.5,host"}]
+)
 def test_what_stays_keeps_its_moments_and_averages_to_the_bit(tmp_path: Path, kept: dict[str, Any]) -> None:
     adam, more = zfunc.AdamW(0.01), {"ema": 0.9, **kept}
     before = program(0, ("frozen",), optimizer=adam, **more)
@@ -178,7 +179,7 @@ def test_thawed_weights_are_those_that_were_frozen_to_the_bit(
     """Through steps in bf16 and saves: by the call, in a step, and by a swap space that is opened again."""
     (run := tmp_path / "run").mkdir()
     saved = tmp_path / "saved"
-    if on_disk := "state_on" in placed:
+    if on_disk := "disk" in placed.get("state_on", ""):
         placed = {**placed, "swap": [run]}
 
     def make(*frozen: str, **settings: Any) -> Program:
@@ -186,7 +187,7 @@ def test_thawed_weights_are_those_that_were_frozen_to_the_bit(
         segments = [zfunc.segment(k, m.requires_grad_(k not in frozen)) for k, m in parts.items()]
         return zfunc.compile(
             segments,
-            **{"precision": "bf16", "bucket_size": 100, "device": "cpu", "moments": "fp32", **settings},
+            **{"precision": "bf16", "bucket_size": 100, "device": "cpu", **trained.adam_of(**settings)},
         )
 
     def train(made: Program, source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -79,7 +79,10 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"activations_on": ("host", "device"), "recompute": "all,none"}, "got 'host,device' with"),
     ({"activations_on": "host,auto"}, "activations_on: got 'host,auto', expected 'auto' alone"),
     ({"recompute": "all,,all"}, "recompute: got '', expected one of all, none, min-cut"),
-    ({"recompute": ["all"] * 9}, "recompute: got 9 values for 2 segments, expected at most one for each"),
+    (
+        {"recompute": ["all"] * 9},
+        "recompute: got 'all,.* for 2 segments, expected shares that have a segment each",
+    ),
     ({"stage": 1, "params_on": "host"}, "stage: got 1 with params_on='host'"),
     ({"stage": 1, "accumulate": 2, "micro_batches": 2}, "stage: got 1 with accumulate=2"),
     (
@@ -97,8 +100,8 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"swap": "somewhere"}, "with state_on='host', expected state_on='disk' or activations_on='disk'"),
     ({"state_on": "disk"}, "swap: got no folder"),
     ({"activations_on": "host,disk"}, "swap: got no folder with activations_on='host,disk'"),
-    ({"state_on": "disk", "offload_ratio": 0.5}, "state_on: got 'disk' with offload_ratio=0.5"),
-    ({"state_on": "disk", "disk_ratio": 2.0}, "disk_ratio: got 2.0"),
+    ({"state_on": "device:0.5,disk"}, "state_on: got 'device:0.5,disk', expected one of device, host, disk"),
+    ({"state_on": "host:2,disk"}, "state_on: got 'host:2,disk', expected the share of the host, 0 to 1"),
 ]
 BAD += [(settings, ValueError, message) for settings, message in TOGETHER]
 
@@ -439,20 +442,19 @@ def test_an_input_that_forward_refuses_has_one_error(capfd: pytest.CaptureFixtur
 def test_a_lack_of_memory_names_what_is_kept_there_by_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zfunc.engine.program.program.available_host_bytes", lambda: 1)
     given = {
-        "offload_ratio": 0.5,
+        "state_on": "device:0.5,host",
         "params_on": "host",
         "activations_on": "host",
         "persistent_params": 64,
         "bucket_size": 300,
     }
     program = zfunc.compile(tied_gpt()[0], device="cpu", **given)
-    everything = (
-        "params_on=host and activations_on=host and offload_ratio=0.5 and persistent_params=64 keeps state"
-    )
+    kept = "params_on=host and activations_on=host and state_on=device:0.5,host and persistent_params=64"
+    everything = f"{kept} keeps state"
     with pytest.raises(zfunc.errors.OutOfMemory, match=everything):
         zfunc.init(program)
     monkeypatch.setattr("zfunc.engine.program.program.on_accelerator", lambda _: True)
     assert kept_in(program, "host").startswith("; params_on=host and activations_on=host keeps")
-    assert kept_in(program, "device").startswith("; offload_ratio=0.5 and persistent_params=64 keeps")
+    assert kept_in(program, "device").startswith("; state_on=device:0.5,host and persistent_params=64 keeps")
     plain = zfunc.compile(tied_gpt()[0], device="cpu")
     assert kept_in(plain, "host") == kept_in(plain, "device") == ""

@@ -31,9 +31,9 @@ from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, Rank
 STEPS = 7
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32 in 2, clipped": {"precision": "fp32", "clip_norm": 0.55, "micro_batches": 2},
-    "16 bits, one slot": {"clip_norm": 0.55, "moments": "16bit", "host_slots": 1, "grad_slots": 1},
+    "16 bits, one slot": {"clip_norm": 0.55, "moments": "16bit", "slots": 1},
     "8 bits in 3": {"clip_norm": 0.5, "moments": "8bit", "micro_batches": 3},
-    "stage 1, partial": {"clip_norm": 0.55, "stage": 1, "micro_batches": 2, "offload_ratio": 0.5},
+    "stage 1, partial": {"clip_norm": 0.55, "stage": 1, "micro_batches": 2, "state_on": "device:0.5,host"},
     "fp16": {"precision": "fp16"},
     "updated on the device": {"clip_norm": 0.55, "update_on": "device,host", "ema": 0.5},
 }
@@ -230,7 +230,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(settings: str) -> None:
     ("more", "message"),
     [
         ({"clip_norm": None}, "defer: without clipping or fp16 no update waits: there is nothing to defer"),
-        ({"offload_ratio": 0.0}, "defer: nothing is on the host: there is nothing to defer"),
+        ({"state_on": "device"}, "defer: nothing is on the host: there is nothing to defer"),
         ({"clip_norm": None, "order": "GPipe"}, "order: one device passes all segments: pass devices=2"),
     ],
 )

@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # the norms of the first steps are 0.85
     "bf16, 16 bits": {"precision": "bf16", "clip_norm": 0.55, "moments": "16bit"},
     "8 bits, in 3": {"precision": "bf16", "clip_norm": 0.5, "moments": "8bit", "micro_batches": 3},
     "stage 1": {"precision": "fp32", "clip_norm": 0.55, "stage": 1, "micro_batches": 2},
-    "partial": {"precision": "bf16", "clip_norm": 0.55, "offload_ratio": 0.6},
+    "partial": {"precision": "bf16", "clip_norm": 0.55, "state_on": "device:0.4,host"},
     "fp16": {"precision": "fp16"},
 }
 

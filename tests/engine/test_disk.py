@@ -30,11 +30,11 @@ from zfunc.runtime.direct_io import DirectFile
 ON_DISK: dict[str, dict[str, Any]] = {
     "state": {},
     "state, deferred": {"defer": True, "commit_every": 2},
-    "half of the state": {"disk_ratio": 0.5, "commit_every": 3, "state_slots": 1},
+    "half of the state": {"state_on": "host:0.5,disk", "commit_every": 3, "slots": 1},
     "state beside streamed parameters": {"params_on": "host", "commit_every": 2},
     "everything": {"params_on": "disk", "grads_on": "disk", "activations_on": "disk", "defer": True},
     "everything, one slot": {
-        **{"params_on": "disk", "grads_on": "disk", "state_slots": 1, "host_slots": 1, "weight_slots": 1},
+        **{"params_on": "disk", "grads_on": "disk", "slots": 1},
         **{"accumulate": "horizontal", "schedule": "CriticalPath", "activations_on": "host,disk"},
     },
 }
@@ -44,7 +44,7 @@ PLACED = [x for x in ON_DISK if x != "state"]  # which is there in "everything, 
 def on_disk(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     """Settings with a swap space in a new folder and one in it."""
     (second := folder / "second").mkdir(parents=True, exist_ok=True)
-    return {**settings, "state_on": "disk", "swap": [folder, second], **ON_DISK[name]}
+    return {"state_on": "disk", **settings, "swap": [folder, second], **ON_DISK[name]}
 
 
 def test_a_swap_space_of_other_ranks_or_in_use_is_refused_with_what_to_type(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_swap_space_of_other_ranks_or_in_use_is_refused_with_what_to_type(tmp_
 def test_activations_alone_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The residuals of min-cut too, for the largest batch so far, in files that nobody sees."""
     numbers = {"precision": "bf16", "recompute": "min-cut", "micro_batches": 2, "clip_norm": 0.1}
-    chosen = {"activations_on": "disk", "swap": [tmp_path], "host_slots": 1}
+    chosen = {"activations_on": "disk", "swap": [tmp_path], "slots": 1}
     results = []
     for more in ({}, chosen):
         program, batch = trained.compiled("odd sizes", **numbers, **more)
@@ -109,7 +109,7 @@ def test_activations_alone_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.
 
 def test_memory_has_no_frozen_parameters_and_no_step_writes_them(tmp_path: Path) -> None:
     """Also where nothing else is on the disk: adapters of a base that is larger than memory."""
-    chosen = on_disk(tmp_path, "state", params_on="disk", disk_ratio=0.0)
+    chosen = on_disk(tmp_path, "state", params_on="disk", state_on="host:1,disk")
     program, batch = trained.compiled("frozen below", **chosen)
     state, write, written = zfunc.init(program, seed=2), DirectFile.write, list[str]()
     before, names = zfunc.params(program, state), {x.name for x in program.layout.frozen}

@@ -22,7 +22,11 @@ from zfunc.runtime.fault_injection import Fault, InjectedFault
 DECAY, STEPS = 0.9, 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
-    "half on the device, moments in 8 bits": {"precision": "fp32", "offload_ratio": 0.5, "moments": "8bit"},
+    "half on the device, moments in 8 bits": {
+        "precision": "fp32",
+        "state_on": "device:0.5,host",
+        "moments": "8bit",
+    },
     "deferred, a split master": {"precision": "bf16", "clip_norm": 0.5, "defer": True, "split_master": True},
     "with skips": {"precision": "fp16"},
     "parameters on the host": {"precision": "bf16", "params_on": "host"},

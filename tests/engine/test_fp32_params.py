@@ -22,7 +22,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "device": {},
     "host": {"params_on": "host", "moments": "16bit"},
     "updated on the device": {"update_on": "device", "moments": "8bit"},
-    "resident": {"offload_ratio": 0.0, "moments": "16bit"},
+    "resident": {"state_on": "device", "moments": "16bit"},
     "disk": {"state_on": "disk", "params_on": "disk", "moments": "8bit"},
 }
 
@@ -31,7 +31,7 @@ def program_of(model: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
     folder.mkdir(exist_ok=True)
     given = {"precision": "bf16", "fp32_params": IN_FP32[model], "clip_norm": 0.5, **settings}
     return trained.compiled(
-        model, bucket_size=100, **given, **({"swap": folder} if "state_on" in given else {})
+        model, bucket_size=100, **given, **({"swap": folder} if "disk" in given.get("state_on", "") else {})
     )
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_goes_on_with_other_parameters_in_fp32(place: str, tmp_path
     state, _ = trained.steps(program, zfunc.init(program, seed=1), batch, 0, 2)
     saved = {k: x.clone() for k, x in zfunc.params(program, state).items()}
     sources = [zfunc.save(tmp_path / "saved", program, state)]
-    if "state_on" in settings:
+    if "disk" in settings.get("state_on", ""):
         zfunc.save(tmp_path / "first", program, state)
         program.close_swap()
         sources.append(tmp_path / "first")

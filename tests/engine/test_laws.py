@@ -562,8 +562,7 @@ def test_2_and_10_on_any_layout(
         clip_norm=clip,
         precision=precision,
         device="cpu",
-        grad_slots=1 + seed % 2,
-        host_slots=1 + seed % 3,
+        slots=1 + seed % 3,
     )
     for schedule, debug in (
         (schedules.Serial(), False),

@@ -30,6 +30,7 @@ from parity import (
 from small_models import MODELS, flats
 from threaded_ranks import programs_of
 from torch import Tensor
+from trained import adam_of
 from zfunc.schedules import Overlapped
 
 import zfunc
@@ -38,6 +39,7 @@ from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
+from zfunc.core.settings import StepSettings
 from zfunc.core.verifier import verify
 from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
@@ -85,7 +87,7 @@ OF_A_PLAN += [Row(WITH_OWN[0], name, "odd sizes") for name in PARTED]
 def test_it_is_planned_as_it_is_compiled(row: Row, tmp_path: Path) -> None:
     segments, data = MODELS["odd sizes"]()
     on = evolve(ROUND, memory={"host": 1}, unified=True)  # so that everything that may save memory is tried
-    settings = {"bucket_size": 300, **row.given(tmp_path)}
+    settings = {"bucket_size": 300, **adam_of(**row.given(tmp_path))}
     advised = row.way == "one slot" or row.numbers in (
         "momentum of one's own",
         "groups",
@@ -104,7 +106,7 @@ def test_it_is_planned_as_it_is_compiled(row: Row, tmp_path: Path) -> None:
 
 def test_it_has_no_choice_of_moments() -> None:
     with pytest.raises(ValueError, match="got '8bit' with Momentum, whose state is in the format 'momentum'"):
-        compiled(moments="8bit")
+        compiled(settings=StepSettings(moments="8bit"))
 
 
 def test_its_state_is_no_other_optimizers(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from zfunc.core.settings import CHOICES, StepSettings
 from zfunc.core.spec import ALLOCATION
 from zfunc.engine import compile as compiling
 from zfunc.engine.program import fit_to_memory
-from zfunc.engine.program.fit_to_memory import share_on_host, smallest_ratio
+from zfunc.engine.program.fit_to_memory import largest_share, share_on_host
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.trace.cost_trace import AllocationTracker
@@ -81,7 +81,7 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
     with_disk = {**dict.fromkeys(("state_on", "grads_on", "activations_on"), "auto"), "swap": [tmp_path]}
     assert free(enough, **with_disk) == ("host", "device", "device")
     assert free(1, **with_disk) == ("disk", "disk", "disk", tmp_path.name)
-    assert free(1, state_on="auto", disk_ratio=0.5) == ("host",)
+    assert free(1, state_on="auto") == ("host",)
     assert free(1, params_on="auto", grads_on="host") == ("host",)
     assert free(1 << 40, recompute="auto") == ("min-cut",)
     assert free(1, recompute="auto") == ("all",)
@@ -236,15 +236,15 @@ def test_stage_1_has_the_bits_of_stage_2_where_it_adds_in_one_order(
 
 
 @given(layouts(), st.floats(0, 1))
-def test_the_share_is_as_near_to_the_ratio_as_half_a_bucket(inputs: Any, ratio: float) -> None:
+def test_the_share_is_as_near_to_what_is_asked_as_half_a_bucket(inputs: Any, share: float) -> None:
     segments, bucket_size, world = inputs
     layout = make_layout(segments, bucket_size=bucket_size, world=world)
-    resident = resident_buckets(layout, ratio)
+    resident = resident_buckets(layout, share)
     on_device = sum(layout.buckets[b].numel for b in resident)
     largest = max(b.numel for b in layout.buckets)
-    assert abs(on_device - (1 - ratio) * layout.numel) <= largest / 2 + 1e-6 * layout.numel
-    assert len(resident_buckets(layout, 0.0)) == len(layout.buckets)
-    assert not resident_buckets(layout, 1.0)
+    assert abs(on_device - share * layout.numel) <= largest / 2 + 1e-6 * layout.numel
+    assert len(resident_buckets(layout, 1.0)) == len(layout.buckets)
+    assert not resident_buckets(layout, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -260,13 +260,17 @@ def test_the_ratio_holds_at_any_size_of_model_and_bucket(
     ]
     segments = [zfunc.segment(n, m) for n, m in modules]
     program = zfunc.compile(
-        segments, offload_ratio=ratio, bucket_size=bucket_size, device="cpu", precision="fp32"
+        segments,
+        state_on=f"device:{1 - ratio:g},host",
+        bucket_size=bucket_size,
+        device="cpu",
+        precision="fp32",
     )
     assert share_on_host(program.spec) == pytest.approx(ratio, abs=1 / 32)
 
 
 def test_a_ratio_of_0_leaves_nothing_on_the_host() -> None:
-    program, data = trained.compiled(precision="bf16", clip_norm=0.5, bucket_size=1000, offload_ratio=0.0)
+    program, data = trained.compiled(precision="bf16", clip_norm=0.5, bucket_size=1000, state_on="device")
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     assert {r.tier for r in state.buffers.memory} == {"device"}
     assert not {"to_host", "update", "to_device"} & {op.verb for op in program.plan.graph}
@@ -275,7 +279,9 @@ def test_a_ratio_of_0_leaves_nothing_on_the_host() -> None:
 
 def test_resident_buckets_are_planned_on_the_device() -> None:
     settings = {"precision": "fp32", "bucket_size": 200}
-    half, full = (trained.compiled("odd sizes", offload_ratio=x, **settings)[0] for x in (0.5, 1.0))
+    half, full = (
+        trained.compiled("odd sizes", state_on=x, **settings)[0] for x in ("device:0.5,host", "host")
+    )
     kept = sum(half.layout.buckets[b].numel for b in half.spec.resident)
     a, b = peak_memory(half.plan), peak_memory(full.plan)
     rounding = a["device"].kept - b["device"].kept - 12 * kept  # of three buffers, to the allocator's units
@@ -285,9 +291,12 @@ def test_resident_buckets_are_planned_on_the_device() -> None:
 
 def test_the_share_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="zfunc"):
-        program, _ = trained.compiled(precision="fp32", bucket_size=1000, offload_ratio=0.25)
+        program, _ = trained.compiled(precision="fp32", bucket_size=1000, state_on="device:0.75,host")
     share = f"{100 * share_on_host(program.spec):.1f}%"
-    assert f"offload: {share} of the optimizer's state is on the host (requested: 25%)" in caplog.text
+    assert (
+        f"offload: {share} of the optimizer's state is on the host (requested: device:0.75,host)"
+        in caplog.text
+    )
 
 
 def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,26 +306,28 @@ def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatc
     needed = {
         ratio: sum(
             p.nbytes
-            for p in peak_memory(zfunc.compile(segments, offload_ratio=ratio, **options).plan).values()
+            for p in peak_memory(
+                zfunc.compile(segments, state_on=f"device:{1 - ratio:g},host", **options).plan
+            ).values()
         )
         for ratio in (0.0, 1.0)
     }
     assert needed[0.0] < needed[1.0]
-    program = zfunc.compile(segments, offload_ratio="auto", **options)
+    program = zfunc.compile(segments, state_on="device:auto,host", **options)
     assert share_on_host(program.spec) == 0
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     assert state.step == 1
     monkeypatch.setattr(fit_to_memory, "available_host_bytes", lambda: needed[0.0] // 2)
-    with pytest.raises(OutOfMemory, match="offload_ratio 'auto'"):
-        zfunc.compile(segments, offload_ratio="auto", **options)
+    with pytest.raises(OutOfMemory, match="state_on 'device:auto,host'"):
+        zfunc.compile(segments, state_on="device:auto,host", **options)
     with pytest.raises(ValueError, match="got 'auto' without an example"):
-        zfunc.compile(segments, offload_ratio="auto", device="cpu")
+        zfunc.compile(segments, state_on="device:auto,host", device="cpu")
 
 
-@pytest.mark.parametrize("least", [0.0, 0.3, 0.97, 1.0, None])
-def test_the_smallest_ratio_that_fits_is_found(least: float | None) -> None:
-    ratio = smallest_ratio(lambda x: least is not None and x >= least)
-    assert ratio == (None if least is None else -(-least * 32 // 1) / 32)
+@pytest.mark.parametrize("most", [0.0, 0.03, 0.7, 1.0, None])
+def test_the_largest_share_that_fits_is_found(most: float | None) -> None:
+    share = largest_share(lambda x: most is not None and x <= most)
+    assert share == (None if most is None else most * 32 // 1 / 32)
 
 
 def test_unknown_resident_buckets_are_refused() -> None:

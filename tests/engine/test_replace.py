@@ -10,6 +10,7 @@ import torch
 from small_models import Loss, bits, regression
 from threaded_ranks import on_every, programs_of
 from torch import nn
+from trained import adam_of
 
 import zfunc
 from zfunc.errors import DonatedStateError
@@ -21,7 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "moments beside halves": {"precision": "bf16", "split_master": True},
     "16 bits": {"precision": "bf16", "moments": "16bit", "params_on": "host"},
     "8 bits": {"precision": "fp16", "moments": "8bit", "update_on": "device"},
-    "Adafactor": {"optimizer": zfunc.Adafactor(0.1), "offload_ratio": 0.5},
+    "Adafactor": {"optimizer": zfunc.Adafactor(0.1), "state_on": "device:0.5,host"},
     "deferred, with an average": {"defer": True, "clip_norm": 1.0, "ema": 0.5},
     "all on the disk": {
         **{
@@ -33,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
         },
     },
     "half on the disk, deferred": {
-        **{"state_on": "disk", "disk_ratio": 0.5, "defer": True, "clip_norm": 1.0, "commit_every": 9},
+        **{"state_on": "host:0.5,disk", "defer": True, "clip_norm": 1.0, "commit_every": 9},
     },
     "8 bits on the disk": {"state_on": "disk", "params_on": "host", "precision": "bf16", "moments": "8bit"},
 }
@@ -49,14 +50,13 @@ def modules(norm: Any = nn.BatchNorm1d) -> dict[str, nn.Module]:
 def compiled(swap: Path = Path(), **way: Any) -> Any:
     """A program; where the state's place is named without running statistics, which a swap space does not have."""
     split = way.pop("split_master", False)
-    if way.get("state_on") == "disk":
+    if "disk" in way.get("state_on", ""):
         (swap / "second").mkdir(parents=True, exist_ok=True)
         way["swap"] = [swap, swap / "second"]
     settings = {"optimizer": zfunc.AdamW(0.1, split_master=split), "precision": "fp32", **way}
-    segments = [
-        zfunc.segment(*x) for x in modules(nn.LayerNorm if "state_on" in way else nn.BatchNorm1d).items()
-    ]
-    return zfunc.compile(segments, device="cpu", bucket_size=300, **settings)
+    norm = nn.BatchNorm1d if "device" in way.get("state_on", "device") else nn.LayerNorm
+    segments = [zfunc.segment(*x) for x in modules(norm).items()]
+    return zfunc.compile(segments, device="cpu", bucket_size=300, **adam_of(**settings))
 
 
 @pytest.mark.parametrize("name", WAYS)

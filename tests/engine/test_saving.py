@@ -46,7 +46,7 @@ def compiled(model: str, **settings: Any) -> tuple[Program, Callable[[int], Any]
     "settings",
     [
         pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
-        {"precision": "bf16", "offload_ratio": 0.5},
+        {"precision": "bf16", "state_on": "device:0.5,host"},
         {"precision": "fp32"},
     ],
 )

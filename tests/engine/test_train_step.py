@@ -16,7 +16,7 @@ import torch
 from small_models import Loss, WithEmpty, regression, rows_of
 from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
-from trained import compiled, injecting
+from trained import adam_of, compiled, injecting
 
 import zfunc
 import zfunc.engine.step.evaluate as evaluating
@@ -401,7 +401,7 @@ def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
         time.sleep(0.2)
         STAGES["to_host"](op, mem, step)
 
-    program, data = compiled(bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow})
+    program, data = compiled(bucket_size=5000, slots=20, stages={"to_host": slow})
     state = zfunc.init(program)
     specialize_module.specialize(program, data(0))
     before = zfunc.params(program, state)
@@ -479,9 +479,9 @@ def test_a_default_device_of_the_callers_changes_nothing(tmp_path: Path) -> None
 
 EMPTY_IN: dict[str, dict[str, Any]] = {
     "host": {"norms": True, "ema": 0.9, "micro_batches": 2, "clip_norm": 0.1},
-    "device": {"offload_ratio": 0.0},
+    "device": {"state_on": "device"},
     "disk": {"state_on": "disk", "params_on": "disk", "grads_on": "disk", "stage": 3},
-    "half on the disk": {"state_on": "disk", "disk_ratio": 0.5, "state_slots": 1, "moments": "8bit"},
+    "half on the disk": {"state_on": "host:0.5,disk", "slots": 1, "moments": "8bit"},
 }
 
 
@@ -501,8 +501,9 @@ def test_parameters_without_elements_change_nothing(name: str, place: str, tmp_p
         parts = [("first", wrap(nn.Linear(8, 8))), ("second", wrap(nn.Identity())), ("loss", Loss(8))]
         segments = [zfunc.segment(name, m) for name, m in parts]
         folder.mkdir()
-        own = {"swap": [folder]} if "state_on" in settings else {}
-        make = partial(zfunc.compile, segments, optimizer=make_optimizer(name, lr=0.01), **settings, **own)
+        own = {"swap": [folder]} if "disk" in settings.get("state_on", "") else {}
+        optimizer = make_optimizer(name, lr=0.01)
+        make = partial(zfunc.compile, segments, **adam_of(optimizer=optimizer, **settings), **own)
         batch = regression()(0)
 
         def train(program: Program) -> State:
@@ -518,7 +519,7 @@ def test_parameters_without_elements_change_nothing(name: str, place: str, tmp_p
         del programs
         gc.collect()
         kept = {x: settings[x] for x in ("ema", "moments") if x in settings}
-        alone = zfunc.compile(segments, optimizer=make_optimizer(name, lr=0.01), device="cpu", **kept)
+        alone = zfunc.compile(segments, device="cpu", **adam_of(optimizer=optimizer, **kept))
         return zfunc.params(alone, zfunc.load(folder, alone))
 
     got, expected = weights(tmp_path / "got", WithEmpty), weights(tmp_path / "expected", lambda m: m)

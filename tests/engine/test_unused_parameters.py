@@ -9,6 +9,7 @@ import torch
 from small_models import bits
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trained import adam_of
 
 import zfunc
 
@@ -62,7 +63,8 @@ def test_they_are_left_as_torch_leaves_them(name: str, caplog: pytest.LogCapture
     modules = {"body": Body(), "loss": Loss()}
     own, theirs, way = ROWS[name]
     segments = [zfunc.segment(x, module) for x, module in modules.items()]
-    program = zfunc.compile(segments, optimizer=own, precision="fp32", bucket_size=128, device="cpu", **way)
+    given = {"precision": "fp32", "bucket_size": 128, "device": "cpu", **adam_of(optimizer=own, **way)}
+    program = zfunc.compile(segments, **given)
     state = zfunc.init(program)
     first = zfunc.params(program, state)
     all_of_them = nn.ModuleDict(modules)

@@ -76,7 +76,7 @@ def test_deferral_and_partial_offload_keep_the_bits() -> None:
         return zfunc.params(program, train(program, data))
 
     expected = params()
-    for settings in ({"defer": True}, {"offload_ratio": 0.5}):
+    for settings in ({"defer": True}, {"state_on": "device:0.5,host"}):
         got = params(**settings)
         assert all(torch.equal(got[name], x) for name, x in expected.items())
 

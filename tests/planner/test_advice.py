@@ -97,9 +97,9 @@ def test_where_drives_bound_a_step_a_larger_batch_is_advised() -> None:
 
 BATCHES = {  # a small job and its machine, and the batch that is advised
     "the host updates": ("--hidden-size 1024 --seq-length 64 --batch-size 1", 16),
-    "the device is always busy": ("--hidden-size 4096 --seq-length 256 --batch-size 2 --offload-ratio 0", 32),
+    "the device is always busy": ("--hidden-size 4096 --seq-length 256 --batch-size 2 --state-on device", 32),
     "and full": (
-        "--hidden-size 2048 --seq-length 256 --batch-size 1 --offload-ratio 0 --with bytes.device=2.75e9",
+        "--hidden-size 2048 --seq-length 256 --batch-size 1 --state-on device --with bytes.device=2.75e9",
         16,
     ),
 }

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 from small_models import tied_gpt
+from trained import adam_of
 
 import zfunc
 from zfunc.core.extents import BLOCK
@@ -27,14 +28,14 @@ PLACES: dict[str, tuple[dict[str, Any], float, float, float]] = {
     "fp32": ({"precision": "fp32", "params_on": "host"}, 12, 12, 12),
     "parameters on the device": ({"moments": "16bit"}, 8, 8, 8),
     "everything": ({"moments": "16bit", **EVERYTHING}, 8 + 2 + 4, 8 + 2, 8 + 2),
-    "half of it": ({"moments": "16bit", "params_on": "host", "disk_ratio": 0.5}, 3, 3, 8),
+    "half of it": ({"moments": "16bit", "params_on": "host", "state_on": "host:0.5,disk"}, 3, 3, 8),
 }
 
 
 def planned(**settings: Any) -> Planned:
     segments, batch = tied_gpt()
     hardware = evolve(ROUND, memory={"disk": 1 << 30})
-    return plan(segments, batch(0), hardware=hardware, advice=False, **{**SETTINGS, **settings})
+    return plan(segments, batch(0), hardware=hardware, advice=False, **adam_of(**{**SETTINGS, **settings}))
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -75,7 +76,7 @@ def test_the_report_says_what_the_planned_step_moves_and_what_a_commit_adds_wher
 def test_what_is_allocated_is_no_more_than_planned(name: str, tmp_path: Path) -> None:
     settings = {**SETTINGS, **PLACES[name][0]}
     p = planned(**settings)
-    program = zfunc.compile(tied_gpt()[0], device="cpu", swap=[tmp_path], **settings)
+    program = zfunc.compile(tied_gpt()[0], device="cpu", swap=[tmp_path], **adam_of(**settings))
     state = zfunc.init(program)
     held = dict.fromkeys(("pinned", "host"), 0)
     for region in {*state.buffers.memory, *(r for r in staging_buffers(program) if r.tier != "disk")}:

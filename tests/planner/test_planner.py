@@ -8,6 +8,7 @@ import torch
 from attrs import evolve
 from small_models import Loss, tied_gpt
 from torch import nn
+from trained import adam_of
 
 import zfunc
 from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
@@ -30,7 +31,9 @@ SMALL = {"bucket_size": 1 << 12, "precision": "fp32"}
 def planned(segments: Any = None, example: Any = None, **given: Any) -> Planned:
     of_gpt, batch = tied_gpt()
     segments = of_gpt if segments is None else segments
-    return plan(segments, example or batch(0), **{"hardware": CPU, "advice": False, **SMALL, **given})
+    return plan(
+        segments, example or batch(0), **{"hardware": CPU, "advice": False, **SMALL, **adam_of(**given)}
+    )
 
 
 # --- the plan is compile's ---------------------------------------------------------------------------------
@@ -41,8 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "micro-batches": {"micro_batches": 3, "clip_norm": 1.0},
     "serial, min-cut": {"schedule": "Serial", "recompute": "min-cut"},
-    "slots": {"grad_slots": 1, "host_slots": 4},
-    "half on the device": {"offload_ratio": 0.5},
+    "slots": {"slots": 4},
+    "half on the device": {"state_on": "device:0.5,host"},
     "deferred": {"defer": True, "clip_norm": 0.5},
     "8 bits": {"moments": "8bit", "precision": "bf16"},
     "stage 1": {"stage": 1},
@@ -50,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "streamed, bf16": {"params_on": "host", "precision": "bf16", "clip_norm": 1.0, "defer": True},
     "for this hardware": {"schedule": "CriticalPath", "micro_batches": 2},
     "searched": {"schedule": "auto", "clip_norm": 1.0},
-    "ratio alone": {"offload_ratio": "auto", "clip_norm": 1.0},
+    "ratio alone": {"state_on": "device:auto,host", "clip_norm": 1.0},
     "recomputation alone": {"recompute": "auto"},
 }
 
@@ -61,7 +64,7 @@ def test_the_plan_is_the_one_compile_makes(name: str) -> None:
     p = planned(**SETTINGS[name])
     program = zfunc.compile(
         segments,
-        optimizer=zfunc.AdamW(moments=p.settings["moments"]),
+        optimizer=zfunc.AdamW(moments=p.step.settings.moments),
         device="cpu",
         example=batch(0),
         **p.settings,
@@ -108,7 +111,7 @@ def test_what_leaves_the_device_between_steps_and_comes_back_is_told() -> None:
     """Of the resident half masters and moments, not the parameters, which are made again; and those of the rest."""
     assert planned().release is None
     assert "released" not in str(planned())
-    p = planned(hardware=ROUND, precision="bf16", offload_ratio=0.5)
+    p = planned(hardware=ROUND, precision="bf16", state_on="device:0.5,host")
     resident, rest = (
         sum(x.numel for x in p.step.spec.layout.buckets if (x.index in p.step.spec.resident) == there)
         for there in (True, False)

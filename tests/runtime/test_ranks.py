@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "partial, deferred": {"offload_ratio": 0.5, "defer": True},
+    "partial, deferred": {"state_on": "device:0.5,host", "defer": True},
     "stage 3": {"stage": 3},
 }
 GRADIENT_ROWS = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]

@@ -19,7 +19,8 @@ from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.recipes import Recipe, deferred, zero_offload
-from zfunc.core.settings import PLACES, TIERS_OF, UPDATE_SHARES, StepSettings, in_equal_shares
+from zfunc.core.settings import DEVICE_SHARE, DISK_SHARE, PLACES, TIERS_OF, UPDATE_SHARES, StepSettings
+from zfunc.core.shares import as_shares, two_tiers, word_of
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, least_seconds, step_of
 from zfunc.planner.plan_step import most_that_fit
@@ -85,12 +86,12 @@ def test_laid_out_again_alike_is_the_same_layout(
     assert make_layout(other.parameters, bucket_size=bucket_size, world=world) == layout
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("way", "recipe"), [({}, zero_offload), ({"defer": True}, deferred)])
-def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], recipe: Recipe) -> None:
-    settings = evolve(CLIPPED, offload_ratio=ratio, **way)
+def test_settings_are_what_the_recipe_gets(share: float, way: dict[str, Any], recipe: Recipe) -> None:
+    settings = evolve(CLIPPED, state_on=two_tiers("device", share, "host"), **way)
     step = step_of(model(), settings, BALANCED)
-    assert step.spec.resident == resident_buckets(step.spec.layout, ratio)
+    assert step.spec.resident == resident_buckets(step.spec.layout, share)
     assert step.settings == settings
     assert step.graph == Graph(tuple(recipe(step.spec)))
 
@@ -100,7 +101,7 @@ def test_two_steps_compare_in_words() -> None:
     assert gains_and_costs(fast, slow).endswith(" % faster")
     assert gains_and_costs(slow, fast).endswith(" % slower")
     assert gains_and_costs(fast, fast) == "as fast"
-    more = step_of(model(), evolve(START, host_slots=20), BALANCED)
+    more = step_of(model(), evolve(START, slots=20), BALANCED)
     assert "MiB more pinned" in gains_and_costs(more, fast)
 
 
@@ -178,7 +179,7 @@ def test_search_holds_for_any_spec(name: str) -> None:
 
 
 def test_with_a_barrier_deferral_is_found() -> None:
-    space = SPACE | {"offload_ratio": (1.0,)}
+    space = SPACE | {"state_on": ("host",)}
     (reason,) = (r for r in search(steps(model()), CLIPPED, space).reasons if "defer" in r)
     assert re.fullmatch(r"defer True instead of False: \d+ % faster", reason), "and no memory"
 
@@ -206,17 +207,17 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
         room = int(free + share * all_of_it + 100_000)
         best = check_search(model(), evolve(slow, memory={"device": room}), space=ratios)
         assert best.fits
-        assert best.settings.offload_ratio == pytest.approx(1 - share, abs=0.1)
+        assert best.settings.share_of_state("device") == pytest.approx(share, abs=0.1)
 
 
 def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
     started = step_of(model(), START, BALANCED)
     room = started.memory["device"] + 6 * model().layout.numel
-    *_, lowest = shares_that_fit(step_of(model(), START, with_room(device=room)), "offload_ratio")
+    *_, lowest = shares_that_fit(step_of(model(), START, with_room(device=room)), DEVICE_SHARE)
     assert lowest == pytest.approx(0.5, abs=0.1)
-    assert shares_that_fit(started, "offload_ratio") == (1.0, 0.5, 0.0), "no limit is known"
-    assert shares_that_fit(step_of(model(), START, evolve(BALANCED, unified=True)), "offload_ratio") == (1.0,)
-    assert shares_that_fit(step_of(model(), START, with_room(device=1)), "offload_ratio") == (1.0,)
+    assert shares_that_fit(started, DEVICE_SHARE) == (1.0, 0.5, 0.0), "no limit is known"
+    assert shares_that_fit(step_of(model(), START, evolve(BALANCED, unified=True)), DEVICE_SHARE) == (1.0,)
+    assert shares_that_fit(step_of(model(), START, with_room(device=1)), DEVICE_SHARE) == (1.0,)
 
 
 def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
@@ -281,27 +282,24 @@ SLOW_DRIVES = evolve(
     shared={"disk": {"read": 1.0, "write": 1.0}},
 )
 FAST_DRIVES = evolve(BALANCED, flops=COMPUTE // 4, rates={**BALANCED.rates, "read": 1e10, "write": 1e10})
-WHEREVER = {name: EVERYTHING[name] for name in (*TIERS_OF, "disk_ratio", "offload_ratio")}
+WHEREVER = {name: EVERYTHING[name] for name in TIERS_OF}
 FLOOR = {"state_on": "disk", "params_on": "disk", "activations_on": "disk"}  # as little memory as can be
 
 
 def single_moves(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Everything that can be elsewhere, moved alone, with what cannot stay where it is then."""
-    places = settings.activations_on.split(",")
-    quarters = [in_equal_shares(places, s, 4) for s in range(4)]
+    quarters = [word_of(settings.activations_on, s, 4) for s in range(4)]
     for s, place in product(range(4), TIERS_OF["activations_on"]):
-        yield {"activations_on": ",".join([*quarters[:s], place, *quarters[s + 1 :]])}
+        yield {"activations_on": as_shares([*quarters[:s], place, *quarters[s + 1 :]])}
     shares = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 1.0)
     yield from ({"params_on": place} for place in TIERS_OF["params_on"])
-    if settings.state_on == "disk":
+    if settings.pages_state:
         yield from ({"grads_on": place} for place in TIERS_OF["grads_on"])
-        yield {"state_on": "host", "grads_on": "host", "disk_ratio": 1.0}
-        yield from ({"disk_ratio": share} for share in shares)
+        yield {"state_on": "host", "grads_on": "host"}
+        yield from ({"state_on": two_tiers("host", 1 - share, "disk")} for share in shares)
     else:
-        yield from (
-            {"state_on": "disk", "offload_ratio": 1.0, **more} for more in ({}, {"params_on": "disk"})
-        )
-        yield from ({"offload_ratio": share} for share in shares)
+        yield from ({"state_on": "disk", **more} for more in ({}, {"params_on": "disk"}))
+        yield from ({"state_on": two_tiers("device", 1 - share, "host")} for share in shares)
 
 
 def check_single_moves(on: Hardware, barrier: bool, parts: int, device: float, host: float) -> None:
@@ -365,7 +363,7 @@ def test_as_fast_and_nearer_is_better_for_drives_wear() -> None:
 
 def test_where_nothing_fits_the_least_is_taken() -> None:
     best = check_search(model(2), with_room(device=1000, host=1000))
-    assert best.settings.grad_slots == best.settings.host_slots == 1
+    assert best.settings.slots == 1
 
 
 def test_settings_that_cannot_win_are_not_simulated_and_those_that_gain_nothing_stay() -> None:
@@ -378,9 +376,9 @@ def test_settings_that_cannot_win_are_not_simulated_and_those_that_gain_nothing_
         return [x.settings for x in result.tried], result.reasons
 
     room = step_of(model(), START, BALANCED).memory["device"] + 1000
-    simulated, _ = searched(with_room(device=room), offload_ratio=(0.0,))
+    simulated, _ = searched(with_room(device=room), state_on=("device",))
     assert len(simulated) > 1
-    assert 0.0 in {x.offload_ratio for x in asked} - {x.offload_ratio for x in simulated}
+    assert "device" in {x.state_on for x in asked} - {x.state_on for x in simulated}
     assert searched(evolve(BALANCED, flops=1e8)) == ([START], ()), "compute is all there is"
     assert len(asked) > 20
 
@@ -392,9 +390,9 @@ def test_of_several_ranks_parameters_off_the_device_are_in_slices() -> None:
 
 
 def test_a_search_over_one_setting_changes_no_other() -> None:
-    only = {"offload_ratio": EVERYTHING["offload_ratio"]}
+    only = {"state_on": (DEVICE_SHARE,)}
     choice = search(steps(model()), CLIPPED, only).step.settings
-    assert evolve(choice, offload_ratio=1.0) == CLIPPED
+    assert evolve(choice, state_on="host") == CLIPPED
 
 
 def test_fifty_layers_take_less_than_ten_seconds() -> None:
@@ -509,18 +507,17 @@ def test_where_the_host_is_too_small_the_disk_is_searched_and_advised() -> None:
     (advice,) = (a for a in suggest(plan, plan(start), rows=8) if a.changes == {"state_on": "disk"})
     assert advice.step.fits
     assert "needs folders" in advice.effect
-    found = search(plan, start, {"state_on": ("disk",), "disk_ratio": ("auto",)})
+    found = search(plan, start, {"state_on": ("disk", DISK_SHARE)})
     chosen = found.step.settings
     assert found.step.fits
-    assert chosen.state_on == "disk"
-    assert chosen.disk_ratio < 1, "what has room stays in memory"
+    assert 0 < chosen.share_of_state("disk") < 1, "what has room stays in memory"
     assert found.step.seconds <= advice.step.seconds
-    assert any(x.startswith("state_on disk instead of host: ") for x in found.reasons)
+    assert any(re.match(r"state_on host:0\.\d+,disk instead of host: ", x) for x in found.reasons)
 
 
 def test_no_more_activations_are_advised_to_the_disk_than_the_host_lacks() -> None:
     spec, start = model(8), evolve(START, micro_batches=4, activations_on="host")
-    every = [evolve(start, activations_on=x) for x in ("host", "disk,host,host,host", "disk,host", "disk")]
+    every = [evolve(start, activations_on=x) for x in ("host", "disk:0.25,host", "disk,host", "disk")]
     needed = [x["host"] + x["pinned"] for x in (step_of(spec, y, BALANCED).memory for y in every)]
     assert needed == sorted(needed, reverse=True)
     for places, host in zip(every[1:], needed[1:], strict=True):
@@ -542,7 +539,7 @@ def test_advice_says_how_much_faster_and_defers_first() -> None:
     defer, *others = suggest(plan, step, rows=8)
     assert str(defer).startswith("defer=True: ")
     assert defer.arguments == "defer=True"
-    assert "offload_ratio" in {name for a in others for name in a.changes}
+    assert "state_on" in {name for a in others for name in a.changes}
     assert all(re.match(r"\d[\d.]* (% faster|times as fast)", a.effect) for a in (defer, *others))
 
 
@@ -572,7 +569,6 @@ def test_what_is_not_planned_would_not_have_been_advised(
     setup = evolve(SETUP, **start)
     plan = planning(evolve(on, memory={"device": 1 << 40, "host": 1 << 40}))[1]
     step = plan(setup)
-    slots = ("grad_slots", "host_slots", "weight_slots", "state_slots")
     values: dict[str, tuple[Any, ...]] = {
         "recompute": ("min-cut", "none"),
         "micro_batches": (max(1, setup.micro_batches // 2),),
@@ -581,9 +577,12 @@ def test_what_is_not_planned_would_not_have_been_advised(
         **{
             place: ("device",) for place in ("params_on", "activations_on") if getattr(setup, place) == "host"
         },
-        **dict.fromkeys(("offload_ratio", "disk_ratio"), (0.5, 0.0)),
+        "state_on": tuple(
+            two_tiers(*(("host", x, "disk") if setup.pages_state else ("device", x, "host")))
+            for x in (0.5, 1.0)
+        ),
         "schedule": ("Overlapped", "CriticalPath"),
-        **{name: (getattr(setup, name) + 1,) for name in slots},
+        "slots": (setup.slots + 1,),
         "moments": ("8bit",),
         "defer": (True,),
     }

@@ -207,7 +207,7 @@ def test_the_file_of_deepspeeds_tutorial(tmp_path: Path) -> None:
     config = zfunc.from_deepspeed(path)
     assert dict(config.compile) == {
         **{"optimizer": AdamW(1e-3), "precision": "fp16", "clip_norm": 1.0, "micro_batches": 1},
-        **{"stage": 2, "offload_ratio": 1.0},
+        **{"stage": 2, "state_on": "host"},
     }
     assert config.loss_scale == LossScale()
     assert (config.train_batch_size, config.steps_per_print) == (10, 1)
@@ -224,7 +224,7 @@ def test_the_file_of_deepspeeds_tutorial(tmp_path: Path) -> None:
 
 NVME = {"device": "nvme", "nvme_path": "/a"}
 SWAPPED = {"state_on": "disk", "swap": ("/a",)}
-PLACES = ("params_on", "weight_slots", "activations_on", "persistent_params", "state_on", "swap")
+PLACES = ("params_on", "slots", "activations_on", "persistent_params", "state_on", "swap")
 MEANING: list[tuple[dict[str, Any], dict[str, Any]]] = [  # files, and what they set of `zfunc.compile`
     ({}, {"stage": 1, "clip_norm": 1.0, "precision": "fp32"}),
     ({"gradient_clipping": 0}, {"clip_norm": None}),
@@ -232,10 +232,10 @@ MEANING: list[tuple[dict[str, Any], dict[str, Any]]] = [  # files, and what they
     ({"bfloat16": {"enabled": True}}, {"precision": "bf16"}),
     (zero(stage=0, reduce_bucket_size=2e5), {"stage": 1, "bucket_size": 200_000}),
     ({"zero_optimization": True}, {"stage": 1}),
-    (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {"offload_ratio": 0.5}),
-    (zero(offload_optimizer={"device": "none"}), {"offload_ratio": 0.0}),
-    (zero(cpu_offload=True, max_live_parameters=5), {"offload_ratio": 1.0}),
-    (zero(cpu_offload=False), {"offload_ratio": 0.0}),
+    (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {"state_on": "device:0.5,host"}),
+    (zero(offload_optimizer={"device": "none"}), {"state_on": "device"}),
+    (zero(cpu_offload=True, max_live_parameters=5), {"state_on": "host"}),
+    (zero(cpu_offload=False), {"state_on": "device"}),
     (zero(stage=3), {"stage": 3}),
     (zero(stage=3, offload_param={"device": "none"}), {"params_on": "device"}),
     (zero(stage=3, offload_param={"device": "cpu"}), {"params_on": "host"}),
@@ -246,7 +246,7 @@ MEANING: list[tuple[dict[str, Any], dict[str, Any]]] = [  # files, and what they
         {"params_on": "disk", "state_on": "disk", "swap": ("/a", "/b")},
     ),
     (zero(stage=2, offload_param={"device": "cpu"}), {"stage": 2}),
-    (zero(stage=3, stage3_prefetch_bucket_size=0), {"weight_slots": 1}),
+    (zero(stage=3, stage3_prefetch_bucket_size=0), {"slots": 1}),
     (zero(stage=3, stage3_prefetch_bucket_size=5e7), {"stage": 3}),
     (zero(stage=3, param_persistence_threshold=1e4), {"persistent_params": 10_000}),
     (nested("activation_checkpointing.cpu_checkpointing", True), {"activations_on": "host"}),

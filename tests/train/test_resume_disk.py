@@ -20,7 +20,7 @@ DISK = ("--state-on", "disk", "--swap", "one", "--swap", "two")
 SETTINGS = {
     "each step": (),
     "every third, everything": ("--params-on", "disk", "--grads-on", "disk", "--commit-every", 3),
-    "deferred": ("--defer", "--disk-ratio", 0.5, "--commit-every", 2),
+    "deferred": ("--defer", "--state-on", "host:0.5,disk", "--commit-every", 2),
 }
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -70,7 +70,7 @@ def test_a_failed_run_resumes_from_its_last_commit_to_the_bit(
 
 
 def test_a_signal_commits_the_step_it_ended(at_step: Any, in_memory: Path, capsys: Any) -> None:
-    more = (*DISK, "--commit-every", 100, "--disk-ratio", 0.5, "--out", "run")
+    more = (*DISK, "--commit-every", 100, "--state-on", "host:0.5,disk", "--out", "run")
     at_step(3, made=True, happen=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train(*more) == 0
     assert "  saved one\n" in capsys.readouterr().out

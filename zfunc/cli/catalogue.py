@@ -8,6 +8,7 @@ from attrs import NOTHING, frozen
 from zfunc.cli.commands import calibrate, doctor, draw, export, plan, report, train
 from zfunc.cli.parser import EXIT_OK, Command, make_parser
 from zfunc.core.settings import GONE as GONE_SETTINGS
+from zfunc.core.settings import OF_OPTIMIZER
 from zfunc.options import flag, one_of, option
 
 SHELLS = ("bash", "zsh", "fish")
@@ -78,7 +79,7 @@ COMMANDS: dict[str, Command] = {
 
 GONE = {
     "top": "watch a running folder with zfunc report RUN --follow",
-    **{flag(name): instead for name, instead in GONE_SETTINGS.items()},
+    **{flag(name): instead for name, instead in GONE_SETTINGS.items() if name not in OF_OPTIMIZER},
     **dict.fromkeys(
         ("--compute-tflops", "--device-gbs", "--d2h-gbs", "--h2d-gbs", "--host-gbs"),
         "name a profile with --hardware, and replace its figures by --with",
@@ -120,7 +121,7 @@ ELSEWHERE = {
     "--lora with --params-on host: frozen weights are in 16 bits, and need no room on the device": (
         *("--load-in-4bit", "--load-in-8bit", "--qlora", "--quantize"),
     ),
-    "--offload-ratio or --state-on; optimizer state is on the host by default": (
+    "--state-on device:0.25,host; optimizer state is on the host by default": (
         *("--cpu-offload", "--offload-optimizer", "--optimizer-offload"),
     ),
     "--params-on host": ("--offload-param", "--offload-params", "--param-offload"),

@@ -4,6 +4,7 @@
     layout            parameters as spans of one flat buffer; buckets and shards of it
     optimizer_state   the buffers of each format of the optimizer state
     settings          `StepSettings`: every setting of a step, once; as keyword arguments
+    shares            "device:0.25,host": the grammar of places and modes by share
     bucketing         the buckets that settings ask for
     places            `BucketPlaces`: where the data of a bucket is, answered once
     extents           where the disk has the state of a bucket

@@ -5,7 +5,6 @@ from typing import Any
 
 from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
 from zfunc.core.settings import DISK, StepSettings
-from zfunc.options import AUTO
 
 BUCKET_SIZE, LARGEST = 50_000_000, 500_000_000  # elements where none are set, of few ranks and of any number
 FEW_RANKS = 16
@@ -23,9 +22,8 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
             "stage=3, in which each keeps its slice there: pass it"
         )
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
-    share = settings.disk_ratio if settings.state_on == DISK else settings.offload_ratio
     size = settings.bucket_size or default_bucket_size(world)
-    if share not in (0, 1) or "," in settings.update_on:  # shares are whole buckets
+    if "," in settings.state_on or "," in settings.update_on:  # shares are whole buckets
         size = max(1, min(size, -(-sum(trainable.values()) // MIN_PARTIAL_BUCKETS)))
     return make_layout(
         parameters,
@@ -39,14 +37,12 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
     """The fields of a StepSpec that settings decide: settings, layout, and the place of each bucket's state."""
-    share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
-    on_disk = settings.disk_ratio if settings.state_on == DISK else 0.0
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
     return {
         "layout": layout,
         "settings": settings,
-        "resident": resident_buckets(layout, share_on_host),
-        "paged": paged_buckets(layout, on_disk, ascending=late_last),
+        "resident": resident_buckets(layout, settings.share_of_state("device")),
+        "paged": paged_buckets(layout, settings.share_of_state(DISK), ascending=late_last),
     }
 
 
@@ -59,21 +55,21 @@ def default_bucket_size(world: int) -> int:
     return min(LARGEST, BUCKET_SIZE * max(1, world // FEW_RANKS))
 
 
-def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
-    """The buckets whose optimizer state stays on the device, if a share `offload_ratio` (0 to 1) is on the host.
+def resident_buckets(layout: Layout, share: float) -> frozenset[int]:
+    """The buckets whose optimizer state is on the device, if a `share` of it (0 to 1) is there.
 
     The share is rounded to whole buckets. Those that backward completes last stay on the device, because it does
     not hide their copies to the host and back.
 
     >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
-    >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
+    >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 0.0))
     ([0, 1], [])
     """
-    return _share(layout.buckets, 1 - offload_ratio)
+    return _share(layout.buckets, share)
 
 
-def paged_buckets(layout: Layout, disk_ratio: float, *, ascending: bool) -> frozenset[int]:
-    """The buckets whose optimizer state is on the disk, if a share `disk_ratio` (0 to 1) is, in whole buckets.
+def paged_buckets(layout: Layout, share: float, *, ascending: bool) -> frozenset[int]:
+    """The buckets whose optimizer state is on the disk, if a `share` of it (0 to 1) is, in whole buckets.
 
     Those that are updated last stay in memory: the ones of the highest index where updates are `ascending`.
 
@@ -82,7 +78,7 @@ def paged_buckets(layout: Layout, disk_ratio: float, *, ascending: bool) -> froz
     ([0, 1, 2], [1, 2, 3])
     """
     last_first = layout.buckets[:: -1 if ascending else 1]
-    return frozenset(b.index for b in layout.buckets) - _share(last_first, 1 - disk_ratio)
+    return frozenset(b.index for b in layout.buckets) - _share(last_first, 1 - share)
 
 
 def _share(buckets: Sequence[Bucket], share: float) -> frozenset[int]:

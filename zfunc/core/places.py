@@ -18,7 +18,8 @@ from zfunc.core.optimizer_state import (
     updates_matrices,
     weight_buffers,
 )
-from zfunc.core.settings import StepSettings, in_equal_shares
+from zfunc.core.settings import StepSettings
+from zfunc.core.shares import word_of
 
 Where = Literal["device", "host", "disk"]
 
@@ -180,7 +181,7 @@ def make_places(
     def trained(made: BucketPlaces, bucket: Bucket) -> BucketPlaces:
         b, barrier = bucket.index, settings.waits_for_norm
         state = "device" if b in resident else "disk" if b in paged else "host"
-        update = in_equal_shares(settings.update_on.split(","), b, len(layout.buckets))
+        update = word_of(settings.update_on, b, len(layout.buckets))
         update = "device" if "device" in (state, update) else "host"
         ties = len(bucket.deliveries)
         deliveries = 1 if settings.stage == 1 else settings.micro_batches * ties

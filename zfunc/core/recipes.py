@@ -23,7 +23,7 @@ Update = Callable[[StepSpec, OpBuilder, int], Iterator[Op]]
 # fmt: off
 PLAIN = {
     "micro_batches", "clip_norm", "precision", "schedule", "recompute", "compile_segments", "deterministic",
-    "bucket_size", "grad_slots", "host_slots", "weight_slots", "moments", "accumulate",
+    "bucket_size", "slots", "moments", "accumulate",
 }
 # fmt: on
 
@@ -95,7 +95,7 @@ def _check_plain(spec: StepSpec) -> None:
 def zero_offload(spec: StepSpec) -> Iterator[Op]:
     """ZeRO-Offload: master weights and Adam on the host, and, with `params_on`, the parameters too.
 
-    During backward, gradients leave the device a bucket at a time, through `grad_slots` slots. With a barrier
+    During backward, gradients leave the device a bucket at a time, through `slots` slots. With a barrier
     (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam of a bucket follows
     its gradient. Each rank reduces, copies, updates and sends back its slice of every bucket (ZeRO stage 2); with
     `stage` 1, gradients are added up on the device first. The buckets in `spec.resident` stay on the device.
@@ -161,7 +161,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
     # Buckets in the order in which forward reads them: the last one of the host, the last one that has been read
     # or is about to be, the last one whose update has begun.
     last, read, updated = spec.offloaded[-1], -1, -1
-    ahead = spec.updates_ahead if spec.matrix_buckets else spec.state_room - 1
+    ahead = spec.settings.slots
     for op in passes:
         # What the next operation of the passes reads; backward comes after all of forward, so after all updates.
         if op.verb in ("backward", "backward_input"):
@@ -400,7 +400,7 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     place = spec.places[b]
     # The slot of a state that lives elsewhere is occupied until its update has ended.
     if place.matrices or place.state == "disk" or place.staged:
-        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if place.matrices else 0)
+        yield from _end_updates(spec, emit, left=spec.settings.slots - 1 if place.matrices else 0)
     if place.gradient == "disk":
         yield emit.unspill(b)
     if place.state == "disk":

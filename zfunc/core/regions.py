@@ -452,7 +452,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     """The rings of slots of `device`: bytes of each item that passes through, and how many items in a row have
     slots of their own. Rings on a device have the items of its passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
-    depth, host = settings.weight_slots, settings.host_slots
+    slots = settings.slots
 
     def reused(
         buffer: str,
@@ -488,20 +488,20 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     streamed = [x for x in places if x.streamed]
     own = [x for x in streamed if any(x.index in group for group in used)]
     weights = {x.index: x.numel * x.element_bytes for x in own}
-    yield reused("weight_slot", weights, used, depth, dtypes)
+    yield reused("weight_slot", weights, used, slots, dtypes)
     on_disk = (x for x in off_device(own, streamed) if x.params == "disk")
     pages = {x.index: whole_blocks(x.weight_bytes) for x in on_disk}
-    yield reused("weight_page", pages, [layout.weights_of(s) for s in segments], depth)
+    yield reused("weight_page", pages, [layout.weights_of(s) for s in segments], slots)
     added = (x for x in leaving if x.summed and any(x.index in group for group in pulled))
     sums = {x.index: x.shard_numel * FP32 for x in added}
-    yield reused("sum_slot", sums, pulled, max(settings.grad_slots, spec.open_sums(device)))
+    yield reused("sum_slot", sums, pulled, max(slots, spec.open_sums(device)))
     states = {x.index: spec.extents[x.index].nbytes for x in (offloaded if spec.swaps else ())}
     yield reused("state_slot", states, [[b] for b in states], settings.state_slots)
     staged = [x.index for x in at_home if x.staged]
     updated = {b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in staged}
-    yield reused("update_slot", updated, [[b] for b in updated], settings.update_slots)
+    yield reused("update_slot", updated, [[b] for b in updated], settings.state_slots)
     spilled = {x.index: whole_blocks(x.delivered_bytes) for x in leaving if x.gradient == "disk"}
-    yield reused("grad_page", spilled, [[b] for b in spilled], host, delivered)
+    yield reused("grad_page", spilled, [[b] for b in spilled], slots, delivered)
 
     # Gradients pass in the order in which backward completes the buckets.
     backward = reversed(segments[layout.first_trainable :])
@@ -512,33 +512,33 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
         "grad_slot",
         {x.index: x.numel * x.element_bytes for x in packed},
         completed,
-        settings.grad_slots,
+        slots,
         dtypes,
     )
     landing = {x.index: x.delivered_bytes for x in leaving if x.lands}
     homes = {b: places[b].home for b in landing}  # a device does not wait for what another sends
-    yield passing("host_slot", landing, completed, host, delivered, homes)
+    yield passing("host_slot", landing, completed, slots, delivered, homes)
     sent = {x.index: x.shard_bytes for x in offloaded if not x.staged and x.params == "device"}
-    yield passing("param_slot", sent, [*sent], host, dtypes)
+    yield passing("param_slot", sent, [*sent], slots, dtypes)
 
     # Recipes update buckets in different orders. In this one, those of a class are all in a row.
     matrices = [x for x in places if x.matrices]
     order = [x.index for x in sorted(matrices, key=lambda x: x.numel)]
     ours = [x for x in at_home if x.matrices]
-    yield passing("direction_slot", {x.index: x.numel * BF16 for x in ours}, order, spec.updates_ahead)
+    yield passing("direction_slot", {x.index: x.numel * BF16 for x in ours}, order, slots)
     for buffer, those in (("direction_shard", ours), ("host_direction", matrices)):
-        yield passing(buffer, {x.index: x.shard_numel * BF16 for x in those}, order, spec.updates_ahead)
+        yield passing(buffer, {x.index: x.shard_numel * BF16 for x in those}, order, slots)
 
     # What a segment left passes once for each micro-batch of a group.
     away = {s: _stashed_bytes(spec, (s,)) for s in segments if spec.activations[s] != "device"}
     ahead = ACTIVATION_SLOTS if settings.tiles == 1 else 1
-    in_turn = [s for s in away for _ in range(min(settings.in_flight, host + ahead))]
+    in_turn = [s for s in away for _ in range(min(settings.in_flight, slots + ahead))]
     yield passing("act_slot", {s: away[s] for s in here(away, B)}, in_turn, ahead)
     yield passing("act_room", dict.fromkeys(here(away, F), 1), in_turn, ahead)
     kept = {
         s: whole_blocks(away[s]) for s in off_device(here(away, F, B), away) if spec.activations[s] == "disk"
     }
-    yield passing("act_page", kept, in_turn, host)
+    yield passing("act_page", kept, in_turn, slots)
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
     for buffer, way in (("act_hop", F), ("grad_act_hop", B)):

@@ -14,7 +14,7 @@ from itertools import product
 from textwrap import fill
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from attrs import evolve, field, fields, fields_dict, frozen
+from attrs import Attribute, evolve, field, fields, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision, one_precision
@@ -23,8 +23,9 @@ from zfunc.core.layout import Bucket, Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.pipeline import Order
 from zfunc.core.plan import Plan
-from zfunc.errors import did_you_mean
-from zfunc.options import AUTO, Check, OneOf, Option, SeveralOf, not_negative, one_of
+from zfunc.core.shares import InShares, InTiers, every_part_has_one, shares_of, word_of, words_of
+from zfunc.errors import did_you_mean, refuse
+from zfunc.options import AUTO, Check, OneOf, Option, not_negative, one_of
 from zfunc.values import number, of_type, truth, whole
 
 Recompute = Literal["all", "none", "min-cut"]
@@ -41,13 +42,19 @@ TIERS_OF: dict[str, tuple[str, ...]] = {  # where things may be, the nearest fir
     "grads_on": (*PLACES, DISK),
     "activations_on": (*PLACES, DISK),
 }
-UPDATE_SHARES = ("host", "host,host,host,device", "host,device", "host,device,device,device", "device")
+DEVICE_SHARE, DISK_SHARE = (
+    f"device:{AUTO},host",
+    f"host:{AUTO},disk",
+)  # of the state, as much as fits or helps
+UPDATE_SHARES = ("host", "host:0.75,device", "host,device", "host:0.25,device", "device")
 # The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
 CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all"), "update_on": UPDATE_SHARES, "tiles": (1,)}
 BY_DEVICE = "by-device"  # the schedule, unless one is named
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
-SHARES = "Several with commas are each for an equal share of the segments, from the first."
+SHARES = (
+    'Several are for shares of the segments, from the first: "host:0.25,device"; without numbers equal ones.'
+)
 DOCSTRING_WIDTH = 116  # columns
 MOST_TILES = 1 << 16
 SHORTEST_TILE = (
@@ -57,14 +64,22 @@ MOST_DEVICES = 1024
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
 
+_WITH_NORM = "pass defer, which hides the host with the same bits"
 # Settings that are gone, and what to use instead.
 GONE = {
-    "delay_from": "pass defer, which hides the host with the same bits; examples/systems has the other",
-    "speculate": "pass defer, which hides the host with the same bits and no shadow",
+    **dict.fromkeys(("delay_from", "delayed"), f"{_WITH_NORM}; examples/systems has the other"),
+    "speculate": f"{_WITH_NORM} and no shadow",
+    "parallel": "pass pp, the number of pipeline stages",
+    "sync_buffers": "leave it out: ranks keep the buffers of rank 0, as with DistributedDataParallel",
+    **dict.fromkeys(
+        ("weight_slots", "grad_slots", "host_slots"), "pass `slots`, which is the number of them all"
+    ),
+    **dict.fromkeys(("update_slots", "state_slots"), "pass `slots`, of which the state has one more"),
+    "offload_ratio": "pass the device's share of the state, which is the rest, as `state_on='device:0.25,host'`",
+    "disk_ratio": "pass the host's share of the state, which is the rest, as `state_on='host:0.25,disk'`",
+    "moments": "pass it to the optimizer, as optimizer=zfunc.AdamW(moments='8bit')",
 }
-GONE["delayed"] = GONE["delay_from"]
-GONE["parallel"] = "pass pp, the number of pipeline stages"
-GONE["sync_buffers"] = "leave it out: ranks keep the buffers of rank 0, as with DistributedDataParallel"
+OF_OPTIMIZER = ("moments",)  # fields that `zfunc.compile` has from the optimizer; plans vary them, too
 
 _names = ", ".join
 _count = partial(whole, least=1)
@@ -93,15 +108,6 @@ def _setting(
     option = Option(group, help + note, typed, **more)
     documentation = f"{help}. {detail}" if detail else f"{help}."
     return field(default=default, metadata={OPTION: option, CHECK: check, HELP: documentation, TRIES: tries})
-
-
-def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
-    """That one of `values` which is for segment `s`, as each value is for an equal share of the segments, in order.
-
-    >>> [in_equal_shares(("host", "device"), s, 5) for s in range(5)]
-    ['host', 'host', 'host', 'device', 'device']
-    """
-    return values[s * len(values) // num_segments]
 
 
 def tile_counts(tokens: int) -> list[int]:
@@ -198,7 +204,7 @@ def _swap(name: str, value: Any) -> tuple[str, ...]:
 class StepSettings:
     """The settings of a step; `zfunc.compile` documents each. Raises TypeError or ValueError for a bad value.
 
-    >>> StepSettings(micro_batches=2).grad_slots
+    >>> StepSettings(micro_batches=2).slots
     2
     >>> StepSettings(micro_batches=0)
     Traceback (most recent call last):
@@ -237,15 +243,13 @@ class StepSettings:
     )
     recompute: str = _setting(
         "all",
-        SeveralOf((*RECOMPUTE, AUTO)),
+        InShares((*RECOMPUTE, AUTO)),
         "how it runs",
         f"what backward recomputes of forward: {_names(RECOMPUTE)}",
         "With all, a segment keeps only its input; with none, all that autograd keeps; with min-cut, the residuals "
         f"that are cheapest to keep. {SHARES} "
         '"auto", with `example`: min-cut if it fits, else all; `zfunc.plan` tries shares of the segments, too.',
-        tries=(
-            *("none", "min-cut", "all,min-cut,min-cut,min-cut", "all,min-cut", "all,all,all,min-cut", "all"),
-        ),
+        tries=(*("none", "min-cut", "all:0.25,min-cut", "all,min-cut", "all:0.75,min-cut", "all"),),
         common=True,
     )
     tiles: int | Literal["auto"] = _setting(
@@ -376,20 +380,17 @@ class StepSettings:
         metavar="N|NAME,...",
         tries=(AUTO, 0),
     )
-    weight_slots: int = _setting(
-        2, _count, "buffers", "segments whose fetched parameters have room on the device", tries=(4, 3, 2, 1)
-    )
     activations_on: str = _setting(
         "device",
-        SeveralOf((*TIERS_OF["activations_on"], AUTO)),
+        InShares((*TIERS_OF["activations_on"], AUTO)),
         "offload",
         f"where the inputs of segments wait for backward: {_names(TIERS_OF['activations_on'])}; "
         "the disk needs folders, swap",
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
         '"auto", with `example`: on the device if they fit, or the nearest place that helps.',
         tries=(
-            *("device", "host,device", "host,host,host,device", "host"),
-            *("disk,host,host,host", "disk,host", "disk"),
+            *("device", "host,device", "host:0.75,device", "host"),
+            *("disk:0.25,host", "disk,host", "disk"),
         ),
         common=True,
     )
@@ -408,7 +409,7 @@ class StepSettings:
         one_of(MOMENTS),
         "offload",
         f"format of Adam's moments on the host: {_names(MOMENTS)}; smaller is faster",
-        "Set it here or in `zfunc.AdamW`.",
+        "That of the optimizer.",
         tries=MOMENTS,
         common=True,
     )
@@ -422,68 +423,38 @@ class StepSettings:
         note=" (default: 50,000,000, and up to 500,000,000 among more than 16 ranks)",
         tries=tuple(n * 1_000_000 for n in (500, 200, 100, 50, 25, 10)),
     )
-    grad_slots: int = _setting(
+    slots: int = _setting(
         2,
         _count,
         "buffers",
-        "staging buffers for gradients on the device, in buckets",
-        "Room for so many in a row, in classes of size: a large embedding does not decide the size of all.",
+        "buffers for each kind of data that moves, each way; for optimizer state one more",
+        "Streamed parameters have room for so many segments, gradients and copies for so many buckets in a row, in "
+        "classes of size: a large embedding does not decide the size of all.",
         tries=(4, 3, 2, 1),
     )
-    host_slots: int = _setting(
-        2,
-        _count,
-        "buffers",
-        "staging buffers in pinned memory, in buckets, each way",
-        "There are as many for activations of segments on their way to the disk or back.",
-        tries=(4, 3, 2, 1),
-    )
-    offload_ratio: float | Literal["auto"] = _setting(
-        1.0,
-        _word_or((AUTO,), "a share", partial(number, least=0.0, most=1.0, hint="pass such as 0.75")),
-        "offload",
-        "share of the optimizer state on the host, 0 to 1; the rest stays on the device",
-        'In whole buckets, which are smaller below 1. "auto", with `example`: as much stays on the device as fits.',
-        metavar=f"X|{AUTO}",
-        tries=(AUTO,),
-    )
-    state_on: Literal["host", "disk", "auto"] = _setting(
+    state_on: str = _setting(
         "host",
-        one_of((*TIERS_OF["state_on"], AUTO)),
+        InTiers((*PLACES, DISK, AUTO)),
         "offload",
-        f"where the optimizer state lives: {_names(TIERS_OF['state_on'])}; the disk needs folders, swap",
-        "Same result. A bucket's state is read before its update and written after it. "
-        '"auto", with `example`: on the host if it fits.',
-        tries=TIERS_OF["state_on"],
+        "where the optimizer state lives: device, host, disk, or a share as in device:0.25,host or host:0.25,disk; "
+        "the disk needs folders, swap",
+        "Same result. A bucket's state is read before its update and written after it. Shares are whole buckets, "
+        "which are smaller then: the device has those that backward completes last, the host beside the disk those "
+        'that are updated last. "auto", with `example`: on the host if it fits; "device:auto,host": as much on the '
+        "device as fits.",
+        tries=(DEVICE_SHARE, "host", DISK_SHARE, DISK),
         common=True,
     )
     update_on: str = _setting(
         "host",
-        SeveralOf((*PLACES, AUTO)),
+        InShares((*PLACES, AUTO)),
         "offload",
         f"where optimizer state that is not on the device is updated: {_names(PLACES)}",
         "Same result, but for the last digits of the norm of sums that stay on an accelerator, which measures it. "
-        "A bucket's state is copied to the device and back; its gradient waits where `grads_on` says. Several with "
-        'commas are each for an equal share of the buckets, from the first. "auto", with `example`: the share that '
+        "A bucket's state is copied to the device and back; its gradient waits where `grads_on` says. Several are "
+        'for shares of the buckets, from the first. "auto", with `example`: the share that '
         "takes least, by the measured rates of host and copies, if it fits.",
         tries=UPDATE_SHARES[::-1],
-    )
-    update_slots: int = _setting(
-        3,
-        _count,
-        "buffers",
-        "with update_on device, buckets whose state has room on the device",
-        tries=(4, 3, 2, 1),
-    )
-    disk_ratio: float = _setting(
-        1.0,
-        partial(
-            number, least=0.0, most=1.0, hint="pass the share of the optimizer state on the disk, such as 0.8"
-        ),
-        "offload",
-        "with state_on disk, the share of the state that is there, 0 to 1; the rest stays on the host",
-        "In whole buckets; those that are updated last stay.",
-        tries=(AUTO,),
     )
     grads_on: Literal["device", "host", "disk", "auto"] = _setting(
         "device",
@@ -512,13 +483,6 @@ class StepSettings:
         "with state_on disk, steps between two that can be gone back to after a crash",
         "Such a step also writes what memory has of the state, and waits until the disk has it.",
     )
-    state_slots: int = _setting(
-        3,
-        _count,
-        "buffers",
-        "with state_on disk, buckets whose state has room in pinned memory",
-        tries=(6, 4, 3, 2, 1),
-    )
     defer: bool = _setting(
         False,
         truth,
@@ -546,6 +510,11 @@ class StepSettings:
                 raise ValueError(f"{got}, expected {expected}")
 
     @property
+    def state_slots(self) -> int:
+        """The number of buckets whose state has room where it passes: one arrives, one is updated, one leaves."""
+        return self.slots + 1
+
+    @property
     def streams(self) -> bool:
         """Whether parameters are whole on the device only while a segment uses them."""
         return self.params_on in ("host", DISK) or self.stage == 3
@@ -563,22 +532,35 @@ class StepSettings:
     @property
     def stashes(self) -> bool:
         """Whether activations of any segment wait on the host or on the disk."""
-        return self.spills_activations or "host" in self.activations_on.split(",")
+        return self.spills_activations or "host" in words_of(self.activations_on)
 
     @property
     def spills_activations(self) -> bool:
         """Whether activations of any segment wait on the disk."""
-        return DISK in self.activations_on.split(",")
+        return DISK in words_of(self.activations_on)
+
+    @property
+    def pages_state(self) -> bool:
+        """Whether a share of the optimizer state is on the disk."""
+        return DISK in words_of(self.state_on)
+
+    @property
+    def fits_state(self) -> bool:
+        """Whether as much of the optimizer state is on the device as fits: "device:auto,host"."""
+        return self.state_on == DEVICE_SHARE
+
+    def share_of_state(self, place: str) -> float:
+        """The share of the optimizer state in `place`, 0 to 1."""
+        return float(shares_of(self.state_on).get(place, 0))
 
     @property
     def keeps_all(self) -> bool:
         """Whether some segment keeps all the activations that autograd keeps: recompute "none"."""
-        return "none" in self.recompute.split(",")
+        return "none" in words_of(self.recompute)
 
     def recompute_of(self, s: int, num_segments: int) -> Recompute:
         """The mode that `recompute` names for segment `s`."""
-        modes: list[Any] = self.recompute.split(",")
-        return in_equal_shares(modes, s, num_segments)
+        return cast("Recompute", word_of(self.recompute, s, num_segments))
 
     def recompute_modes(self, num_segments: int) -> list[Recompute]:
         """Each segment's mode of recomputation. The last segment never repeats its forward: backward follows."""
@@ -638,13 +620,11 @@ class StepSettings:
         return "fp32" if bucket.in_fp32 else self.precision
 
     def check_shares(self, num_segments: int) -> None:
-        """Raise ValueError if `recompute` or `activations_on` has more values than there are segments."""
+        """Raise ValueError if a share of `recompute` or `activations_on` has none of the segments."""
         for name in ("recompute", "activations_on"):
-            if (count := getattr(self, name).count(",") + 1) > num_segments:
-                raise ValueError(
-                    f"{name}: got {count} values for {num_segments} segments, expected at most one for each: "
-                    "leave some out"
-                )
+            if not every_part_has_one(text := getattr(self, name), num_segments):
+                got = f"{text!r} for {num_segments} segments"
+                refuse(name, got, "shares that have a segment each", "leave some out, or change the numbers")
 
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
         """Settings with a place for each that is "auto": nearest to the device first, what moves fewest bytes
@@ -669,9 +649,8 @@ class StepSettings:
                 yield self.at(**changes, **({"stage": 3} if sliced else {}))
 
     def at(self, **places: Any) -> "StepSettings":
-        """The settings with these `places`; `swap` and `disk_ratio` are reset where no place needs them."""
-        unused = {} if places.get("state_on", self.state_on) == DISK else {"disk_ratio": 1.0}
-        settings = evolve(self, swap=(), **unused, **places)
+        """The settings with these `places`; `swap` is left out where no place needs it."""
+        settings = evolve(self, swap=(), **places)
         return evolve(settings, swap=self.swap) if settings.needs_folders else settings
 
     @property
@@ -682,7 +661,7 @@ class StepSettings:
     @property
     def needs_folders(self) -> bool:
         """Whether state, parameters, gradients or activations are in the folders of `swap`."""
-        return DISK in (self.state_on, self.params_on, self.grads_on) or self.spills_activations
+        return self.pages_state or DISK in (self.params_on, self.grads_on) or self.spills_activations
 
     @property
     def in_flight(self) -> int:
@@ -710,7 +689,7 @@ class StepSettings:
     def check_folders(self) -> None:
         """Raise ValueError if a place is the disk, but `swap` names no folder."""
         if self.needs_folders and not self.swap:
-            name = next(x for x in TIERS_OF if DISK in getattr(self, x).split(","))
+            name = next(x for x in TIERS_OF if DISK in words_of(getattr(self, x)))
             raise ValueError(
                 f"swap: got no folder with {name}={getattr(self, name)!r}, expected one on each drive to use: "
                 "pass `swap`"
@@ -732,7 +711,7 @@ class StepSettings:
 
 def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
     """Settings that exclude each other: one, whether it is given, another, whether it is, what is expected."""
-    off_device, in_memory = s.params_on in ("host", DISK), s.state_on not in (DISK, AUTO)
+    off_device, in_memory = s.params_on in ("host", DISK), not s.pages_state and s.state_on != AUTO
     left = "what backward keeps would be parameters of forward, which have left the device by then"
     for name, given, why in (
         ("compile_segments", s.compile_segments, "leave one out"),
@@ -755,14 +734,11 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
         ("params_on", s.params_on == DISK, ""),
         ("grads_on", s.grads_on == DISK, ""),
         ("swap", s.swap and not s.needs_folders and s.activations_on != AUTO, " or activations_on='disk'"),
-        ("disk_ratio", s.disk_ratio != 1, ""),
     ):
         yield name, given, "state_on", in_memory, f"state_on='disk'{or_else}: pass that, or leave it out"
+    one = "one of the two: leave the other out; a swap space has no averages"
     for name in ("state_on", "params_on", "grads_on"):
-        there, one = getattr(s, name) == DISK, "one of the two: leave the other out; "
-        yield name, there, "ema", s.ema is not None, f"{one}a swap space has no averages"
-        kept = f"{one}disk_ratio keeps a part of it on the host"
-        yield name, there, "offload_ratio", s.offload_ratio != 1, kept
+        yield name, DISK in words_of(getattr(s, name)), "ema", s.ema is not None, one
 
 
 def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> StepSettings:
@@ -770,7 +746,7 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
     settings = StepSettings() if settings is None else settings
     expected = "a zfunc.core.settings.StepSettings: pass one, or pass settings by name"
     of_type("settings", settings, StepSettings, expected)
-    known = list(fields_dict(StepSettings))
+    known = list(named_settings())
     for name in changes:
         if name in GONE:
             raise TypeError(f"{name}: got a setting that is gone: {GONE[name]}")
@@ -779,6 +755,11 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
                 f"{name}: got an unknown setting, expected one of {', '.join(known)}{did_you_mean(name, known)}"
             )
     return evolve(settings, **changes)
+
+
+def named_settings() -> "dict[str, Attribute[Any]]":
+    """The fields that `zfunc.compile` takes by name: all but those of the optimizer."""
+    return {f.name: f for f in fields(StepSettings) if f.name not in OF_OPTIMIZER}
 
 
 def takes_settings(**defaults: Any) -> Callable[[Function], Function]:
@@ -792,7 +773,7 @@ def takes_settings(**defaults: Any) -> Callable[[Function], Function]:
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         settings = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type)
-            for f in fields(StepSettings)
+            for f in named_settings().values()
             for default in (defaults.get(f.name, f.default),)
         ]
         function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
@@ -803,7 +784,7 @@ def takes_settings(**defaults: Any) -> Callable[[Function], Function]:
 
 
 def _list(defaults: Mapping[str, Any]) -> Iterator[str]:
-    for f in fields(StepSettings):
+    for f in named_settings().values():
         default = defaults.get(f.name, f.default)
         text = f"{default:,}" if type(default) is int else repr(default)
         yield fill(

@@ -14,7 +14,8 @@ from zfunc.core.layout import Layout, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS
 from zfunc.core.pipeline import PASSES, B, F, I, InGroups, Order, Pass, R, W, passes_in, passes_listed
 from zfunc.core.places import BucketPlaces, Where, make_places
-from zfunc.core.settings import StepSettings, in_equal_shares
+from zfunc.core.settings import StepSettings
+from zfunc.core.shares import word_of
 from zfunc.errors import PlanError
 from zfunc.values import of_type
 
@@ -171,9 +172,9 @@ class StepSpec:
     @cached_property
     def activations(self) -> tuple[Where, ...]:
         """For each segment, where its activations wait for backward; the last segment's stay on the device."""
-        shares, count = self.settings.activations_on.split(","), self.num_segments
+        shares, count = self.settings.activations_on, self.num_segments
         moving = range(self.layout.first_trainable, count - 1)
-        return tuple(in_equal_shares(shares, s, count) if s in moving else "device" for s in range(count))  # pyright: ignore
+        return tuple(word_of(shares, s, count) if s in moving else "device" for s in range(count))  # pyright: ignore
 
     @property
     def barrier(self) -> bool:
@@ -408,18 +409,6 @@ class StepSpec:
     def matrix_buckets(self) -> tuple[int, ...]:
         """Ascending indices of the buckets whose updates need whole matrices."""
         return tuple(x.index for x in self.places if x.matrices)
-
-    @property
-    def updates_ahead(self) -> int:
-        """The number of matrix buckets whose updates may have begun before the first update ends."""
-        return min(self.settings.host_slots, self.state_room)
-
-    @property
-    def state_room(self) -> int:
-        """The number of buckets whose state, kept elsewhere, has slots where updates are made."""
-        rooms = [self.settings.state_slots] if self.paged else []
-        rooms += [self.settings.update_slots] if any(x.staged for x in self.places) else []
-        return min(rooms, default=self.settings.state_slots)
 
     @cached_property
     def grad_bytes(self) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter
 from zfunc.core.methods import above
-from zfunc.core.optimizer_state import adam_format
+from zfunc.core.optimizer_state import MOMENTS, Moments, adam_format
 from zfunc.core.pipeline import R
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import settings_with
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.errors import refuse
-from zfunc.options import AUTO
+from zfunc.options import one_of
 from zfunc.values import whole
 
 
@@ -26,6 +26,7 @@ def step_graph(
     *,
     world: int = 1,
     recipe: Recipe | None = None,
+    moments: Moments = "fp32",
     **settings: Any,
 ) -> Graph:
     """The graph of a training step of equal segments, which are sizes alone: there is no model.
@@ -34,7 +35,8 @@ def step_graph(
     tokens of a micro-batch its forward takes 2 FLOPs a parameter and token, its backward 6, which repeats forward,
     whatever `recompute` says. Its output is that of a transformer's layer of 12 n^2 parameters: n numbers a token,
     2 bytes each; nothing else that passes keep or allocate counts. `world` is the number of ranks, `recipe` as in
-    `zfunc.compile`; `settings` are those of `zfunc.compile`, by name, no place, share or number of tiles "auto".
+    `zfunc.compile`, `moments` the format of the state; `settings` are those of `zfunc.compile`, by name, no place,
+    share or number of tiles "auto".
 
     Raises TypeError for an unknown setting, ValueError for a value out of range, PlanError for an `order` that is
     none of so many segments and devices.
@@ -46,9 +48,15 @@ def step_graph(
     for name, value in (("segments", segments), ("parameters", parameters), ("tokens", tokens)):
         whole(name, value, 1)
     chosen = settings_with(None, {"bucket_size": parameters, **settings})
-    if chosen.offload_ratio == AUTO:
-        refuse("offload_ratio", "'auto'", "the share that it stands for", "pass such as 0.75")
-    state = adam_format(chosen.moments, split_master=chosen.splits_master)
+    if chosen.fits_state:
+        refuse(
+            "state_on",
+            repr(chosen.state_on),
+            "the share that it stands for",
+            "pass such as 'device:0.25,host'",
+        )
+    one_of(MOMENTS)("moments", moments)
+    state = adam_format(moments, split_master=chosen.splits_master)
     names = [f"segment{n}" for n in range(segments)]
     layout = lay_out([[Parameter(x, (parameters,), state_format=state)] for x in names], chosen, world)
     once, twice, thrice = (PassCost(n * 2 * parameters * tokens) for n in (1, 2, 3))

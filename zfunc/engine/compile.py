@@ -34,7 +34,6 @@ from zfunc.engine.trace.segment import Segment, checked_segments, ends_in_loss
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.trace.vjp import check_device_graphs
 from zfunc.optim.base import Optimizer
-from zfunc.options import AUTO
 from zfunc.runtime.accelerator import (
     best_precision,
     devices_from,
@@ -107,7 +106,7 @@ def compile(
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
     settings.check_folders()
     ranks = ranks_of_stage(_ranks(group), settings.pp)
-    automatic = [*settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])]
+    automatic = [*settings.automatic, *(["state_on"] if settings.fits_state else [])]
     if automatic and example is None:
         raise ValueError(
             f"{', '.join(automatic)}: got 'auto' without an example, expected one: pass a batch to plan memory"

@@ -15,6 +15,7 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
+from zfunc.core.shares import words_of
 from zfunc.core.spec import Parts, SegmentCost, StepSpec
 from zfunc.engine.program.step_spec import make_spec, passes_key, with_moments
 from zfunc.optim.base import Optimizer
@@ -105,7 +106,7 @@ class CostModel:
     def spec(self, settings: StepSettings) -> StepSpec:
         """The StepSpec of `settings`, with the traced costs of each segment in its own mode of recomputation."""
         spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
-        modes = settings.recompute.split(",")
+        modes = words_of(settings.recompute)
         by_mode = {x: self._traced(evolve(settings, recompute=x), spec.parts) for x in modes}
         count = spec.num_segments
         traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]

@@ -17,7 +17,15 @@ from attrs import evolve, fields
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
+from zfunc.core.settings import (
+    BY_DEVICE,
+    DEVICE_SHARE,
+    DISK,
+    DISK_SHARE,
+    StepSettings,
+    settings_with,
+    takes_settings,
+)
 from zfunc.engine.program.step_spec import choose_optimizer
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
@@ -83,8 +91,8 @@ def plan(
     `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
     deferral, where parameters and activations live, what each share of the segments recomputes, and
     the order of micro-batches. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the
-    device is the host. `offload_ratio`, `recompute` and places that are "auto" become the fastest that fit; the
-    disk is a place where the host is full; `tiles` become as few as fit.
+    device is the host. `recompute` and places that are "auto", or "device:auto,host", become the fastest that
+    fit; the disk is a place where the host is full; `tiles` become as few as fit.
 
     {settings}
 
@@ -313,12 +321,14 @@ def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Spa
     space |= ordered
     if settings.schedule == AUTO:
         return space
-    names = {*ordered, *settings.automatic, *(["offload_ratio"] if settings.offload_ratio == AUTO else [])}
-    names |= {"disk_ratio"} if settings.state_on == AUTO else set()
+    state_on = space["state_on"] if settings.state_on != AUTO else ("host", DISK_SHARE, DISK)
+    space["state_on"] = (DEVICE_SHARE,) if settings.fits_state else state_on
+    names = {*ordered, *settings.automatic, *(["state_on"] if settings.fits_state else [])}
     return {name: values for name, values in space.items() if name in names} or None
 
 
 def search_start(settings: StepSettings) -> StepSettings:
     """`settings` with those that are "auto" at their defaults: the point where a search begins."""
-    auto = {f.name: f.default for f in fields(StepSettings) if getattr(settings, f.name) == AUTO}
+    open_ = (AUTO, DEVICE_SHARE)
+    auto = {f.name: f.default for f in fields(StepSettings) if getattr(settings, f.name) in open_}
     return evolve(settings.at(**auto), swap=())

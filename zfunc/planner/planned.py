@@ -7,7 +7,7 @@ from html import escape
 from textwrap import wrap
 from typing import Any, cast
 
-from attrs import asdict, evolve, frozen
+from attrs import evolve, frozen
 
 from zfunc.core.critical_path import bound_seconds, bounds_in_words, critical_path_of, largest_shares
 from zfunc.core.display import counted
@@ -17,7 +17,7 @@ from zfunc.core.memory_model import initial_memory
 from zfunc.core.pipeline import B, F
 from zfunc.core.plan import Plan
 from zfunc.core.regions import Regions
-from zfunc.core.settings import DISK
+from zfunc.core.settings import DISK, named_settings
 from zfunc.core.timeline import Timeline
 from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
 from zfunc.planner.profile import Profile
@@ -244,7 +244,7 @@ class Planned:
         """The settings that `zfunc.compile` takes by name to make this plan, beside the optimizer."""
         settings = self.step.settings
         return {
-            **asdict(settings, recurse=False),
+            **{name: getattr(settings, name) for name in named_settings()},
             "schedule": make_schedule(settings.schedule, self.hardware),
         }
 
@@ -317,7 +317,8 @@ def _plan(p: Planned) -> Iterator[str]:
     """Words of the report for the plan's settings, the unusual settings last."""
     settings, spec = p.step.settings, p.step.spec
     count = settings.micro_batches
-    share = "state" if settings.disk_ratio == 1 else f"{settings.disk_ratio:.0%} of the state"
+    on_disk, on_device = map(settings.share_of_state, ("disk", "device"))
+    share = "state" if on_disk == 1 else f"{on_disk:.0%} of the state"
     waiting = " with waiting gradients" if settings.grads_on == DISK else ""
     yield settings.schedule_name
     yield f"{len(spec.layout.buckets)} buckets"
@@ -325,10 +326,10 @@ def _plan(p: Planned) -> Iterator[str]:
     yield f"recompute {settings.recompute}"
     yield f"moments {settings.moments}"
     for said, unusual in (
-        (f"{settings.offload_ratio:.0%} of the state on the host", settings.offload_ratio != 1),
+        (f"{1 - on_device:.0%} of the state on the host", on_device > 0),
         (f"ZeRO stage {settings.stage}", p.world > 1 and settings.stage != 2),
         (f"parameters on the {settings.params_on}", settings.params_on != "device"),
-        (f"{share}{waiting} on the disk", settings.state_on == DISK),
+        (f"{share}{waiting} on the disk", settings.pages_state),
         (f"activations on the {settings.activations_on}", settings.stashes),
         (f"{settings.group_size} micro-batches at a time", settings.group_size > 1),
         (f"rows in {settings.tiles} tiles", settings.tiles != 1),

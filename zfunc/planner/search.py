@@ -24,7 +24,8 @@ from attrs import define, evolve, fields, frozen
 from zfunc.core.bucketing import lay_out
 from zfunc.core.display import brief
 from zfunc.core.graph import Kind, Tier
-from zfunc.core.settings import DISK, TIERS_OF, TRIES, StepSettings, in_equal_shares
+from zfunc.core.settings import DEVICE_SHARE, DISK, DISK_SHARE, TIERS_OF, TRIES, StepSettings
+from zfunc.core.shares import as_shares, every_part_has_one, two_tiers, word_of, words_of
 from zfunc.errors import PlanError
 from zfunc.options import AUTO
 from zfunc.planner.candidate import (
@@ -46,10 +47,11 @@ ALMOST = 1e-9  # a share of the state in which there is no bucket
 GUESS = 2  # candidates for each value of a setting, about
 QUARTERS = 4  # shares of the segments, in the first of which activations go further away
 NUMBERS = ("precision", "micro_batches", "moments")  # settings that change the result
-# By the share of the state that is further away: where the rest is, and the tiers that share that memory.
-NEARER: dict[str, tuple[Tier, tuple[Tier, ...]]] = {
-    "offload_ratio": ("device", ("device",)),
-    "disk_ratio": ("host", ("host", "pinned")),
+# By values of `state_on` that leave a share open: the nearer place, the one further away, and the tiers that share
+# the memory of the nearer one.
+NEARER: dict[str, tuple[Tier, str, tuple[Tier, ...]]] = {
+    DEVICE_SHARE: ("device", "host", ("device",)),
+    DISK_SHARE: ("host", DISK, ("host", "pinned")),
 }
 
 Space = Mapping[str, tuple[Any, ...]]
@@ -66,15 +68,15 @@ def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | 
     Parameters that leave the devices of several ranks are in slices, stage 3; what is on the disk is beside the
     state there.
 
-    >>> differing(moved(StepSettings(offload_ratio=0.5), 1, params_on="disk"), StepSettings())
+    >>> differing(moved(StepSettings(state_on="device,host"), 1, params_on="disk"), StepSettings())
     {'params_on': 'disk', 'state_on': 'disk'}
     """
     needs: Changes = {}
-    if changes.get("state_on") == "host":
-        needs = {"grads_on": "device", "disk_ratio": 1.0}
-        needs |= {"params_on": "host"} if settings.params_on == DISK else {}
-    elif DISK in (changes.get(name) for name in ("state_on", "params_on", "grads_on")):
-        needs = {"state_on": DISK, "offload_ratio": 1.0}
+    on_disk = DISK in (changes.get("params_on"), changes.get("grads_on"))
+    if "state_on" in changes and DISK not in words_of(changes["state_on"]):
+        needs = {"grads_on": "device"} | ({"params_on": "host"} if settings.params_on == DISK else {})
+    elif on_disk and not settings.pages_state:
+        needs = {"state_on": DISK}
     if changes.get("tiles", 1) != 1:
         needs["recompute"] = "all"
     elif changes.get("recompute", "all") != "all":
@@ -120,18 +122,18 @@ def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> li
     Where the device is the host, only the disk, and the way back from it.
     """
     now: str = getattr(best.settings, name)
-    there, elsewhere = DISK in now.split(","), name == "state_on" or not best.hardware.unified
+    there, elsewhere = DISK in words_of(now), name == "state_on" or not best.hardware.unified
     on_disk = there or lacks_host(best) or not (first or best.fits)
     places = dict.fromkeys((now, *space.get(name, ())))
-    return [x for x in places if x == now or (on_disk if DISK in x.split(",") else there or elsewhere)]
+    return [x for x in places if x == now or (on_disk if DISK in words_of(x) else there or elsewhere)]
 
 
 def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes that place parameters and activations on the device, on the host, or on the disk."""
     names = ("params_on", "activations_on")
     for places in product(*(_worth_trying(best, space, name, first) for name in names)):
-        if places[1].count(",") < best.spec.num_segments and (
-            places[0] != DISK or best.settings.state_on == DISK
+        if every_part_has_one(places[1], best.spec.num_segments) and (
+            places[0] != DISK or best.settings.pages_state
         ):
             yield dict(zip(names, places, strict=True))
 
@@ -140,8 +142,8 @@ def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes that place the state in memory, or on the disk with streamed parameters and waiting gradients."""
     now = best.settings
     waits = [x for x in space.get("grads_on", ()) if x != "host"] if best.spec.barrier else ()
-    for state_on in _worth_trying(best, space, "state_on", first):
-        if state_on == "host":
+    for state_on in (x for x in _worth_trying(best, space, "state_on", first) if x not in NEARER):
+        if DISK not in words_of(state_on):
             yield {"state_on": state_on}
             continue
         streamed = [x for x in space.get("params_on", ()) if x != "device"]
@@ -155,11 +157,11 @@ def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
     """Changes that move activations of a quarter of the segments a tier nearer, or further if the step lacks
     memory."""
-    known = {place for places in space.get("activations_on", ()) for place in places.split(",")}
+    known = {place for places in space.get("activations_on", ()) for place in words_of(places)}
     if len(known) > 1 and (not best.fits or may_gain(best)):
         count = min(QUARTERS, best.spec.num_segments)
         for places in moved_by_a_share(best.settings.activations_on, count, nearer=best.fits):
-            if known >= {*places.split(",")}:
+            if known >= {*words_of(places)}:
                 yield {"activations_on": places}
 
 
@@ -167,20 +169,14 @@ def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterat
     """Values of `activations_on` with one of `count` shares moved by one tier, no share nearer than a later share.
 
     >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
-    ['disk,host,host,host', 'disk,disk,host,device']
+    ['disk:0.25,host', 'disk:0.5,host:0.25,device']
     """
-    tiers, now = TIERS_OF["activations_on"], activations_on.split(",")
-    shares = [tiers.index(in_equal_shares(now, s, count)) for s in range(count)]
+    tiers = TIERS_OF["activations_on"]
+    shares = [tiers.index(word_of(activations_on, s, count)) for s in range(count)]
     for s, tier in enumerate(shares):
         moved = [*shares[:s], tier - 1 if nearer else tier + 1, *shares[s + 1 :]]
         if moved == sorted(moved, reverse=True) and {*moved} <= {*range(len(tiers))}:
-            yield _in_fewest_shares([tiers[x] for x in moved])
-
-
-def _in_fewest_shares(places: list[str]) -> str:
-    count = len(places)
-    shares = (places[:: count // n] for n in range(1, count + 1) if count % n == 0)
-    return ",".join(next(x for x in shares if places == [in_equal_shares(x, s, count) for s in range(count)]))
+            yield as_shares([tiers[x] for x in moved])
 
 
 def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
@@ -194,7 +190,7 @@ def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes
     now = best.settings.activations_on
     everywhere = _worth_trying(best, space, "activations_on", first) if first else [now]
     for activations_on, recompute in product(everywhere, space.get("recompute", ())):
-        if max(activations_on.count(","), recompute.count(",")) < best.spec.num_segments:
+        if all(every_part_has_one(x, best.spec.num_segments) for x in (activations_on, recompute)):
             yield {"activations_on": activations_on, "recompute": recompute}
 
 
@@ -223,58 +219,69 @@ def _persistent(best: PlannedStep, space: Space, first: bool) -> Iterator[Change
 # --- shares of the state -------------------------------------------------------------------------------------
 
 
-def share_of_state(settings: StepSettings) -> str:
-    """The name of the setting for the share of the state that is in the tier further away."""
-    return "disk_ratio" if settings.state_on == DISK else "offload_ratio"
+def open_share(settings: StepSettings) -> str:
+    """The value of `state_on` that leaves open how much of the state is in the nearer of its two places."""
+    return DISK_SHARE if settings.pages_state else DEVICE_SHARE
 
 
-def _shares(name: str) -> Coordinate:
-    """A coordinate: each value of the ratio `name` in the space, or those that fit; after round one the least."""
+def with_farther_share(opened: str, share: float) -> str:
+    """The value of `state_on` that has a `share` of the state in the place further away, of those of `opened`."""
+    nearer, further, _ = NEARER[opened]
+    return two_tiers(nearer, 1 - share, further)
+
+
+def _shares(opened: str) -> Coordinate:
+    """A coordinate: where the space has `opened`, the shares of the state that fit; after round one the least."""
 
     def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-        given = space.get(name, ())
-        if AUTO in given:
-            fitting = shares_that_fit(best, name) if first or (best.fits and may_gain(best)) else ()
-            given = fitting if first else fitting[-2:]
-        yield from ({name: share} for share in given)
+        searched = opened in space.get("state_on", ()) and opened == open_share(best.settings)
+        fitting = (
+            shares_that_fit(best, opened) if searched and (first or (best.fits and may_gain(best))) else ()
+        )
+        yield from ({"state_on": with_farther_share(opened, x)} for x in (fitting if first else fitting[-2:]))
 
     return shares
 
 
 def giving_way(step: PlannedStep, space: Space) -> Iterator[StepSettings]:
     """Settings of a step that does not fit, with enough more of the state in the tier further away to fit."""
-    name = share_of_state(step.settings)
+    opened = open_share(step.settings)
     if may_give_way(step.settings, step.lacking, space):
-        enough = shares_that_fit(step, name)[-2:][0]
-        if enough > getattr(step.settings, name):
-            yield evolve(step.settings, **{name: enough})
+        enough = shares_that_fit(step, opened)[-2:][0]
+        if enough > step.settings.share_of_state(NEARER[opened][1]):
+            yield evolve(step.settings, state_on=with_farther_share(opened, enough))
 
 
 def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: Space) -> bool:
     """Whether the only full tier is one from which more of the state may be moved away."""
-    name = share_of_state(settings)
-    return lacking.keys() == {NEARER[name][0]} and AUTO in space.get(name, ()) and getattr(settings, name) < 1
+    opened = open_share(settings)
+    nearer, further, _ = NEARER[opened]
+    searched = lacking.keys() == {nearer} and opened in space.get("state_on", ())
+    return searched and settings.share_of_state(further) < 1
 
 
-def shares_that_fit(best: PlannedStep, name: str) -> tuple[float, ...]:
-    """Values of the ratio `name` from 1 down to where the nearer tier, which has the rest, is full; and half way.
+def shares_that_fit(best: PlannedStep, opened: str) -> tuple[float, ...]:
+    """Shares of the state in the place of `opened` further away, from 1 down to where the nearer tier, which has
+    the rest, is full; and half way.
 
-    What is kept there grows linearly from a ratio of 1 to one of 0. The last value is the lowest by arithmetic: it
-    may be too low by a bucket, by which the one before is higher. 1 alone where the rest is nowhere nearer.
+    What is kept there grows linearly from a share of 1 to one of 0. The last value is the lowest by arithmetic: it
+    may be too low by a bucket, by which the one before is higher. 1 alone where the device is the host.
     """
-    nearer, tiers = NEARER[name]
+    nearer, _, tiers = NEARER[opened]
     unified, capacity = best.hardware.unified, best.hardware.memory.get(nearer)
-    if name != share_of_state(best.settings) or (unified and nearer == "device"):
+    if unified and nearer == "device":
         return (1.0,)
     if capacity is None:
         return (1.0, 0.5, 0.0)
     tiers = (*tiers, "device") if unified else tiers
     if best.settings.devices > 1:  # which have their parts of what stays
         return (1.0, 0.0)
-    plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
+    plain = evolve(best.spec, commit=False)  # with a share of 0 there is nothing to commit
 
-    def kept(ratio: float) -> int:
-        other = step_of(plain, evolve(best.settings, **{name: ratio}), best.hardware)
+    def kept(share: float) -> int:
+        other = step_of(
+            plain, evolve(best.settings, state_on=with_farther_share(opened, share)), best.hardware
+        )
         return sum(other.kept[tier] for tier in tiers)
 
     # Between the ends, where buckets may be smaller and no slot is left out.
@@ -301,7 +308,8 @@ def _buckets(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
     """The ends, in elements, of buckets of `bucket_size`: two sizes with equal ends are one choice."""
-    settings = evolve(best.settings, bucket_size=bucket_size, offload_ratio=1.0)
+    state_on = best.settings.state_on if best.settings.pages_state else "host"
+    settings = evolve(best.settings, bucket_size=bucket_size, state_on=state_on)
     layout = lay_out(best.spec.layout.parameters, settings, best.spec.world)
     return tuple(b.stop for b in layout.buckets)
 
@@ -314,7 +322,7 @@ def _values(
     def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
         if useful(best):
             tried = space.get(name, ())
-            tried = beside(tried, getattr(best.settings, name)) if name.endswith("_slots") else tried
+            tried = beside(tried, getattr(best.settings, name)) if name == "slots" else tried
             yield from ({name: x} for x in tried if least is None or x >= least)
 
     return values
@@ -364,17 +372,13 @@ COORDINATES: tuple[Coordinate, ...] = (
     _groups,
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
-    _shares("offload_ratio"),
+    _shares(DEVICE_SHARE),
     _values("grads_on", lambda x: x.spec.barrier and any(y.staged for y in x.spec.places)),
     _values("update_on", lambda x: bool(x.spec.offloaded) and not x.hardware.unified),
     _buckets,
-    _values("host_slots"),
-    _values("grad_slots", lambda x: x.settings.stage > 1),  # in stage 1 every bucket has a slot
-    _values("weight_slots", lambda x: x.settings.streams),
+    _values("slots"),
     _persistent,
-    _shares("disk_ratio"),
-    _values("state_slots", lambda x: x.settings.state_on == DISK),
-    _values("update_slots", lambda x: any(y.staged for y in x.spec.places)),
+    _shares(DISK_SHARE),
     _values("tiles", lambda x: not x.fits or x.settings.tiles != 1),
     _values("keys_on", lambda x: x.settings.tiles != 1),
 )

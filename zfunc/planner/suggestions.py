@@ -14,7 +14,8 @@ from attrs import field, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.optimizer_state import STATE_FORMATS, format_with
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.settings import DISK, OF_OPTIMIZER, StepSettings
+from zfunc.core.shares import words_of
 from zfunc.errors import PlanError
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.pipelines import shifted
@@ -47,8 +48,9 @@ class Suggestion:
 
     @property
     def arguments(self) -> str:
-        """The changes of settings as Python arguments, such as "micro_batches=2, offload_ratio=1.0"."""
-        return ", ".join(f"{name}={value!r}" for name, value in self.changes.items())
+        """The changes of settings as Python arguments, such as "micro_batches=2, slots=1"."""
+        own = {name: "the optimizer's " * (name in OF_OPTIMIZER) for name in self.changes}
+        return ", ".join(f"{own[name]}{name}={value!r}" for name, value in self.changes.items())
 
 
 def suggest(
@@ -220,6 +222,7 @@ def effect(changes: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> st
     fits = "fits, " if new.fits and not old.fits else ""
     shortage = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
     notes = [NOTES[name] for name in changes if name in NOTES]
-    notes += [FOLDERS] if DISK in changes.values() and not old.settings.needs_folders else []
+    on_disk = any(DISK in words_of(x) for x in changes.values() if isinstance(x, str))
+    notes += [FOLDERS] if on_disk and not old.settings.needs_folders else []
     numbers = ", ".join(notes)
     return f"{fits}{gains_and_costs(new, old)}{shortage}{f' ({numbers})' if numbers else ''}"

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import bytes_by_tier
 from zfunc.core.settings import StepSettings, tile_counts
+from zfunc.core.shares import two_tiers
 from zfunc.core.spec import Parts, StepSpec
 from zfunc.engine.compile import compile
 from zfunc.engine.program.fit_to_memory import row_tokens, share_on_host
@@ -109,8 +110,10 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
     if not hardware.lacking(bytes_by_tier(specialize(program, example).memory)):
         return
     costs = traced_costs(program.segments, example, program.optimizer, program.ranks.world)
-    model, ratio = CostModel(costs, hardware), share_on_host(program.spec) if program.spec.resident else 1.0
-    step = model.step(evolve(program.settings, schedule=program.schedule, offload_ratio=ratio))
+    model, settings = CostModel(costs, hardware), evolve(program.settings, schedule=program.schedule)
+    if settings.fits_state or program.spec.resident:
+        settings = evolve(settings, state_on=two_tiers("device", 1 - share_on_host(program.spec), "host"))
+    step = model.step(settings)
     peak = [*step.held[max(step.lacking, key=lambda tier: step.lacking[tier])].items()][:LARGEST]
     parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
     effects = [

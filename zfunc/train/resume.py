@@ -19,6 +19,8 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.strict_json import JsonNode, Within
 from zfunc.checkpoint.writer import all_or_none
+from zfunc.core.settings import DISK
+from zfunc.core.shares import words_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.run_folder import jsonable
@@ -120,7 +122,7 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
     """Resume a run from its newest checkpoint, else from the one it started from, else from the beginning."""
-    swap = _first(settings.swap) if settings.state_on != "host" else []
+    swap = _first(settings.swap) if {DISK, AUTO} & {*words_of(settings.state_on)} else []
     checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)])
     ended, before = _text_in(run / SUMMARY, "ended"), _text_in(run / CONFIG, "resumed_from")
     if checkpoint is not None:
@@ -170,7 +172,8 @@ def _swap_in_config(run: Path) -> list[Path]:
     """The first folder of the swap space that a run used, by its `config.json`."""
     try:
         settings = JsonNode(read_json_object(run / CONFIG), CONFIG).entries()["settings"].entries()
-        return _first(settings["swap"].value) if settings["state_on"].value != "host" else []
+        on_disk = {DISK, AUTO} & {*words_of(settings["state_on"].value)}
+        return _first(settings["swap"].value) if on_disk else []
     except (ValueError, KeyError, CheckpointError):
         return []
 

@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.settings import BY_DEVICE, DISK, TIERS_OF, StepSettings
+from zfunc.core.shares import words_of
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, check_config_file
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import CLASSES
@@ -204,9 +205,6 @@ CHOSEN = {
     "update_on": STEP["update_on"].offering(
         (*STEP["update_on"].words, AUTO), f". {AUTO}: where updates take least"
     ),
-    "offload_ratio": evolve(
-        STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: as much there as fits"
-    ),
     "bucket_size": evolve(
         STEP["bucket_size"],
         help=f"{STEP['bucket_size'].help}; on a CPU {CPU_BUCKET_SIZE:,}, to fit its caches",
@@ -355,10 +353,10 @@ class TrainSettings(StepFlags):
             raise ValueError(
                 f"`resume={AUTO}`: got no `out`, expected the run's folder, which may be new: add such as `out=run`"
             )
-        if self.state_on == DISK and self.save_every:
+        if DISK in words_of(self.state_on) and self.save_every:
             raise ValueError(
-                f"save_every: got {self.save_every} with `state_on=disk`, whose swap space is the checkpoint, "
-                "expected `commit_every`: pass that instead"
+                f"save_every: got {self.save_every} with `state_on={self.state_on}`, whose swap space is the "
+                "checkpoint, expected `commit_every`: pass that instead"
             )
         if self.packing != "documents" and self.long_documents != "cut":
             raise ValueError(

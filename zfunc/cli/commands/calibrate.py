@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zfunc.planner.profile import Profile
 
 # Settings that change nothing of what is measured
-UNMEASURED = ("schedule", "compile_segments", "grad_slots", "host_slots", "offload_ratio", "defer")
+UNMEASURED = ("schedule", "compile_segments", "slots", "defer")
 _measured = partial(option, group="measurement", common=True)
 
 MeasuredStepFlags = step_flags(ModelFlags, CHOSEN, without=UNMEASURED)

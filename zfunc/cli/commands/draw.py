@@ -36,7 +36,7 @@ from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.timeline_text import text
 
-UNDRAWN = ("compile_segments", "deterministic", "offload_ratio")  # settings without a flag here
+UNDRAWN = ("compile_segments", "deterministic")  # settings without a flag here
 OF_STEP = ("data", "model", "step", "how it runs", "offload", "buffers")  # groups that a run has decided
 
 _picture = partial(option, group="picture", common=True)

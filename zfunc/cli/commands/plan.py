@@ -42,7 +42,7 @@ MOST_LAYERS = 400  # that are tried; each adds operations and time
 MOST_ROWS, MOST_TOKENS = 1 << 14, 1 << 23  # that are tried: for each rank and micro-batch, and of a sequence
 LENGTH_UNIT, TILED_UNIT = 128, 1024  # tokens; where a number of tiles is chosen
 # Settings that a search's answer always has; others where they are not the default.
-ALWAYS_TYPED = ("schedule", "bucket_size", "grad_slots", "host_slots")
+ALWAYS_TYPED = ("schedule", "bucket_size", "slots")
 PIPELINED = ("devices", "order", "micro_batches")
 FIGURES = (
     *("fits", "step_seconds", "tflops", "tokens_per_second", "memory", "bus_bytes", "lanes", "bound"),
@@ -301,7 +301,11 @@ def as_json(answer: PlannedModel) -> str:
         "layouts": [x.layout for x in answer.layouts],
         "box": answer.box,
         "hardware": p.hardware.name,
-        "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
+        "settings": {
+            **p.settings,
+            "schedule": p.step.settings.schedule_name,
+            "moments": p.step.settings.moments,
+        },
     }
     return json.dumps(content, indent=2)
 

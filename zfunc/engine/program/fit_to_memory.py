@@ -20,6 +20,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.plan import project
 from zfunc.core.settings import UPDATE_SHARES, StepSettings
+from zfunc.core.shares import shares_of, words_of
 from zfunc.core.spec import StepSpec
 from zfunc.engine.program.program import Program, ProgramCache, make_plan, needed_bytes
 from zfunc.engine.program.specialize import specialize
@@ -33,7 +34,7 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 
-STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
+STEPS = 32  # the shares 0, 1/32, ..., 1 are tried
 # Elements that are swept and copied to measure the rates of both: 1 GiB, which no cache holds.
 MEASURED = 1 << 26
 REPEATS = 3
@@ -43,14 +44,14 @@ log = logging.getLogger("zfunc")
 
 
 def fit_to_memory(program: Program, example: Batch) -> Program:
-    """The program planned for `example`; with an `offload_ratio` of "auto", as much of the optimizer state is on
+    """The program planned for `example`; with `state_on="device:auto,host"`, as much of the optimizer state is on
     the device as fits there beside a step.
 
     On a CPU the device is the host, and all of the state stays there. Raises OutOfMemory if a step with all of the
     state on the host does not fit.
     """
     shaped = specialize(program, example)
-    if program.settings.offload_ratio != AUTO:
+    if not program.settings.fits_state:
         return evolve(program, plan=shaped.plan)
     spec = shaped.spec
     limit = next(iter(_room(program).values()))  # of the device, or the first of several that are alike
@@ -60,21 +61,21 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
         found = needed_bytes(program, peak_memory(plan))
         return max(found[x] for x in program.memories or found)
 
-    def fits(ratio: float) -> bool:
-        return needed(with_ratio(spec, ratio)) <= limit
+    def fits(share: float) -> bool:
+        return needed(with_share(spec, share)) <= limit
 
-    # On a CPU, memory shrinks with the ratio, so 0 is first.
-    ratio = 0.0 if not on_accelerator(program.device) and fits(0.0) else smallest_ratio(fits)
+    # On a CPU, memory shrinks as the device's share grows, so all of it is first.
+    share = 1.0 if not on_accelerator(program.device) and fits(1.0) else largest_share(fits)
     program.ranks.agree("compile")
-    ratios = program.ranks.texts("" if ratio is None else str(ratio))
-    if "" in ratios:
+    shares = program.ranks.texts("" if share is None else str(share))
+    if "" in shares:
         raise OutOfMemory(
-            f"offload_ratio 'auto': got {limit:,} usable bytes on {program.device}, "
+            f"state_on {program.settings.state_on!r}: got {limit:,} usable bytes on {program.device}, "
             f"expected {needed(spec):,} for a step with all of the optimizer's state on the host, on every rank. "
             "Use more micro_batches, or a smaller model"
         )
-    ratio = max(map(float, ratios))  # the same on all ranks: the largest that any needs
-    spec = with_ratio(spec, ratio)
+    share = min(map(float, shares))  # the same on all ranks: the smallest that any has room for
+    spec = with_share(spec, share)
     (key,) = program.cache.costs  # of this example alone
     cache = ProgramCache(costs={key: (spec, shaped.random)}, facts=program.cache.facts)
     program = evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
@@ -93,7 +94,7 @@ def first_that_fits(
     for make in ways:
         try:
             program = make()
-        except OutOfMemory:  # whatever its offload ratio
+        except OutOfMemory:  # whatever share of the state the device has
             if make is last and found is None:
                 raise
             continue
@@ -137,7 +138,7 @@ def fastest_shares(
     host, copies = measured_rates(device)
 
     def longest(places: str) -> float:
-        on_device = places.split(",").count("device") / (places.count(",") + 1)
+        on_device = float(shares_of(places).get("device", 0))
         copied = on_device * state + (1 - on_device) * element
         return max((1 - on_device) * 2 * (state + element) / host, copied / copies)
 
@@ -173,16 +174,16 @@ def measured_rates(device: torch.device) -> tuple[float, float]:
     return moved / swept, pinned.nbytes / 2 / seconds(copy)
 
 
-def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
-    """The smallest offload ratio, a multiple of 1 / STEPS from 0 to 1, for which `fits` holds; None without one."""
-    ratios = [n / STEPS for n in range(STEPS + 1)]
-    first = bisect_left(ratios, True, key=fits)
-    return ratios[first] if first < len(ratios) else None
+def largest_share(fits: Callable[[float], bool]) -> float | None:
+    """The largest share, a multiple of 1 / STEPS from 0 to 1, for which `fits` holds; None without one."""
+    shares = [n / STEPS for n in range(STEPS, -1, -1)]
+    first = bisect_left(shares, True, key=fits)
+    return shares[first] if first < len(shares) else None
 
 
-def with_ratio(spec: StepSpec, offload_ratio: float) -> StepSpec:
-    """The spec with the share `offload_ratio` of its optimizer state on the host, in the same buckets."""
-    return evolve(spec, resident=resident_buckets(spec.layout, offload_ratio))
+def with_share(spec: StepSpec, share: float) -> StepSpec:
+    """The spec with a `share` of its optimizer state on the device, in the same buckets."""
+    return evolve(spec, resident=resident_buckets(spec.layout, share))
 
 
 def share_on_host(spec: StepSpec) -> float:
@@ -192,13 +193,13 @@ def share_on_host(spec: StepSpec) -> float:
 
 def log_offload(program: Program) -> Program:
     """Log the share of the state on the host, unless it is 1, and settings without effect. Returns `program`."""
-    spec, requested = program.spec, program.settings.offload_ratio
-    if spec.resident or requested != 1:
+    spec, requested = program.spec, program.settings.state_on
+    if spec.resident or "device" in words_of(requested):
         log.info(
             "offload: %.1f%% of the optimizer's state is on the host (requested: %s); %d of %d buckets stay on the "
             "device",
             100 * share_on_host(spec),
-            requested if requested == AUTO else f"{100 * requested:g}%",
+            requested,
             len(spec.resident),
             len(spec.layout.buckets),
         )

@@ -27,6 +27,7 @@ from zfunc.core.methods import in_notebook
 from zfunc.core.plan import Plan, project
 from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
 from zfunc.core.settings import TIERS_OF, Schedule, StepSettings
+from zfunc.core.shares import words_of
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with
 from zfunc.engine.stages.stage_context import CompiledSegment, Stage
@@ -357,10 +358,12 @@ def memory_shortage(
 def kept_in(program: Program, memory: str) -> str:
     """A clause for errors: the settings that keep optional data in a memory, "host" or a device's; else ""."""
     spec, settings, usual = program.spec, program.settings, StepSettings()
-    placed = ((x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host")
-    kept = [x for x, place in placed if "host" in place.split(",") and place != getattr(usual, x)]
+    placed = (
+        (x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host" and x != "state_on"
+    )
+    kept = [x for x, place in placed if "host" in words_of(place) and place != getattr(usual, x)]
     if memory != "host" or not on_accelerator(program.device):
         persistent = settings.streams and any(x.persistent for x in spec.layout.all_buckets)
-        kept += ["offload_ratio"] * bool(spec.resident) + ["persistent_params"] * persistent
+        kept += ["state_on"] * bool(spec.resident) + ["persistent_params"] * persistent
     reasons = " and ".join(f"{x}={getattr(settings, x)}" for x in kept)
     return f"; {reasons} keeps state, parameters or activations there" if kept else ""

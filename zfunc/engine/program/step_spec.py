@@ -95,9 +95,9 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
-    """The optimizer, AdamW by default, and the settings, with `moments` taken from whichever of the two names them.
+    """The optimizer, AdamW by default, and the settings with its `moments`, or with those that a plan has varied.
 
-    Raises TypeError for what is no optimizer, ValueError if optimizer and settings name different moments.
+    Raises TypeError for what is no optimizer, ValueError if optimizer and settings have different moments.
     """
     optimizer = AdamW() if optimizer is None else optimizer
     if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
@@ -115,7 +115,7 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
     if has_moments(optimizer) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
         raise ValueError(
             f"moments: got {settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r}), "
-            "expected one of them: leave one out"
+            "expected one format: give the optimizer that of the plan"
         )
     return optimizer, settings
 

@@ -76,7 +76,7 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
         if needed > free:
             raise OutOfMemory(
                 f"release: needs {needed:,} bytes of host memory, {free:,} are free; nothing was released. Keep "
-                "more of the state on the host, with a larger offload_ratio"
+                "more of the state on the host, as by state_on='host'"
             )
         on_host = (evolve(r, tier="pinned", role=None, device=0) for r in regions)
         parked = allocate_regions(on_host, program.devices, ())

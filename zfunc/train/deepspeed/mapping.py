@@ -13,6 +13,7 @@ import attrs
 from attrs import evolve, frozen
 
 from zfunc.core.settings import StepSettings
+from zfunc.core.shares import two_tiers
 from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.elementwise import decay_all
 from zfunc.optim.loss_scale import LossScale
@@ -192,14 +193,15 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
     elif any(map(values.sets, SWITCHES)) and not leaves_precision_open(values):
         yield "precision", "fp32", ""
     # Where state and parameters are
+    far = "disk" if values[DEVICE] == "nvme" else "host"
     if values.sets(DEVICE) or values.sets(RATIO):
         off = values.sets(DEVICE) and values[DEVICE] == "none"
-        yield "offload_ratio", 0.0 if off else values[RATIO], DEVICE if off else RATIO
+        share = 0.0 if off else values[RATIO]
+        yield "state_on", two_tiers("device", 1 - share, far), RATIO if far == "host" and not off else DEVICE
     params = {"none": "device", "cpu": "host", "nvme": "disk"}[values[PARAM_DEVICE]]
     if values.sets(PARAM_DEVICE) and values[STAGE] == 3:
         yield "params_on", params, PARAM_DEVICE
     if values[DEVICE] == "nvme":
-        yield "state_on", "disk", DEVICE
         blocks = ("offload_optimizer", "offload_param")[: 1 + (values[STAGE] == 3 and params == "disk")]
         folders = dict.fromkeys(values[f"{ZERO}{block}.nvme_path"] for block in blocks)
         yield "swap", tuple(x for x in folders if x), f"{ZERO}offload_optimizer.nvme_path"
