@@ -59,11 +59,11 @@ BUDGETS = {
     "checkpoint": 3_120,
     "engine": 9_828,
     "viz": 1_100,
-    "planner": 3_580,
+    "planner": 3_570,
     "models": 4_290,
     "train": 4_826,
-    "cli": 2_500,
-    "tests": 43_730,
+    "cli": 2_530,
+    "tests": 43_750,
     "course": 2_717,
 }
 
@@ -200,6 +200,28 @@ def test_packages_keep_to_their_budgets() -> None:
     assert not over, f"lines over their package's budget: {over}; cut something, in another commit"
     slack = {name: BUDGETS[name] - n for name, n in lines.items() if BUDGETS[name] - n > 100}
     assert not slack, f"lines that were cut: {slack}; lower the budgets by them, so that they stay cut"
+
+
+WITH_FIELDS = (
+    "values",
+    "options",
+    "core.settings",
+    "core.shares",
+    "core.bucketing",
+    "core.step_graph",
+    "cli",
+)
+"""Modules and packages all of whose errors about settings have fields: SettingError."""
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(WITH_FIELDS)])
+def test_errors_about_settings_have_fields(module: str) -> None:
+    """So that each way to write a setting, in Python or as a flag, is made of them; no sentence is rewritten."""
+    calls = [
+        x.exc for x in ast.walk(tree(module)) if isinstance(x, ast.Raise) and isinstance(x.exc, ast.Call)
+    ]
+    plain = [x for x in calls if isinstance(x.func, ast.Name) and x.func.id in ("ValueError", "TypeError")]
+    assert not [x.lineno for x in plain if "got " in ast.unparse(x)]
 
 
 ROOMS = tuple(n for n in MODULES if n.startswith("engine.") and n.count(".") == 1)

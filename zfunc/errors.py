@@ -1,7 +1,9 @@
-"""What can go wrong in a step, as types one can catch. Bad arguments are plain ValueError and TypeError."""
+"""What can go wrong in a step, as types one can catch. Bad arguments are ValueError and TypeError; those about
+settings have fields, from which Python and the command line each write a text of their own."""
 
 import errno
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -91,9 +93,58 @@ def explain_os_errors(
         raise _explained(kind, path, doing, advice, error) from error
 
 
-def refuse(name: str, got: str, expected: str, do: str, kind: type[Exception] = ValueError) -> NoReturn:
+_MARK = "\x1f"  # around a setting in a text: the repr of a value never has it
+_MARKED = re.compile(f"{_MARK}([a-z_]+)=([^{_MARK}]*){_MARK}")
+
+
+def setting(name: str, value: object) -> str:
+    """A setting with its value, for the texts of a SettingError.
+
+    >>> str(SettingError("swap", "none", f"a folder with {setting('state_on', 'disk')}", "pass one"))
+    "swap: got none, expected a folder with state_on='disk': pass one"
+    """
+    return f"{_MARK}{name}={value!r}{_MARK}"
+
+
+class _OfSettings:
+    """A setting that cannot be, or several: their `names`, what was `got` and `expected`, and what to `do`.
+
+    The texts may have further settings, as `setting` writes them.
+    """
+
+    def __init__(self, names: str | Sequence[str], got: str, expected: str, do: str) -> None:
+        super().__init__(names, got, expected, do)  # pyright: ignore  # of an exception
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        self.got, self.expected, self.do = got, expected, do
+
+    def __str__(self) -> str:
+        return self.text(lambda name, value: name if value is None else f"{name}={value}")
+
+    def text(self, written: Callable[[str, str | None], str]) -> str:
+        """The sentence, with each setting as `written(name, value)` has it: a value as Python has it, None for the
+        names that the sentence begins with."""
+        names = ", ".join(written(name, None) for name in self.names)
+        sentence = f"got {self.got}, expected {self.expected}: {self.do}"
+        return f"{names}: {_MARKED.sub(lambda m: written(m[1], m[2]), sentence)}"
+
+
+class SettingError(_OfSettings, ValueError):
+    """A setting has a value that it cannot have, alone or beside another: `names`, `got`, `expected`, `do`."""
+
+
+class SettingTypeError(_OfSettings, TypeError):
+    """A setting has a value of a type that it cannot have; its fields are those of SettingError."""
+
+
+SETTING_ERRORS = SettingError, SettingTypeError
+
+
+def refuse(
+    name: str | Sequence[str], got: str, expected: str, do: str, kind: type[Exception] = SettingError
+) -> NoReturn:
     """Raise exception `kind` about `name`: the value got, the values expected, and what the caller should do."""
-    raise kind(f"{name}: got {got}, expected {expected}: {do}")
+    error = SettingError(name, got, expected, do)
+    raise kind(name, got, expected, do) if issubclass(kind, _OfSettings) else kind(str(error))
 
 
 def install(extra: str) -> str:

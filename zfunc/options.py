@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 from attrs import evolve, field, frozen
 
-from zfunc.errors import did_you_mean
+from zfunc.errors import did_you_mean, refuse, setting
 from zfunc.values import number, whole
 
 Check = Callable[[str, Any], Any]
@@ -97,8 +97,8 @@ class OneOf:
     def __call__(self, name: str, value: Any) -> Any:
         """Return `value` if the allowed names contain it; raises ValueError otherwise. `name` is the setting's."""
         if value not in self.names:
-            hint = did_you_mean(str(value), list(self.names)) or ": choose one of them"
-            raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(self.names)}{hint}")
+            similar = did_you_mean(str(value), list(self.names))
+            refuse(name, repr(value), f"one of {', '.join(self.names)}{similar}", "choose one of them")
         return value
 
 
@@ -108,7 +108,7 @@ one_of = OneOf
 def path(name: str, value: Any) -> None:
     """Check that the path `value` of setting `name` names a file or folder: "", "." and "/" raise ValueError."""
     if value.exists() and not value.name:  # "", "." and "/"
-        raise ValueError(f"{name}: got {str(value)!r}, expected the path of a file or folder: name it")
+        refuse(name, repr(str(value)), "the path of a file or folder", "name it")
 
 
 def json_object(name: str, value: Any) -> None:
@@ -117,9 +117,7 @@ def json_object(name: str, value: Any) -> None:
         if not isinstance(json.loads(value), dict):
             raise ValueError("not an object")
     except ValueError as error:
-        raise ValueError(
-            f"{name}: got {value!r:.60} ({error}), expected a JSON object: write it so"
-        ) from error
+        refuse(name, f"{value!r:.60} ({error})", "a JSON object", "write it so")
 
 
 def file_to_write(*suffixes: str) -> Check:
@@ -128,10 +126,10 @@ def file_to_write(*suffixes: str) -> Check:
     def check(name: str, value: Any) -> None:
         path(name, value)
         if value.is_dir() or not value.parent.is_dir():
-            raise ValueError(f"{name}: got {value}, expected a file in a folder that exists: name another")
+            refuse(name, str(value), "a file in a folder that exists", "name another")
         if suffixes and value.suffix not in suffixes:
             ends = " or ".join(filter(None, suffixes))
-            raise ValueError(f"{name}: got {value}, expected a name that ends in {ends}: name it so")
+            refuse(name, str(value), f"a name that ends in {ends}", "name it so")
 
     return check
 
@@ -201,6 +199,4 @@ def multiple(name: str, value: int, of: str, parts: int) -> None:
     """Raise ValueError unless `value` of field `name` is a multiple of `parts`, the value of field `of`."""
     if value % parts:
         near = max(parts, value // parts * parts)
-        raise ValueError(
-            f"{name}: got {value} with {of}={parts}, expected a multiple of it: try {name}={near}"
-        )
+        refuse(name, f"{value} with {setting(of, parts)}", "a multiple of it", f"try {setting(name, near)}")

@@ -4,6 +4,8 @@ raises TypeError or ValueError with the value got, the values expected and what 
 import math
 from typing import Any
 
+from zfunc.errors import SettingError, SettingTypeError, refuse
+
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -32,8 +34,8 @@ def number(
     known = isinstance(plain, int | float) and not isinstance(plain, bool)
     if known and max(least, -FLOAT32_MAX) <= plain <= most and plain < below and (plain > 0 or not positive):
         return float(plain)
-    refusal = ValueError if known else TypeError
-    raise refusal(f"{name}: got {value!r}, expected {_range(least, positive, most, below)}: {hint}")
+    kind = SettingError if known else SettingTypeError
+    refuse(name, repr(value), _range(least, positive, most, below), hint, kind)
 
 
 def _range(least: float, positive: bool, most: float, below: float) -> str:
@@ -54,19 +56,21 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
         high = "" if most is None else f"{' and' if low else ' of'} at most {most}"
         below = least is not None and good and value < least
         hint = f"pass {least} or more" if below else f"pass {most} or less" if good else "pass an int"
-        raise ValueError(f"{name}: got {value!r}, expected a whole number{low}{high}: {hint}")
+        refuse(name, repr(value), f"a whole number{low}{high}", hint)
     return value
 
 
 def truth(name: str, value: Any) -> bool:
     """Setting `name` as a bool; every other type, 0 and 1 included, raises TypeError."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, expected True or False: pass one of them")
+        refuse(name, repr(value), "True or False", "pass one of them", SettingTypeError)
     return value
 
 
 def of_type(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise TypeError, which names the setting and what is `expected`, unless `value` is an instance of `kind`."""
+    """Raise SettingTypeError about `name` unless `value` is an instance of `kind`. `expected` says what it should
+    be, and behind a colon what to do."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-        raise TypeError(f"{name}: got {got}, expected {expected}")
+        expected, _, do = expected.partition(": ")
+        refuse(name, got, expected, do or "pass one", SettingTypeError)

@@ -202,7 +202,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
         "draw --state-on disk",
         "--swap: got no folder with --state-on disk, expected one on each drive to use: pass --s",
     ),
-    ("plan --pp 2 --micro-batches 2 --batch-size 2", "--pp: got 2, expected 1 in a plan: --devices 2 pla"),
+    ("plan --pp 2 --micro-batches 2 --batch-size 2", "--pp: got 2, expected 1 in a plan: pass --devices 2, "),
     ("plan --json=yes", "--json: got the value 'yes'"),
     ("draw --hardware bytes.toml", "got bytes.toml, expected a profile that zfunc calibrate wrote"),
     ("draw --hardware rtx4090 --precision fp61", "--precision: got 'fp61'"),

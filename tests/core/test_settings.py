@@ -110,7 +110,7 @@ def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
     assert compiled(base, **given).settings == changed
     sized = evolve(changed, bucket_size=changed.bucket_size or default_bucket_size(1))
     if field.name == "pp":
-        with pytest.raises(ValueError, match=r"^pp: got 2, expected 1 in a plan: devices=2"):
+        with pytest.raises(ValueError, match=r"^pp: got 2, expected 1 in a plan: pass devices=2"):
             planned(base, **given)
     else:
         assert planned(base, **given).step.settings == sized
@@ -171,7 +171,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     for call in (compiled, planned):
         with pytest.raises(TypeError, match="bucketsize: got an unknown setting.*did you mean 'bucket_size'"):
             call(bucketsize=1)
-        with pytest.raises(TypeError, match="speculate: got a setting that is gone: pass defer"):
+        with pytest.raises(TypeError, match="speculate: got a setting that is gone, expected .*: pass defer"):
             call(speculate=1)
     with pytest.raises(TypeError, match="settings: got a dict, expected a zfunc.core.settings.StepSettings"):
         settings_with({}, {})  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_moments_are_the_optimizers_and_those_that_a_plan_has_varied() -> None:
     ):
         compiled(StepSettings(moments="16bit"), optimizer=eight)
     for call in (compiled, planned):
-        with pytest.raises(TypeError, match="moments: got a setting that is gone: pass it to the optimizer"):
+        with pytest.raises(TypeError, match="moments: got a setting that is gone, .*: pass it to the opt"):
             call(moments="8bit")
 
 

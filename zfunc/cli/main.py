@@ -25,10 +25,11 @@ from zfunc.cli.parser import (
     Command,
     UsageError,
     as_typed,
+    in_flags,
     make_parser,
 )
 from zfunc.cli.terminal import printable
-from zfunc.errors import did_you_mean
+from zfunc.errors import SETTING_ERRORS, did_you_mean, refuse, setting
 from zfunc.runtime.host_memory import address_limit
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import TrainSettings
@@ -62,13 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return EXIT_FAILED
     except TrainingFailed as error:
-        return _print_error(args, str(error), EXIT_FAILED)
+        return _print_error(args, _as_typed(str(error), args), EXIT_FAILED)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         args.prog = error.prog if isinstance(error, UsageError) else args.prog
-        return _print_error(args, _message(error), EXIT_FAILED if _without_path(error) else EXIT_USAGE)
+        code = EXIT_FAILED if _without_path(error) else EXIT_USAGE
+        if isinstance(error, SETTING_ERRORS) and "command" in args:
+            return _print_error(args, in_flags(error, COMMANDS[args.command].options), code)
+        return _print_error(args, _as_typed(_message(error), args), code)
     except Exception as error:
         bug = "" if type(error).__module__ == errors.__name__ else BUG
-        return _print_error(args, f"{type(error).__name__}: {error}{bug}", EXIT_FAILED)
+        return _print_error(args, _as_typed(f"{type(error).__name__}: {error}{bug}", args), EXIT_FAILED)
 
 
 def _parse(words: list[str], args: argparse.Namespace) -> None:
@@ -122,9 +126,8 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 def _length(given: dict[str, Any]) -> dict[str, Any]:
     """The default length of a training. Bounds that are given are the only ones; a fine-tuning is one epoch."""
     if {"steps", "epochs"} <= given.keys():
-        raise ValueError(
-            f"epochs: got {given['epochs']:g} with steps={given['steps']}, expected one of them: leave one out"
-        )
+        got = f"{given['epochs']:g} with {setting('steps', given['steps'])}"
+        refuse("epochs", got, "one of them", "leave one out")
     if given.keys() & {"steps", "epochs", "seconds"}:
         return {"steps": None}
     return {"steps": None, "epochs": 1.0} if "hf" in given else {}
@@ -165,6 +168,11 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
+def _as_typed(message: str, args: argparse.Namespace) -> str:
+    """The message of an error without fields, with flags where settings are recognized in it."""
+    return as_typed(message, COMMANDS[args.command].options) if "command" in args else message
+
+
 def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
     """Print an error on one screen, and return its exit code; with --debug the traceback first, and every line."""
     if args.debug and not isinstance(sys.exc_info()[1], UsageError):
@@ -172,8 +180,6 @@ def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
     message = message.strip() or OUT_OF_MEMORY
     if (most := address_limit()) is not None and re.search("memory|new thread", message):
         message += f"\nRLIMIT_AS gives this process {format_bytes(most)} of addresses: raise it by ulimit -v"
-    if "command" in args:
-        message = as_typed(message, COMMANDS[args.command].options)
     lines = [*map(printable, message.splitlines())]
     if not args.debug:
         lines = [line if len(line) <= MAX_LETTERS else f"{line[:MAX_LETTERS]}..." for line in lines]

@@ -19,6 +19,7 @@ from attrs import frozen
 
 import zfunc
 from zfunc.checkpoint.durable_files import replace_text
+from zfunc.errors import SettingError, SettingTypeError
 from zfunc.options import GROUPS, Option, flag, options_of
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -254,6 +255,25 @@ def as_typed(message: str, options: Mapping[str, Option]) -> str:
 
     message = SUBJECT.sub(lambda m: re.sub(r"\w+", typed, m[0]), message)
     return with_flags(NAMED.sub(with_value, message), options)
+
+
+def in_flags(error: SettingError | SettingTypeError, options: Mapping[str, Option]) -> str:
+    """The text of an error about settings, with the flags of a command in their place.
+
+    >>> from zfunc.errors import setting
+    >>> from zfunc.options import anything
+    >>> options = {x: Option("offload", "", anything) for x in ("swap", "state_on", "norms")}
+    >>> in_flags(SettingError("swap", f"none with {setting('state_on', 'disk')}", "one", "pass `swap`"), options)
+    '--swap: got none with --state-on disk, expected one: pass --swap'
+    """
+
+    def written(name: str, value: str | None) -> str:
+        if name not in options:
+            return name if value is None else f"{name}={value}"
+        typed = options[name].metavar if options[name].positional else flag(name)
+        return typed if value in (None, "True") else f"{typed} {value.strip(chr(39))}"
+
+    return with_flags(error.text(written), options)
 
 
 def with_flags(text: str, options: Mapping[str, Option]) -> str:

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import tile_counts
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, SettingError, refuse
 from zfunc.models.config_file import check_config_file, check_flags
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.elementwise import matrices_only
@@ -56,7 +56,7 @@ class SimulatedFlags(GPTFlags):
         """The profile of the hardware to simulate, with the figures that `with_` replaces."""
         if (name := self.hardware or self.UNNAMED) is None:
             if self.with_:
-                raise ValueError("with_: got it without `hardware`, expected a profile: name one")
+                refuse("with_", "it without `hardware`", "a profile", "name one")
             return None
         try:
             figures = (text.rpartition("=") for text in self.with_)
@@ -66,7 +66,7 @@ class SimulatedFlags(GPTFlags):
         except (OSError, ValueError) as error:
             got = " ".join([str(name), *self.with_])
             expected = "a profile that zfunc calibrate wrote, and figures such as bytes.host=1.28e11"
-            raise ValueError(f"hardware, with_: got {got}, expected {expected}: {error}") from error
+            raise SettingError(("hardware", "with_"), got, expected, str(error)) from error
 
 
 @frozen(eq=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
 from zfunc.core.settings import DISK, StepSettings
+from zfunc.errors import refuse, setting
 
 BUCKET_SIZE, LARGEST = 50_000_000, 500_000_000  # elements where none are set, of few ranks and of any number
 FEW_RANKS = 16
@@ -17,10 +18,8 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
     Raises ValueError where each of several ranks would keep all of its parameters off the device.
     """
     if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
-        raise ValueError(
-            f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
-            "stage=3, in which each keeps its slice there: pass it"
-        )
+        got = f"{settings.params_on!r} with {setting('stage', settings.stage)} on {world} ranks"
+        refuse("params_on", got, f"{setting('stage', 3)}, in which each keeps its slice there", "pass it")
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
     size = settings.bucket_size or default_bucket_size(world)
     if "," in settings.state_on or "," in settings.update_on:  # shares are whole buckets

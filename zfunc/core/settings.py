@@ -24,7 +24,7 @@ from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.pipeline import Order
 from zfunc.core.plan import Plan
 from zfunc.core.shares import InShares, InTiers, every_part_has_one, shares_of, word_of, words_of
-from zfunc.errors import did_you_mean, refuse
+from zfunc.errors import SettingError, SettingTypeError, did_you_mean, refuse, setting
 from zfunc.options import AUTO, Check, OneOf, Option, not_negative, one_of
 from zfunc.values import number, of_type, truth, whole
 
@@ -132,15 +132,12 @@ def _callable(signature: str, name: str, value: Any) -> Any:
         try:
             return value()
         except TypeError as error:
-            raise TypeError(
-                f"{name}: got the class {value.__name__}, expected one that takes no arguments, or an object: "
-                f"{error}"
-            ) from error
+            expected = f"one that takes no arguments, or an object ({error})"
+            do = "pass an object of it"
+            raise SettingTypeError(name, f"the class {value.__name__}", expected, do) from error
     if not isinstance(value, str) and not callable(value):
-        raise TypeError(
-            f"{name}: got a {type(value).__name__}, expected a callable {signature}: pass a name or an object of "
-            "zfunc.schedules"
-        )
+        do = "pass a name or an object of zfunc.schedules"
+        refuse(name, f"a {type(value).__name__}", f"a callable {signature}", do, SettingTypeError)
     return value
 
 
@@ -155,8 +152,7 @@ def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
         try:
             typed = int(value) if value.isdecimal() else float(value)
         except ValueError:
-            expected = f"{_names(words)}, or {other}"
-            raise ValueError(f"{name}: got {value!r}, expected {expected}: choose one") from None
+            raise SettingError(name, repr(value), f"{_names(words)}, or {other}", "choose one") from None
         return check(name, typed)
 
     return either
@@ -174,9 +170,7 @@ def _persistent(name: str, value: Any) -> int | str:
     if not isinstance(value, str):
         return whole(name, value, least=0)
     if "" in value.split(","):
-        raise ValueError(
-            f"{name}: got {value!r}, expected names of segments or parameters, joined by commas: name some"
-        )
+        refuse(name, f"{value!r}", "names of segments or parameters, joined by commas", "name some")
     return int(value) if value.isdecimal() else value
 
 
@@ -184,10 +178,10 @@ def _globs(name: str, value: Any) -> tuple[str, ...]:
     """Check globs of parameter names: a list, or a text joined by commas; returns a tuple."""
     texts: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{name}: got {value!r}, expected globs of names: pass such as '*norm*,*.router'")
+        refuse(name, f"{value!r}", "globs of names", "pass such as '*norm*,*.router'", SettingTypeError)
     globs = tuple(glob for text in texts for glob in text.split(",") if text)
     if "" in globs:
-        raise ValueError(f"{name}: got {value!r}, expected globs joined by commas: leave out the empty one")
+        refuse(name, f"{value!r}", "globs joined by commas", "leave out the empty one")
     return globs
 
 
@@ -196,7 +190,7 @@ def _swap(name: str, value: Any) -> tuple[str, ...]:
     folders: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
     for folder in folders:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):  # pyright: ignore
-            raise TypeError(f"{name}: got {folder!r}, expected the path of a folder: pass one for each drive")
+            refuse(name, f"{folder!r}", "the path of a folder", "pass one for each drive", SettingTypeError)
     return tuple(os.fsdecode(folder) for folder in folders)
 
 
@@ -504,10 +498,10 @@ class StepSettings:
                 value = f.default
             if value is not None or f.default is not None:
                 object.__setattr__(self, f.name, f.metadata[CHECK](f.name, value))
-        for name, given, other, present, expected in _exclusions(self):
+        for name, given, other, present, expected, do in _exclusions(self):
             if given and present:
-                got = f"{name}: got {getattr(self, name)!r} with {other}={getattr(self, other)!r}"
-                raise ValueError(f"{got}, expected {expected}")
+                got = f"{getattr(self, name)!r} with {setting(other, getattr(self, other))}"
+                refuse(name, got, expected, do)
 
     @property
     def state_slots(self) -> int:
@@ -588,10 +582,9 @@ class StepSettings:
             named = {name for name in known if f"{name}.".startswith(f"{part}.")}
             if not named:
                 names = [*dict.fromkeys(n.rpartition(".")[0] or n for n in known), *known]
-                raise ValueError(
-                    f"persistent_params: got {part!r}, expected a number of elements, or the names of segments or "
-                    f"parameters{did_you_mean(part, names) or ': pass such as ' + repr(names[0])}"
-                )
+                expected = "a number of elements, or the names of segments or parameters"
+                similar = did_you_mean(part, names)
+                refuse("persistent_params", repr(part), expected + similar, f"pass such as {names[0]!r}")
             chosen |= named
         return chosen if self.streams else set()
 
@@ -610,8 +603,8 @@ class StepSettings:
         for glob in self.fp32_params:
             matched = {x for x in names if fnmatchcase(x, glob) or fnmatchcase(x, f"{glob}.*")}
             if not matched:
-                hint = did_you_mean(glob, [*names]) or f": pass such as {next(iter(names))!r}"
-                raise ValueError(f"fp32_params: got {glob!r}, expected a glob of names of parameters{hint}")
+                expected = f"a glob of names of parameters{did_you_mean(glob, [*names])}"
+                refuse("fp32_params", repr(glob), expected, f"pass such as {next(iter(names))!r}")
             chosen |= matched
         return chosen if self.precision != "fp32" else set()
 
@@ -690,10 +683,8 @@ class StepSettings:
         """Raise ValueError if a place is the disk, but `swap` names no folder."""
         if self.needs_folders and not self.swap:
             name = next(x for x in TIERS_OF if DISK in words_of(getattr(self, x)))
-            raise ValueError(
-                f"swap: got no folder with {name}={getattr(self, name)!r}, expected one on each drive to use: "
-                "pass `swap`"
-            )
+            got = f"no folder with {setting(name, getattr(self, name))}"
+            refuse("swap", got, "one on each drive to use", "pass `swap`")
 
     def scheduled(self, *, on_cpu: bool) -> "StepSettings":
         """The settings with the default schedule of the device, CPU or accelerator, unless they name one.
@@ -709,36 +700,38 @@ class StepSettings:
         return self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__
 
 
-def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str]]:
-    """Settings that exclude each other: one, whether it is given, another, whether it is, what is expected."""
+def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str, str]]:
+    """Settings that exclude each other: one, whether it is given, another, whether it is, what is expected, what to
+    do."""
     off_device, in_memory = s.params_on in ("host", DISK), not s.pages_state and s.state_on != AUTO
     left = "what backward keeps would be parameters of forward, which have left the device by then"
     for name, given, why in (
-        ("compile_segments", s.compile_segments, "leave one out"),
+        ("compile_segments", s.compile_segments, "a compiled segment keeps what it chooses"),
         ("params_on", off_device, left),
         ("stage", s.stage == 3, left),
         ("activations_on", s.stashes, "what autograd keeps cannot be moved"),
     ):
-        yield name, given, "recompute", s.keeps_all, f"'all' or 'min-cut': {why}"
-    yield (
-        "tiles",
-        s.tiles != 1,
-        "recompute",
-        s.recompute != "all",
-        "'all': backward makes a tile's forward again",
-    )
-    yield "pp", s.pp != 1, "devices", s.devices != 1, "1 of one of the two: a stage has one device"
+        yield name, given, "recompute", s.keeps_all, "'all' or 'min-cut'", f"pass one of them: {why}"
+    again = "pass that: backward makes a tile's forward again"
+    yield "tiles", s.tiles != 1, "recompute", s.recompute != "all", "'all'", again
+    one = "leave one out: a stage has one device"
+    yield "pp", s.pp != 1, "devices", s.devices != 1, "1 of one of the two", one
     for name, given in (("params_on", off_device), ("accumulate", s.group_size > 1)):
-        yield "stage", s.stage == 1, name, given, "2 or 3: pass one of them, or leave stage out"
+        yield "stage", s.stage == 1, name, given, "2 or 3", "pass one of them, or leave it out"
     for name, given, or_else in (
         ("params_on", s.params_on == DISK, ""),
         ("grads_on", s.grads_on == DISK, ""),
-        ("swap", s.swap and not s.needs_folders and s.activations_on != AUTO, " or activations_on='disk'"),
+        (
+            "swap",
+            s.swap and not s.needs_folders and s.activations_on != AUTO,
+            f" or {setting('activations_on', DISK)}",
+        ),
     ):
-        yield name, given, "state_on", in_memory, f"state_on='disk'{or_else}: pass that, or leave it out"
-    one = "one of the two: leave the other out; a swap space has no averages"
+        expected = setting("state_on", DISK) + or_else
+        yield name, given, "state_on", in_memory, expected, "pass that, or leave it out"
     for name in ("state_on", "params_on", "grads_on"):
-        yield name, DISK in words_of(getattr(s, name)), "ema", s.ema is not None, one
+        on_disk, one = DISK in words_of(getattr(s, name)), "leave the other out: a swap space has no averages"
+        yield name, on_disk, "ema", s.ema is not None, "one of the two", one
 
 
 def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> StepSettings:
@@ -749,11 +742,10 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
     known = list(named_settings())
     for name in changes:
         if name in GONE:
-            raise TypeError(f"{name}: got a setting that is gone: {GONE[name]}")
+            refuse(name, "a setting that is gone", "what is instead of it", GONE[name], SettingTypeError)
         if name not in known:
-            raise TypeError(
-                f"{name}: got an unknown setting, expected one of {', '.join(known)}{did_you_mean(name, known)}"
-            )
+            expected = f"one of {', '.join(known)}{did_you_mean(name, known)}"
+            refuse(name, "an unknown setting", expected, "pass one of them", SettingTypeError)
     return evolve(settings, **changes)
 
 

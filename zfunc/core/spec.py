@@ -16,7 +16,7 @@ from zfunc.core.pipeline import PASSES, B, F, I, InGroups, Order, Pass, R, W, pa
 from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import word_of
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse
 from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
@@ -134,24 +134,21 @@ class StepSpec:
     def __attrs_post_init__(self) -> None:
         for unknown in {x.state_format for x in self.layout.buckets} - STATE_FORMATS.keys():
             known = ", ".join(STATE_FORMATS)
-            raise ValueError(
-                f"state_format: got {unknown!r}, expected one of {known}, the rows of "
-                "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
-            )
+            expected = f"one of {known}, the rows of zfunc.core.optimizer_state.STATE_FORMATS"
+            refuse("state_format", repr(unknown), expected, "add one there for an optimizer of your own")
         if len(self.costs) != (count := len(self.layout.segments)):
-            raise ValueError(f"costs: got {len(self.costs)}, expected {count}, {EACH}")
+            expected, _, do = f"{count}, {EACH}".partition(": ")
+            refuse("costs", str(len(self.costs)), expected, do)
         if automatic := self.settings.automatic:
-            raise ValueError(f"{automatic[0]}: got 'auto', expected what it stands for: pass that")
+            refuse(automatic[0], "'auto'", "what it stands for", "pass that")
         self.settings.check_shares(count)
         for name, given, known in (
             ("resident", self.resident, {*range(len(self.layout.buckets))}),
             ("paged", self.paged, {*self.offloaded}),
         ):
             if unknown := given - known:
-                raise ValueError(
-                    f"{name}: got buckets {sorted(unknown)}, expected some of {sorted(known)}: make it with "
-                    "zfunc.core.bucketing"
-                )
+                got, expected = f"buckets {sorted(unknown)}", f"some of {sorted(known)}"
+                refuse(name, got, expected, "make it with zfunc.core.bucketing")
         if self.devices:
             self._check_places()
 

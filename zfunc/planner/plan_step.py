@@ -27,7 +27,7 @@ from zfunc.core.settings import (
     takes_settings,
 )
 from zfunc.engine.program.step_spec import choose_optimizer
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse, setting
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import (
@@ -125,10 +125,8 @@ def plan_settings(
     """Plan a step of `model` under `settings`, of which some may be "auto", as in `plan`. A `watch` follows the
     search and may stop it; after a stopped search there is no advice."""
     if settings.pp > 1:
-        raise PlanError(
-            f"pp: got {settings.pp}, expected 1 in a plan: devices={settings.pp} plans the same passes on the "
-            "devices of one process"
-        )
+        do = f"pass {setting('devices', settings.pp)}, for the same passes on the devices of one process"
+        refuse("pp", str(settings.pp), "1 in a plan", do)
     given, searched_all = settings, settings.schedule == AUTO
     space, result = _space(settings, model.segments.tile_counts, model.segments.rows), None
     size = settings.bucket_size or default_bucket_size(model.segments.world)

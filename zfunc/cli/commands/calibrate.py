@@ -9,6 +9,7 @@ from attrs import frozen
 
 from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.terminal import logged
+from zfunc.errors import refuse
 from zfunc.options import count, file_to_write, option
 from zfunc.runtime.host_memory import check_addresses
 from zfunc.train.settings import (
@@ -48,7 +49,7 @@ class CalibrateSettings(MeasuredStepFlags):
     def __attrs_post_init__(self) -> None:
         check_together(self)
         if not self.folder.is_dir():  # refused before minutes of measuring
-            raise ValueError(f"folder: got {self.folder}, expected a folder that exists: make it")
+            refuse("folder", str(self.folder), "a folder that exists", "make it")
 
 
 def run_calibrate(settings: CalibrateSettings) -> int:

@@ -25,6 +25,7 @@ from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
+from zfunc.errors import refuse
 from zfunc.options import file_to_write, option, path
 from zfunc.schedules import make_schedule
 from zfunc.train.run_history import read_recorded_step
@@ -71,15 +72,18 @@ class DrawSettings(DrawnStepFlags):
         check_together(self)
         if self.compares_schedules and self.schedule == "all":
             other = f"{self.compare} beside one schedule, such as Overlapped"
-            raise ValueError(f"schedule: got all with `compare`, expected {other}: name it, or leave one out")
+            refuse("schedule", "all with `compare`", other, "name it, or leave one out")
         if self.compares_schedules and self.out is not None and self.out.suffix == ".html":
-            raise ValueError(
-                f"out: got {self.out}, a page of one plan, expected .svg, .json or .txt with `compare`"
+            refuse(
+                "out",
+                f"{self.out}, a page of one plan",
+                ".svg, .json or .txt with `compare`",
+                "name such a file",
             )
         for f in attrs.fields(DrawSettings) if self.compare and not self.compares_schedules else ():
             if f.metadata["option"].group in OF_STEP and getattr(self, f.name) != f.default:
-                own = "which draws the run's own plan, expected one of them: leave one out"
-                raise ValueError(f"{f.name}: got it with `compare`, {own}")
+                own = "it with `compare`, which draws the run's own plan"
+                refuse(f.name, own, "one of them", "leave one out")
 
     @property
     def compares_schedules(self) -> bool:
@@ -149,7 +153,7 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     beside = [str(settings.compare)] if settings.compares_schedules else []
     if beside == [chosen]:
         others = ", ".join(x for x in schedules.__all__ if x != chosen)
-        raise ValueError(f"compare: got {chosen}, which is drawn already, expected another: one of {others}")
+        refuse("compare", f"{chosen}, which is drawn already", "another", f"one of {others}")
     names = schedules.__all__ if chosen == "all" else [*beside, chosen]
     job = f"one step of a {model.name}, batch {settings.batch_size} x {settings.seq_length}"
     plans = {name: plan_with(make_schedule(name, on), graph) for name in names}

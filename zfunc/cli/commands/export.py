@@ -8,6 +8,7 @@ from attrs import NOTHING, frozen
 from zfunc.cli.parser import EXIT_OK, Command, with_flags
 from zfunc.cli.terminal import logged
 from zfunc.core.dtypes import PRECISIONS
+from zfunc.errors import refuse
 from zfunc.options import one_of, option, path
 from zfunc.runtime.host_memory import check_addresses
 from zfunc.units import format_bytes
@@ -44,7 +45,7 @@ class ExportSettings:
 
     def __attrs_post_init__(self) -> None:
         if self.adapter_only and self.hf is None:
-            raise ValueError("adapter_only: got it without `hf`, expected the adapters' model: add `hf`")
+            refuse("adapter_only", "it without `hf`", "the adapters' model", "add `hf`")
 
 
 def run_export(settings: ExportSettings) -> int:
@@ -58,7 +59,7 @@ def run_export(settings: ExportSettings) -> int:
     if settings.hf is None and (began := trained.get("hf")):
         like = f"add `hf={began}` for a folder like the Hugging Face model that training began with"
         if out.suffix != SUFFIX:
-            raise ValueError(f"out: got {out}, expected a name that ends in {SUFFIX} for one file: {like}")
+            refuse("out", str(out), f"a name that ends in {SUFFIX} for one file", like)
         print(with_flags(f"one file: {like}", COMMAND.options))
     with logged(COMMAND.options):
         if settings.hf is None:

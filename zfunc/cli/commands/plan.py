@@ -22,6 +22,7 @@ from zfunc.core.display import counted
 from zfunc.core.hardware import ROUND
 from zfunc.core.pipeline import B, F
 from zfunc.core.settings import BY_DEVICE, StepSettings
+from zfunc.errors import refuse, setting
 from zfunc.options import AUTO, as_flag, count, file_to_write, one_of, option
 from zfunc.planner.candidate import garbage_collection_paused, shortage_text
 from zfunc.planner.profile import Profile, box_of
@@ -97,10 +98,8 @@ class PlanSettings(PlannedStepFlags):
     def __attrs_post_init__(self) -> None:
         check_together(self)
         if self.max == "layers" and (self.hf or self.hf_config):
-            raise ValueError(
-                "max: got layers with a Hugging Face model, whose config says how many, expected batch or length: "
-                "pass max='batch'"
-            )
+            got = "layers with a Hugging Face model, whose config says how many"
+            refuse("max", got, "batch or length", f"pass {setting('max', 'batch')}")
         check_rows(self.batch_size, self.world, self.micro_batches)
 
 
@@ -207,10 +206,8 @@ def _fastest_layout(
     ways = ((gpus // n, n) for n in range(1, min(gpus, own) + 1) if gpus % n == 0)
     given = [(w, n) for w, n in ways if settings.world in (1, w) and settings.devices in (1, n)]
     if not given:
-        raise ValueError(
-            f"gpus: got {gpus} with world={settings.world} and devices={settings.devices}, expected their product "
-            "on machines that have them: leave out `gpus`"
-        )
+        own = f"{setting('world', settings.world)} and {setting('devices', settings.devices)}"
+        refuse("gpus", f"{gpus} with {own}", "their product on machines that have them", "leave out `gpus`")
     for world, devices in given:
         try:
             planned.append(plan_model(evolve(settings, gpus=None, world=world, devices=devices), watch))
