@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 4_290,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 43_750,
+    "tests": 43_800,
     "course": 2_717,
 }
 

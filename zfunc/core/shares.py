@@ -72,7 +72,11 @@ def as_shares(words: Sequence[str]) -> str:
     ('disk:0.25,host', 'disk,host')
     """
     runs = [(word, len([*same])) for word, same in groupby(words)]
-    numbers = [f":{size / len(words):g}" if len({n for _, n in runs}) > 1 else "" for _, size in runs[:-1]]
+    equal = len({size for _, size in runs}) == 1
+    shares = [
+        size * 10**6 // len(words) / 10**6 for _, size in runs
+    ]  # rounded up, a part would have one more
+    numbers = ["" if equal else f":{share:g}" for share in shares[:-1]]
     return ",".join(f"{word}{number}" for (word, _), number in zip(runs, [*numbers, ""], strict=True))
 
 
@@ -115,7 +119,7 @@ class InShares(OneOf):
             share = 0.0
         if not 0 < share < 1:
             refuse(name, repr(value), "a share between 0 and 1 behind each colon", "pass such as 0.25")
-        return f"{share:g}"
+        return str(share)  # unrounded: a third and more is another number of items
 
 
 @frozen
