@@ -136,7 +136,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     rate = learning_rate(settings, extras, settings.steps)
     for line in startup_notes(settings, extras.values, ranks.world, rate):
         say("%s", line)
-    if rate != learning_rate(settings, extras, settings.steps or 10**9):  # it depends on the number
+    if settings.steps is None and rate != learning_rate(settings, extras, 10**9):  # it depends on the number
         say(
             "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; pass "
             "`steps` or `epochs` for `lr_schedule`"
@@ -147,7 +147,8 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
         say("%d of %d sequences have no label; a step without any makes no update", empty, count)
     example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
-    program = compile_job(settings, extras, example, None if model is None else model.segments)
+    optimizer = optimizer_of(settings, extras, rate)
+    program = compile_job(settings, optimizer, example, None if model is None else model.segments)
     check_fits(program, example, settable=attrs.fields_dict(TrainSettings))
     say("precision: %s", settings.precision)
     decoder = BYTES if tokenizer is None and corpus.unit == "byte" else tokenizer
@@ -234,13 +235,16 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
 
 
 def compile_job(
-    settings: TrainSettings, extras: ConfigExtras, example: Batch, model: tuple[Segment, ...] | None = None
+    settings: TrainSettings,
+    optimizer: NamedOptimizer,
+    example: Batch,
+    model: tuple[Segment, ...] | None = None,
 ) -> Program:
     """The program of a training with resolved settings, for batches like `example`; without `model`, of a GPT."""
     return compile(
         gpt_segments(gpt_config(settings)) if model is None else model,
         step_settings(settings),
-        optimizer=optimizer_of(settings, extras, learning_rate(settings, extras, settings.steps)),
+        optimizer=optimizer,
         device=settings.device,
         example=example,
     )
@@ -268,7 +272,7 @@ def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | No
     if warmup is None:
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
     own = {"lr": settings.lr, "total_num_steps": total, "warmup_num_steps": max(1, warmup)}
-    if (rate := lr_schedule(extras.values, **own)) is not None:
+    if settings.config is not None and (rate := lr_schedule(extras.values, **own)) is not None:
         return rate
     if total is None or settings.lr_schedule == "constant":
         return linear_warmup(settings.lr, warmup)

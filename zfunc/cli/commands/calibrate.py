@@ -79,7 +79,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     from zfunc.train.data.tokenizer import BYTES
     from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.pretrained import pretrained_model
-    from zfunc.train.setup import check_size, compile_job, resolve_settings
+    from zfunc.train.setup import check_size, compile_job, learning_rate, optimizer_of, resolve_settings
 
     model, ranks = pretrained_model(settings, weights=False), RankGroup.of()
     own = {"out", "hf", *NEEDED}
@@ -94,7 +94,9 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     shape = resolved.batch_size // ranks.world, resolved.seq_length
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens
-    program = compile_job(resolved, config_extras(resolved), batch, None if model is None else model.segments)
+    extras = config_extras(resolved)
+    optimizer = optimizer_of(resolved, extras, learning_rate(resolved, extras, resolved.steps))
+    program = compile_job(resolved, optimizer, batch, None if model is None else model.segments)
     return calibrate(program, batch, turns=settings.turns, folder=settings.folder)
 
 

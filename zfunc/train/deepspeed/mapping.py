@@ -117,15 +117,17 @@ class ConfigExtras:
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:
     """The values that `settings.config` adds to the settings. Raises ValueError if they contradict it."""
-    values = ConfigValues("") if settings.config is None else read_values(settings.config)
+    usual = CLASSES[settings.optimizer].usual[2]
+    if settings.config is None:
+        return ConfigExtras(ConfigValues(""), usual, None)
+    values = read_values(settings.config)
     check_settings({f.name: getattr(settings, f.name) for f in attrs.fields(TrainSettings)}, values)
     if values.leaves_open("optimizer.type"):
         values = evolve(values, given={"optimizer.type": settings.optimizer})
-    usual = CLASSES[settings.optimizer].usual[2]
     own = {k: v for k, v in named_optimizer(values)[1].items() if k not in ("lr", "weight_decay", "moments")}
     if values.has("optimizer"):
         usual = {name: x for name, x in usual.items() if values.leaves_open(PARAM + name)}
-    scale = loss_scale(values) if settings.config and settings.precision == "fp16" else None
+    scale = loss_scale(values) if settings.precision == "fp16" else None
     return ConfigExtras(values, MappingProxyType({**usual, **own}), scale)
 
 
