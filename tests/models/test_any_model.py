@@ -5,15 +5,18 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from any_models import MODELS, ids
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
+from zfunc.checkpoint.export import export_weights
 from zfunc.models.cut.called import CalledModel, call_of
 
 HOST = {"params_on": "host", "activations_on": "host", "recompute": "all", "bucket_size": 2000}
@@ -269,6 +272,129 @@ def test_copies_arguments_of_none_and_a_frozen_first_block_are_the_models() -> N
     check(segments, weighted, given, None)
 
 
+class Stateful(Block):
+    """Buffers that forward writes, a value written in place, and classes as vectors."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__(p)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table) + F.one_hot((x > 0).sum(-1) % 8, 8)
+        y = F.relu(y, inplace=True)
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1
+                self.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)
+        return y - self.mean
+
+
+class Late(nn.Module):
+    """Blocks, and a list of them, that run in training alone; a counter that all of the model increments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.extra = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("steps", torch.ones(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        x = x / self.steps
+        for n, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) if self.training or n != 1 else x
+        extra = torch.zeros(())
+        for layer in self.extra if self.training else ():
+            extra = torch.relu(layer(x)).mean() + extra
+        return F.mse_loss(self.out(x), y) + extra
+
+
+def test_buffers_that_forward_writes_are_state(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Tied(block=Stateful)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, batch())
+        assert len(segments) == 5
+        check(segments, model, batch(), None, recompute="min-cut")
+    assert not caplog.records
+
+
+def test_blocks_that_run_in_training_alone_are_passed_in_evaluation() -> None:
+    torch.manual_seed(0)
+    model, x = Late(), (torch.randn(4, 8), torch.randn(4, 8))
+    segments = zfunc.segments(model, x)
+    assert len(segments) == 7
+    check(segments, model, x, None)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    assert zfunc.evaluate(program, zfunc.init(program), x) == pytest.approx(
+        model.eval()(*x).item(), rel=CLOSE
+    )
+
+
+def test_a_checkpoint_goes_on_in_another_program_and_its_weights_are_the_models(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Tied(num_layers=2, p=0.5, block=Stateful), batch()
+    ways: tuple[dict[str, Any], ...] = ({}, HOST)
+    one, two = (zfunc.compile(model, example=x, precision="fp32", device="cpu", **way) for way in ways)
+    state, _ = zfunc.train_step(one, zfunc.init(one), x)
+    path = zfunc.save(tmp_path / "run", one, state)
+    loaded = zfunc.load(path, two)
+    for _ in range(2):
+        state, metrics = zfunc.train_step(one, state, x)
+        loaded, others = zfunc.train_step(two, loaded, x)
+        assert metrics.loss == others.loss
+    named = [{**zfunc.params(p, s), **zfunc.buffers(p, s)} for p, s in ((one, state), (two, loaded))]
+    assert all(t.equal(named[1][name]) for name, t in named[0].items())
+    # Exported, they are the model's own: but for the second name of a tied one, and constants.
+    zfunc.save(tmp_path / "last", two, loaded)
+    export_weights(tmp_path / "last", out := tmp_path / "model.safetensors", dtype="fp32")
+    keys = model.load_state_dict(load_file(out), strict=False)
+    assert {*keys.missing_keys} == {"head.weight", "table"}
+    assert not keys.unexpected_keys
+    assert zfunc.evaluate(two, loaded, x) == pytest.approx(model.eval()(**x).item(), rel=CLOSE)
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for w in self.weights:
+            x = torch.tanh(x @ w)
+        return F.mse_loss(x, y)
+
+
+class Cast(Late):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Listed, r"Listed in .*test_any_model.py has no nn.ModuleList"),
+        (Cast, r"torch.autocast .* at .*test_any_model.py:\d+$"),
+    ],
+)
+def test_a_model_of_one_segment_says_why(model: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert len(zfunc.segments(model(), (torch.randn(4, 8), torch.randn(4, 8)))) == 1
+    assert re.search(f"^model: one segment, because .*{why}", caplog.messages[-1])
+
+
+class Counted(Block):
+    calls = 0
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x, table) * self.calls
+
+
 class Drawn(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + random.random()
@@ -296,12 +422,18 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
             r"branch on the value of a tensor.*test_any_model.py",
         ),
         (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
+        (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),
+        (lambda: zfunc.segments(Late(), (torch.ones(2, 9), torch.ones(2, 8))), r"fit the model .*2, 9\]"),
         (lambda: zfunc.segments(nn.Linear(4, 4), (torch.ones(2, 4), None)), r"no loss .*expected a scalar"),
         (lambda: zfunc.segments(nn.Linear(4, 4, device="meta"), (torch.ones(2, 4), None)), "meta device"),
         (lambda: zfunc.compile(Tied()), "example: got none with a Tied"),
     ],
 )
-def test_what_cannot_be_traced_says_what_to_change(make: Callable[[], Any], says: str) -> None:
+def test_what_cannot_be_traced_says_what_to_change(
+    make: Callable[[], Any], says: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ValueError, match=says):
         make()
+    assert not caplog.messages
+    assert capfd.readouterr() == ("", "")

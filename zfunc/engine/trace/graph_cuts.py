@@ -205,7 +205,10 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
                 raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
     if changes:
         pure = functionalize(module)
-        primals, tangents = ([x.meta["val"] for x in given] for given in (joint.leaves, joint.cotangents))
+        # A number among the inputs has no "val", and no node reads it.
+        primals, tangents = (
+            [x.meta.get("val", 0) for x in given] for given in (joint.leaves, joint.cotangents)
+        )
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
         with unset_fake_temporarily():  # the mode is that of the joint graph's own fake tensors
             module = graph_of(by_name, primals, tangents)

@@ -227,8 +227,15 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     return make_segment(name, module, share, f"{name}.")
 
 
-def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, prefix: str) -> Segment:
-    """Make a Segment as `segment` does, but name each parameter `prefix` + its name in the module."""
+def make_segment(
+    name: str,
+    module: nn.Module,
+    share: Mapping[str, str] | None,
+    prefix: str,
+    written: Iterable[str] = (),
+) -> Segment:
+    """Make a Segment as `segment` does, but name each parameter `prefix` + its name in the module. `written` are
+    buffers that forward changes beside those of `changed_by_forward`."""
     # 1. What cannot be a function of its parameters.
     refuse_inference_mode("segment")
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
@@ -268,6 +275,7 @@ def make_segment(name: str, module: nn.Module, share: Mapping[str, str] | None, 
 
     # 3. Buffers: constants, and those that forward changes.
     changing, types = changed_by_forward(name, module)
+    changing = tuple(dict.fromkeys([*changing, *written]))
     meta, constants = on_meta == {True}, _slots(module, "_buffers")
     if meta and constants:
         constants = _real_module(name, module, 0)[1]

@@ -6,17 +6,20 @@ others are made of a copy of the module without memory, when the first segment g
 
 import contextvars
 import copy
+import inspect
 import logging
 import os
 import random
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -32,13 +35,22 @@ from zfunc.core.layout import Parameter
 from zfunc.engine.trace.batches import Batch, unmarked
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.module_buffers import changed_by_forward
-from zfunc.engine.trace.purity import SEEDED
+from zfunc.engine.trace.purity import SEEDED, first_change, held
 from zfunc.engine.trace.segment import Segment, Values, make_segment
 from zfunc.engine.trace.vjp import MAX_TRACES
 from zfunc.models.cut.called import CalledModel, Loss, call_of
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import ModulePiece, module_piece
-from zfunc.models.cut.spans import BRANCH, CutGraph, NotCutError, blocks_of, cut_graph
+from zfunc.models.cut.spans import (
+    BRANCH,
+    REGIONS,
+    BuffersWrittenError,
+    CutGraph,
+    NotCutError,
+    blocks_of,
+    cut_graph,
+    place_of,
+)
 from zfunc.models.hf.attention import with_static_experts
 from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type
@@ -52,6 +64,7 @@ BRANCHES = (
     "_local_scalar_dense",
 )
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "concurrent")
+_LOUD = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace"
 log = logging.getLogger("zfunc")
 
 
@@ -82,16 +95,24 @@ def segments(
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
     called = CalledModel(with_static_experts(model), loss)
-    whole = make_segment("model", called, None, "")
     read = partial(call_of, has_loss=loss is not None)
-    traces = ModuleTraces(whole, *changed_by_forward("model", called))
     x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
-    try:
-        first = traces.of(x, torch.float32, training=True)
-    except NotCutError as error:
-        log.warning("model: one segment, because %s", error)
-        names = {x: x for x in (*whole.buffers, *whole.constants)}
-        return (evolve(whole, read_batch=read, buffer_names=names),)
+    written: set[str] = set()
+    while True:
+        whole = make_segment("model", called, None, "", sorted(written))
+        traces = ModuleTraces(whole, tuple(whole.buffers), changed_by_forward("model", called)[1])
+        try:
+            first = traces.of(x, torch.float32, training=True)
+        except BuffersWrittenError as error:
+            written |= error.args[0]
+        except NotCutError as error:
+            log.warning("model: one segment, because %s", error)
+            names = {x: x for x in (*whole.buffers, *whole.constants)}
+            return (evolve(whole, read_batch=read, buffer_names=names),)
+        else:
+            break
+    if len(first.pieces) == 1:
+        log.warning("model: one segment, because %s", first.whole)
     *before, last = _segments_of(traces, first)
     return (*before, evolve(last, read_batch=read))
 
@@ -116,12 +137,23 @@ class ModuleTrace:
 
     key: int
     names: list[str]
-    pieces: list[ModulePiece]
+    pieces: list[ModulePiece | None]  # None: a block that is not called
     given: list[int]
     output: Any  # of the last piece: the places of its results in what the module returns
     first_alike: list[int]
-    alive: list[int]
+    whole: str  # why it is one piece
     apart: bool = False
+
+    def with_places(self, names: list[str]) -> "ModuleTrace":
+        """This trace with None in place of the pieces of `names` that it does not call, if the rest is `names`."""
+        if [x for x in names if x in self.names] != self.names or self.names[-1] != names[-1]:
+            return self
+        at = [self.names.index(x) if x in self.names else None for x in names]
+        if at[0] is None:
+            return self
+        alike = [s if n is None else at.index(self.first_alike[n]) for s, n in enumerate(at)]
+        pieces = [None if n is None else self.pieces[n] for n in at]
+        return evolve(self, names=names, pieces=pieces, first_alike=alike)
 
 
 @define(eq=False)
@@ -159,8 +191,10 @@ class ModuleTraces:
         with ThreadPoolExecutor(1) as thread:
             made = thread.submit(context.run, self._trace, key, x, dtype, training).result()
         first = self.first or made
+        if made.names != first.names:  # some blocks may not be called, as in eval mode
+            made = made.with_places(first.names)
         if made.names != first.names or any(
-            p.short.keys() - q.short.keys() for p, q in zip(made.pieces, first.pieces, strict=True)
+            p and p.short.keys() - q.short.keys() for p, q in zip(made.pieces, first.pieces, strict=True)
         ):
             mode = "training" if training else "eval mode"
             raise ValueError(
@@ -190,7 +224,7 @@ class ModuleTraces:
             module.eval()
         # 2. Its graph, cut.
         drawn = _draws()
-        with alone(), warnings.catch_warnings():
+        with alone(), _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
                 exported = torch.export.export(module, (inputs,), strict=False)
@@ -209,8 +243,11 @@ class ModuleTraces:
             raise ValueError(
                 f"model: got random numbers from Python's random module or numpy.random, expected torch's: {SEEDED}"
             )
-        if {x.kind.name for x in exported.graph_signature.output_specs} != {"USER_OUTPUT"}:
-            raise NotCutError("forward assigns to a buffer: write into it, or return what changes")
+        specs = exported.graph_signature.output_specs
+        if assigned := {x.target for x in specs if x.kind.name == "BUFFER_MUTATION"} - {*self.changing}:
+            raise BuffersWrittenError(assigned)
+        if {x.kind.name for x in specs} != {"USER_OUTPUT"}:
+            raise NotCutError("forward assigns to a buffer: write into it in place (copy_)")
         cut_in = partial(
             cut_graph, exported, names=_first_names(module), trained=trained, changed={*self.changing}
         )
@@ -249,7 +286,16 @@ class ModuleTraces:
                 y = self.whole.function(params, x)
             return y[0] if self.changing else y
 
+        before = held(self.whole.module, tensors=False, by=type)
         own, others = (gradient_graphs(f, params, inputs) for f in (module, graph))
+        after = held(self.whole.module, tensors=False, by=type)
+        if first_change(before, after):  # a first call may initialize
+            self.whole.function(params, inputs)
+            if change := first_change(after, held(self.whole.module, tensors=False, by=type)):
+                raise ValueError(
+                    f"model: got {change}, which changes from call to call and would stay as in the trace, "
+                    "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
+                )
         if different := next((name for digest, name in own.items() if digest not in others), ""):
             raise NotCutError(f"its trace by torch.export has no {different} where the module has one")
 
@@ -268,8 +314,23 @@ class ModuleTraces:
             self._given(cut),
             (outputs, cut.exported.call_spec.out_spec),
             [texts.index(x) for x in texts],
-            [len(x) for x in cut.alive],
+            self._why_whole(cut),
         )
+
+    def _why_whole(self, cut: CutGraph) -> str:
+        """Why there is no cut in a graph of one span, as text for the log."""
+        model: Any = self.whole.module
+        if not blocks_of(model := model.own[0]):
+            kind = type(model)
+            file = inspect.getsourcefile(kind) if kind.__module__ != "__main__" else None
+            return (
+                f"{kind.__name__} {f'in {file} ' if file else ''}has no nn.ModuleList or nn.Sequential of two "
+                "modules or more: put its layers into one"
+            )
+        regions = [n for n in cut.spans[0].nodes if n.target in REGIONS]
+        if regions:
+            return f"its blocks are all called within the torch.autocast or torch.no_grad at {place_of(regions[0])}"
+        return cut.why[0] if cut.why else "only one of its blocks has parameters of its own"
 
     def _given(self, cut: CutGraph) -> list[int]:
         given = [n for n in cut.exported.graph.nodes if n.op == "placeholder" and n.name not in cut.sources]
@@ -277,6 +338,21 @@ class ModuleTraces:
 
     def _by_short(self) -> list[tuple[str, Parameter]]:
         return [*zip(self.whole.short, self.whole.parameters, strict=True)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which torch logs and prints nothing of an error of a trace, which is raised with its reason."""
+    loggers = [logging.getLogger(x) for x in _LOUD]
+    levels = [x.level for x in loggers]
+    with patch("torch.export._trace.print", lambda *_, **__: None, create=True):
+        try:
+            for x in loggers:
+                x.setLevel(logging.CRITICAL + 1)
+            yield
+        finally:
+            for x, level in zip(loggers, levels, strict=True):
+                x.setLevel(level)
 
 
 def _draws() -> str:
@@ -384,9 +460,11 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
         trace = traces.by_key(key)
         s = s if place is None else place
     piece = trace.pieces[s]
+    if piece is None:
+        return (x[0], s + 1, *alive)
     device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
     tensors = dict(params)
-    changing = {x: name for x, name in piece.short.items() if name in traces.changing} if training else {}
+    changing = {x: name for x, name in piece.short.items() if name in traces.changing}
     tensors |= {x: params[x].clone() for x in changing}
     results = piece.run(device, *(tensors[x] for x in piece.short), *alive)
     if s < len(trace.pieces) - 1:
@@ -395,4 +473,4 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
         outputs, spec = trace.output
         found = iter(results)
         y = tree_unflatten([next(found) if x is ... else x for x in outputs], spec)
-    return (y, {x: tensors[x] for x in changing}) if changing else y
+    return (y, {x: tensors[x] for x in changing}) if changing and training else y

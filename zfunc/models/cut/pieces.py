@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from zfunc.models.cut.spans import GRAD_MODE, REGIONS, CutGraph
+from zfunc.models.cut.spans import GRAD_MODE, REGIONS, CutGraph, region_of
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}
 
@@ -60,7 +60,7 @@ def module_piece(cut: CutGraph, s: int) -> ModulePiece:
         copies[x] = graph.call_function(torch.Tensor.to, (graph.get_attr(f"constant_{k}"), device))
         texts.append(hashlib.sha256(repr((value.dtype, value.shape, value.tolist())).encode()).hexdigest())
     # 2. What is computed, and what is passed on.
-    texts += _copy_nodes(span.nodes, cut.exported.graph_module, root, graph, copies, device)
+    texts += _copy_nodes(span.nodes, root, graph, copies, device)
     results = [copies[x] for x in after]
     if not last:
         results = [
@@ -73,7 +73,7 @@ def module_piece(cut: CutGraph, s: int) -> ModulePiece:
 
 
 def _copy_nodes(
-    nodes: Any, owner: nn.Module, root: nn.Module, graph: Graph, copies: dict[Node, Any], device: Node
+    nodes: Any, root: nn.Module, graph: Graph, copies: dict[Node, Any], device: Node
 ) -> list[str]:
     """Copy `nodes` to `graph`; regions in other grad or autocast modes go to `root`, and their code is returned."""
     texts = list[str]()
@@ -84,7 +84,7 @@ def _copy_nodes(
     for n in nodes:
         if n.target in REGIONS:
             k = 1 if n.target is GRAD_MODE else 4
-            inner = _with_device(getattr(owner, n.args[k].target))
+            inner = _with_device(region_of(n)[0])
             name = f"inner_{len(texts)}"
             root.add_module(name, inner)
             texts.append(inner.code)
@@ -93,7 +93,8 @@ def _copy_nodes(
             copies[n] = graph.call_function(function, (graph.get_attr(name), n.args[:k], device, *given))
             continue
         args, kwargs = (_replaced(x, copied) for x in (n.args, n.kwargs))
-        copies[n] = graph.create_node(n.op, n.target, args, kwargs)
+        target = _one_hot if n.target is torch.ops.aten.one_hot.default else n.target
+        copies[n] = graph.create_node(n.op, target, args, kwargs)
     return texts
 
 
@@ -115,9 +116,14 @@ def _with_device(module: GraphModule) -> GraphModule:
     for k, n in enumerate(x for x in nodes if x.op == "placeholder"):
         copies[n] = graph.placeholder(f"given_{k}")
     calls = [n for n in nodes if n.op == "call_function"]
-    _copy_nodes(calls, module, root, graph, copies, device)
+    _copy_nodes(calls, root, graph, copies, device)
     graph.output(_replaced(output.args[0], lambda x: copies[x] if isinstance(x, Node) else x))
     return GraphModule(root, graph)
+
+
+def _one_hot(t: Tensor, num_classes: int) -> Tensor:
+    """`F.one_hot`, which looks at the values of `t` first, as a trace without values cannot."""
+    return (t[..., None] == torch.arange(num_classes, device=t.device)).long()
 
 
 def _with_grad_mode(run: GraphModule, mode: tuple[Any, ...], device: torch.device, *given: Any) -> Any:

@@ -4,8 +4,10 @@ A cut never separates tensors that share memory from a later write into it, so t
 """
 
 import operator
+import os
 from collections.abc import Iterable, Mapping
 from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,13 +31,18 @@ BRANCH = (
     "on which a shape or a branch depends, expected what can be traced without values: write it with torch.where, "
     "compute it in the collator and pass the number, or pass what decides it as a Python number in the batch"
 )
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
-STATISTICS = {torch.ops.aten.batch_norm.default: (3, 4), torch.ops.aten.instance_norm.default: (3, 4)}
+STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
 
 
 class NotCutError(Exception):
     """Raised, with the reason, for a module that cannot be cut and becomes one segment."""
+
+
+class BuffersWrittenError(Exception):
+    """Raised, with their names, for buffers that forward writes and that are not known to change."""
 
 
 @define(eq=False)
@@ -88,6 +95,12 @@ def cut_graph(
         copies = any(x is True or isinstance(x, torch.memory_format) for x in said)
         if n.target in CASTS and not copies and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
             n.replace_all_uses_with(n.args[0])
+    # A buffer assigned to itself, as by `self.steps += 1`, is copied to itself last.
+    base = _roots(exported.graph.nodes)
+    for n in exported.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        to, x = n.args[:2]
+        if to.op == "placeholder" and base.get(x) is to and x.meta["val"].shape == to.meta["val"].shape:
+            exported.graph.erase_node(n)
     nodes, signature = [*exported.graph.nodes], exported.graph_signature
     sources = {
         **signature.inputs_to_parameters,
@@ -95,6 +108,9 @@ def cut_graph(
         **signature.inputs_to_lifted_tensor_constants,
     }
     sources = {x: names.get(name, name) for x, name in sources.items()}
+    buffers = {names.get(name, name) for name in signature.inputs_to_buffers.values()}
+    if others := {x for x in _written(nodes, sources) if x in buffers} - changed:
+        raise BuffersWrittenError(others)
     weights = {*signature.inputs_to_parameters}
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
     kept = _needed(nodes, outputs)
@@ -146,7 +162,7 @@ def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
     """The nodes of a graph that its outputs need, and the nodes that write in place with their inputs."""
     found = {*outputs}
     for n in reversed(nodes):
-        if n.target not in CHECKS and (n in found or (n.op == "call_function" and mutates(n.target))):
+        if n.target not in CHECKS and (n in found or arguments_written(n)):
             found |= {n, *n.all_input_nodes}
     return found
 
@@ -184,26 +200,29 @@ def _joined(
     without parameters. Returns the spans, and why some were joined for a write, as text for the log."""
     at = {n: s for s, span in enumerate(spans) for n in span.nodes}
     joined, why = set[int](), list[str]()  # s: span s with the one before
-    base: dict[Node, Node] = {}
+    base = _roots(at)
     first: dict[Node, int] = {}
+    places: dict[Node, Node] = {}  # of buffers that are written: where
     for n, s in at.items():
-        root = next((base.get(x, x) for x in n.all_input_nodes), n) if _may_alias(n) else n
-        base[n] = root
-        first.setdefault(root, at.get(root, s))
-        written = changed_by(n) if mutates(n.target) else []
-        written += [x for i in STATISTICS.get(n.target, ()) if isinstance(x := n.args[i], Node)]
-        for x in written:
+        first.setdefault(base[n], at.get(base[n], s))
+        for x in arguments_written(n):
             x = base.get(x, x)
             if x.name in sources and sources[x.name] not in changed:
                 continue
             start = first.setdefault(x, at.get(x, s))
             if start < s:
                 joined |= {*range(start + 1, s + 1)}
-                why.append(
-                    f"{spans[start].name} and {spans[s].name} are one, for a write in place at {place_of(n)}"
-                )
+                why.append(f"{_said(spans, start, s)} are one, for a write in place at {place_of(n)}")
+            if x.name in sources:
+                places[x] = n
         if n.target is operator.getitem:
             joined |= {*range(at.get(n.args[0], s) + 1, s + 1)}
+    for x, n in places.items():
+        read = [s for m, s in at.items() if x in {base.get(y, y) for y in m.all_input_nodes}]
+        if read[0] < read[-1]:
+            joined |= {*range(read[0] + 1, read[-1] + 1)}
+            both = _said(spans, read[0], read[-1])
+            why.append(f"{both} are one, as both read a buffer that is written at {place_of(n)}")
     made: list[NodeSpan] = []
     for s, span in enumerate(spans):
         again = made and span.call is not None and span.call == made[-1].call
@@ -226,8 +245,47 @@ def _joined(
     return made, why
 
 
+def _said(spans: list[NodeSpan], one: int, two: int) -> str:
+    return " and ".join(spans[s].name or "the code outside of blocks" for s in (one, two))
+
+
 def _reads(span: NodeSpan, weights: set[str]) -> bool:
     return any(x.name in weights for n in span.nodes for x in n.all_input_nodes)
+
+
+def _roots(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """By node, the node whose memory its result may be a view of: itself where it has memory of its own."""
+    base: dict[Node, Node] = {}
+    for n in nodes:
+        base[n] = next((base.get(x, x) for x in n.all_input_nodes), n) if _may_alias(n) else n
+    return base
+
+
+def _written(nodes: Iterable[Node], sources: Mapping[str, str]) -> set[str]:
+    """The names of the parameters, buffers and constants that nodes of a graph write into."""
+    base = _roots(nodes)
+    roots = (base.get(x, x) for n in base for x in arguments_written(n))
+    return {sources[x.name] for x in roots if x.name in sources}
+
+
+def arguments_written(node: Node) -> list[Node]:
+    """The arguments of a node that it writes into, also in a region of another grad or autocast mode."""
+    if node.op != "call_function":
+        return []
+    if node.target in REGIONS:
+        inner, given = region_of(node)
+        inside = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
+        base = _roots(inner.graph.nodes)
+        roots = (base.get(x, x) for n in base for x in arguments_written(n))
+        return [inside[x] for x in roots if x in inside]
+    statistics = [x for i in STATISTICS.get(node.target, ()) if isinstance(x := node.args[i], Node)]
+    return [*(changed_by(node) if mutates(node.target) else ()), *statistics]
+
+
+def region_of(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """The module of the graph of a region in another grad or autocast mode, and the region's arguments."""
+    k = 1 if node.target is GRAD_MODE else 4
+    return getattr(node.graph.owning_module, node.args[k].target), node.args[k + 1 :]
 
 
 def _may_alias(node: Node) -> bool:
@@ -255,7 +313,11 @@ def _differentiable(nodes: list[Node], sources: Mapping[str, str], trained: set[
 
 def place_of(node: Node) -> str:
     """The file and line of the user's code that made a node, as "file:line"; else the node's name."""
+    if node.target in REGIONS:
+        inside = [n for n in region_of(node)[0].graph.nodes if n.meta.get("stack_trace")]
+        return place_of(inside[0]) if inside else node.name
     lines = [
         x.strip() for x in (node.meta.get("stack_trace") or "").splitlines() if x.strip().startswith("File ")
     ]
+    lines = [x for x in lines if _TORCH not in x] or lines
     return lines[-1].replace('File "', "").replace('", line ', ":").partition(",")[0] if lines else node.name
