@@ -603,7 +603,8 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
             weights = [x for x in spec.places[b].buffers if x.name not in means]
             expected += 3 * moved(op.reads[1]) + sum(x.nbytes(elements) for x in weights)
         place = spec.places[b]
-        if place.staged and place.gradient != "device" and op.verb in (*BEGUN, "update_on_device"):
+        takes_gradient = BEGUN if place.matrices else ("update_on_device",)
+        if place.staged and place.gradient != "device" and op.verb in takes_gradient:
             width = 4 if place.added or place.summed else place.element_bytes
             expected += elements * width  # the gradient, which is in the slot of the state
         if op.verb == "update" and any(r.buffer == "params" for r in op.writes):
