@@ -34,7 +34,7 @@ from zfunc.runtime.executor import Jitter
 WORLD = 2
 # Seconds; LONG where nobody waits for it.
 TIMEOUT = dict.fromkeys(
-    ("late", "dies", "gathers", "begins", "weights", "params", "average", "evaluate"), 3.0
+    ("late", "dies", "gathers", "begins", "weights", "params", "average", "evaluate", "stages"), 3.0
 )
 LONG = 120.0
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -146,12 +146,15 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     if action == "begins":
         settings |= {"stage": 3, "stages": {"gather": gather}}
     elif action in READS:
-        settings |= {"stage": 3, "ema": 0.5}
+        settings |= {"pp": 2} if action == "stages" else {"stage": 3, "ema": 0.5}
     elif action == "gathers":
         settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
     else:
         settings["stages"] = {"backward": backward}
-    program, data = compiled("odd sizes", f"pretend:{rank}", **settings)
+    model = (
+        "norms" if action == "stages" else "odd sizes"
+    )  # with buffers, which evaluation reads of all stages
+    program, data = compiled(model, f"pretend:{rank}", **settings)
     state, begun = zfunc.init(program, seed=1), 0.0
     try:
         for i in range(4):
@@ -193,6 +196,7 @@ READS = {
     "params": read_params,
     "average": partial(read_params, ema=True),
     "evaluate": evaluate,
+    "stages": evaluate,
 }
 
 
@@ -287,7 +291,7 @@ def test_collectives_and_messages_are_such_as_nccl_takes(outcomes: dict[str, Any
         ("dies", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
         ("gathers", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
         ("begins", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
-        *((read, "all_(gather|reduce) on rank 0.*rank 1 (did not come|is gone)", 60.0) for read in READS),
+        *((read, "(all_gather|all_reduce|broadcast).*rank 1 (did not come|is gone)", 60.0) for read in READS),
         ("reports", "rank 0: got a broken connection.*rank 1 is gone", 12.0),
         ("fails", "rank 1 has left: step 3 failed with ExecutionError: backward.*of rank 1", 30.0),
         ("late", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ import zfunc
 from zfunc.core.plan import PlanError
 from zfunc.core.recipes import zero_offload
 from zfunc.engine.program.program import Program, make_plan, rescheduled
+from zfunc.errors import RankError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Jitter
@@ -333,6 +336,17 @@ def test_collectives_on_two_lanes_are_refused() -> None:
     job = evolve(SPECS["tied barrier"], layout=SPECS["tied accumulated"].layout, world=2)
     with pytest.raises(PlanError, match="collectives on the lanes lane"):
         make_plan(job, Scattered(), zero_offload)
+
+
+def test_a_wait_for_collectives_ends_with_the_time_out_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no store says who is missing; the device is freed."""
+    monkeypatch.setenv("ZFUNC_TIMEOUT", "0.1")
+    freed = list[bool]()
+    ranks = RankGroup(SimpleNamespace(abort=lambda: freed.append(True)), world=2, members=(0, 1))
+    ranks.queued.append(("all_gather", time.monotonic(), SimpleNamespace(is_completed=lambda: False)))
+    with pytest.raises(RankError, match="all_gather on rank 0: got a time-out .* the group has no store"):
+        ranks.settle()
+    assert (freed, [*ranks.queued]) == ([True], [])
 
 
 def test_a_world_of_one_sends_nothing() -> None:

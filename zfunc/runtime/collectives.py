@@ -14,7 +14,6 @@ gets free. Outside of a step that is `RankGroup.settle`.
 
 import hashlib
 import logging
-import math
 import os
 import threading
 import time
@@ -308,8 +307,9 @@ class RankGroup:
 
     def settle(self) -> None:
         """Wait until the device has done the group's collectives, as a blocking copy behind a collective that a
-        rank does not join could not be given up. Raises RankError, as `watch` does."""
-        poll(self._settled, math.inf, lambda: self.watch() and False)
+        rank does not join could not be given up. Raises RankError, as `watch` does, and after the time-out."""
+        if not poll(self._settled, self.limit.total_seconds(), lambda: self.watch() and False):
+            self._abort("late")
 
     def _settled(self) -> bool:
         with self._watching:
