@@ -1,6 +1,7 @@
 """Attention of a tile is that of the row, in each kernel."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,15 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tile_law import far
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from zfunc.engine.rows import row_attention, tile_attention
 from zfunc.engine.rows.keys import DeviceKeys
 from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.rows.tile_attention import View, attend_tile, pull_tile
+from zfunc.engine.rows.tiles import TiledRow
+from zfunc.engine.trace.cost_trace import AllocationTracker
 
 Hidden = tuple[int | None, int | None]  # a window of so many tokens, documents of so many
 
@@ -201,6 +205,18 @@ def test_gradients_of_short_documents_and_windows_take_the_keys_of_two_tiles(
     off = compared((4, 2), 8, 12, 24, hidden, fused=None)
     assert all(mine <= max(1e-5, 1.5 * theirs) for mine, theirs in off.values()), off
     assert Kernels.most_keys == 24
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_the_host_reads_of_documents_is_counted(traced: bool) -> None:
+    """A minimum of each tile, and one copy for all."""
+    row = SimpleNamespace(begins={})
+    with FakeTensorMode() if traced else nullcontext(), AllocationTracker(of_accelerator=True) as seen:
+        firsts = [torch.tensor([4, 2, 3]), torch.tensor([7, 5, 6])]
+        before = seen.launches
+        TiledRow.look(row, enumerate(firsts))  # type: ignore[arg-type]
+    assert seen.launches - before == 2 + 1 + 1
+    assert row.begins == ({} if traced else {0: 2, 1: 5})
 
 
 @pytest.mark.parametrize("place", ["cpu", "without kernels", pytest.param("cuda", marks=pytest.mark.gpu)])

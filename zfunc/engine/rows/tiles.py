@@ -296,13 +296,14 @@ class TiledRow:
 
     def look(self, firsts: Iterable[tuple[int, Tensor | None]]) -> None:
         """Read on the host where documents of each tile begin, after a wait for the device, so that a tile takes
-        only keys of its documents. A trace, without data, counts all keys."""
+        only keys of its documents. A trace, without data, counts the copy that the host waits for, and all keys."""
         known = {i: None if x is None else x.amin() for i, x in firsts}
         if found := [x for x in known.values() if x is not None]:
             begins = torch.stack(found)
-            if not isinstance(begins, FakeTensor):
-                WAIT.get()()
-                self.begins = dict(zip(known, begins.tolist(), strict=True))
+            WAIT.get()()
+            here = begins.to("cpu", copy=True)
+            if not isinstance(here, FakeTensor):
+                self.begins = dict(zip(known, here.tolist(), strict=True))
 
     def part(self, i: int) -> Part:
         """The first token of tile `i` and the one after its last, which are also its part of the keys."""
