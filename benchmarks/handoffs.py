@@ -2,10 +2,9 @@
 
 A chain of operations that do nothing runs on one lane, and in turn on several, where each waits for one on another:
 the difference is that of the hand-overs. Then the plan of a small GPT's step runs with stages that do nothing, and
-with stages that hold the interpreter lock, each for as long, under Serial and Overlapped: Python's threads have one
-such lock, so lanes hide no such time. "Two threads" has the lanes of Overlapped on two: copies to the device follow
-updates on the host's, copies from it follow passes on compute's. Last, the operations that torch dispatches in each
-stage of a real step, of which those that are no views are launches on a device.
+with stages that hold the interpreter lock, each for as long, under Serial, Overlapped and TwoThreads: threads of
+Python have one such lock, so lanes hide no such time, and fewer threads hand over less. Last, the operations that
+torch dispatches in each stage of a real step, of which those that are no views are launches on a device.
 
     python -m benchmarks.handoffs [--num-layers 6] [--json FILE_OR_FOLDER]
 """
@@ -25,7 +24,7 @@ import zfunc
 from benchmarks.machine import describe, gpt, make_parser, ratios, write
 from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.plan import Plan, build, topological_order
+from zfunc.core.plan import Plan, build
 from zfunc.engine.program.program import rescheduled
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
@@ -56,17 +55,8 @@ def chain(num_ops: int, num_lanes: int) -> Plan:
 
 
 def hand_overs(plan: Plan) -> int:
-    """Waits of an operation for those of other lanes."""
-    return sum(map(len, plan.waits))
-
-
-def on_two_threads(plan: Plan) -> Plan:
-    """The operations of `plan`, those of "h2d" on the lane "host" and those of "d2h" on "compute"."""
-    lanes: dict[str, list[int]] = {}
-    for i in topological_order(plan, plan.waits):
-        name = plan.lanes[plan.place[i][0]].name
-        lanes.setdefault({"h2d": "host", "d2h": "compute"}.get(name, name), []).append(i)
-    return build(plan.graph, lanes).verify()
+    """Waits of an operation for those of other threads."""
+    return sum(plan.thread_of(n) != plan.thread_of(i) for i, waits in enumerate(plan.waits) for n in waits)
 
 
 def runner(executor: Executor, plan: Plan, hold: float = 0.0) -> Callable[[], float]:
@@ -132,10 +122,9 @@ def step_plans(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, tup
     for counter in (counts, dispatched, launched):
         counter.clear()
     zfunc.train_step(program, state, (tokens, tokens))
-    beside = rescheduled(program, schedules.Overlapped())
-    plans = {"Serial": specialize(program, (tokens, tokens)).plan}
-    plans["Overlapped"] = specialize(beside, (tokens, tokens)).plan
-    plans["Two threads"] = on_two_threads(plans["Overlapped"])
+    ways = [schedules.Serial(), schedules.Overlapped(), schedules.TwoThreads()]
+    beside = {type(x).__name__: rescheduled(program, x) for x in ways}
+    plans = {name: specialize(x, (tokens, tokens)).plan for name, x in beside.items()}
     return plans, {verb: (n, dispatched[verb], launched[verb]) for verb, n in counts.items()}
 
 
@@ -150,7 +139,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         steps[f"{hold * 1e6:.0f} us each"] = {
             **{name: median(of) for name, of in taken.items()},
             "ratio": ratios(taken["Overlapped"], taken["Serial"]),
-            "two threads": ratios(taken["Two threads"], taken["Overlapped"]),
+            "two threads": ratios(taken["TwoThreads"], taken["Overlapped"]),
         }
     sizes = {name: {"operations": len(p.graph), "hand_overs": hand_overs(p)} for name, p in plans.items()}
     return {"seconds": seconds, "plans": sizes, "steps": steps, "dispatches": verbs}
@@ -166,7 +155,7 @@ def show(found: dict[str, Any]) -> None:
     for name, of in found["steps"].items():
         own = ", ".join(f"{schedule} {of[schedule] * 1e3:.1f} ms" for schedule in found["plans"])
         print(f"stages of {name:22}{own}, Overlapped / Serial {of['ratio']:.2f}", end=", ")
-        print(f"Two threads / Overlapped {of['two threads']:.2f}")
+        print(f"TwoThreads / Overlapped {of['two threads']:.2f}")
     print(f"{'verb':32}{'a step':>10}{'dispatches':>12}{'launches':>10}  an operation")
     for verb, (n, dispatched, launched) in found["dispatches"].items():
         print(f"{verb:32}{n:>10}{dispatched / n:>12.1f}{launched / n:>10.1f}")

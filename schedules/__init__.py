@@ -1,6 +1,6 @@
 """Schedules: each a callable `Graph -> Plan` that chooses lanes and the order on each, and nothing else.
 
-    plain           the graph's order on one lane or one for each kind, readiness, what shares a CPU's cores
+    plain           the graph's order on one lane or one for each kind, readiness, what shares cores or a thread
     critical_path   a list scheduler for given hardware
     search          the fastest of those for an accelerator that fits into memory, by simulation
 
@@ -34,14 +34,14 @@ from .dual_pipe_v import DualPipeV
 from .gpipe import GPipe
 from .looped_bfs import LoopedBFS
 from .one_f_one_b import Interleaved1F1B, OneFOneB
-from .plain import Interleaved, Overlapped, Serial, SharedCores
+from .plain import Interleaved, Overlapped, Serial, SharedCores, TwoThreads
 from .round_pipe import RoundPipe
 from .search import Search
 from .zero_bubble import ZeroBubble
 
 _ORDERS = GPipe, OneFOneB, Interleaved1F1B, LoopedBFS, ZeroBubble, DualPipeV, RoundPipe
 ORDERS = {x.__name__: x for x in _ORDERS}
-__all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "SharedCores"]
+__all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "SharedCores", "TwoThreads"]
 
 
 def make_order(order: str | Order) -> Order:

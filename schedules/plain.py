@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from zfunc.core.graph import Graph, Kind, Op
-from zfunc.core.plan import Plan, build
+from zfunc.core.plan import Lane, Plan, build
 
 WAITING: tuple[Kind, ...] = ("network", "read", "write")
 
@@ -37,6 +37,30 @@ class Overlapped:
     def __call__(self, graph: Graph) -> Plan:
         """The plan of `graph` with each operation on the lane of its kind and device."""
         return build(graph, _by(lambda op: op.resource, graph))
+
+
+@frozen
+class TwoThreads:
+    """The lanes of `schedule`: the host's thread issues copies to the device too, and compute's those to the host.
+
+    For steps so small that Python bounds them: a thread need not wake another for what it issues itself. But a copy
+    to the device is issued behind the update before it. Ranks of a pipeline keep a thread for each lane.
+    """
+
+    schedule: Callable[[Graph], Plan] = Overlapped()
+
+    def __call__(self, graph: Graph) -> Plan:
+        """The plan of `graph` by `schedule`, with lanes of copies on the threads of others."""
+        plan = self.schedule(graph)
+        if any(r.of_rank for r in graph.regions):
+            return plan
+
+        def issued(lane: Lane) -> Lane:
+            kind, *device = lane.name.split(":")
+            thread = {"h2d": "host", "d2h": ":".join(["compute", *device])}.get(kind, lane.thread)
+            return evolve(lane, thread=thread)
+
+        return evolve(plan, lanes=map(issued, plan.lanes))
 
 
 @frozen

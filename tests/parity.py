@@ -295,7 +295,7 @@ JOBS = (  # a model, and on how many ranks
     *("edits", "aliases", "aliases on 2"),
 )
 STEPS = 4
-SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, num_lanes=3))
+SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, num_lanes=3), Scattered(2, 5, num_threads=2))
 
 
 @frozen

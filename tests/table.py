@@ -33,17 +33,24 @@ Segments = list[list[Parameter]]
 
 @frozen
 class Scattered:
-    """No schedule at all: operations on lanes at random, in any order that does not deadlock."""
+    """No schedule at all: operations on lanes at random, in any order that does not deadlock; with `num_threads`,
+    lanes on threads in turn."""
 
     seed: int = 0
     num_lanes: int = 4
+    num_threads: int = 0
 
     def __call__(self, graph: Graph) -> Plan:
         random = Random(self.seed)
         lanes: dict[str, list[int]] = {f"lane{n}": [] for n in range(self.num_lanes)}
         for op in shuffled(graph, random):
             lanes[random.choice(list(lanes))].append(op)
-        return build(graph, lanes)
+        plan, threads = build(graph, lanes), self.num_threads
+        if not threads or any(r.of_rank for r in graph.regions):
+            return plan
+        return evolve(
+            plan, lanes=[evolve(lane, thread=f"lane{n % threads}") for n, lane in enumerate(plan.lanes)]
+        )
 
 
 def shuffled(graph: Graph, random: Random) -> Iterator[int]:
@@ -412,6 +419,7 @@ SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
     **{name: schedules.make_schedule(name) for name in schedules.__all__},
     "scattered over four lanes": Scattered(),
     "scattered over two lanes": Scattered(seed=1, num_lanes=2),
+    "scattered over four lanes of two threads": Scattered(seed=2, num_threads=2),
     "one lane of two": lambda graph: build(graph, {"all": range(len(graph)), "none": []}),
 }
 
@@ -569,7 +577,7 @@ def graphs() -> st.SearchStrategy[Graph]:
 
 def plans() -> st.SearchStrategy[Plan]:
     """Plans of such graphs under any schedule of the table, or scattered anew."""
-    scattered = st.builds(Scattered, st.integers(0, 1000), st.integers(1, 5))
+    scattered = st.builds(Scattered, st.integers(0, 1000), st.integers(1, 5), st.integers(0, 3))
     schedule = st.one_of(st.sampled_from([*SCHEDULES.values()]), scattered)
     return st.builds(lambda s, graph: s(graph), schedule, graphs())
 
@@ -589,6 +597,7 @@ def hardware() -> st.SearchStrategy[Hardware]:
         rates,
         st.floats(0, 1e3),
         handoff,
+        unified=st.booleans(),
         shared=shared,
         launch=st.floats(0, 1e3),
         issue=st.one_of(st.just({}), st.dictionaries(kinds, st.floats(0, 1e3))),

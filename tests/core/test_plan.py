@@ -72,6 +72,15 @@ def test_in_order_keeps_lanes_and_waits(plan: Plan) -> None:
         assert [turn[op] for op in lane.ops] == sorted(turn[op] for op in lane.ops)
 
 
+@every_plan
+def test_threads_keep_lanes_and_what_verify_accepts(plan: Plan) -> None:
+    """Each as one lane: so whatever deadlocks or races would be named."""
+    merged = Plan(plan.graph, [Lane(*thread) for thread in plan.threads.items()], plan.waits)
+    assert merged.verify() is merged
+    for lane in plan.lanes:
+        assert [i for i in plan.threads[lane.thread] if i in {*lane.ops}] == [*lane.ops]
+
+
 def test_an_implied_wait_is_dropped() -> None:
     x = Region("x", lifetime="value")
     graph = Graph(tuple(Op(verb, (), "compute", (x,), (x,)) for verb in "abc"))

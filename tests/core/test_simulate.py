@@ -29,13 +29,35 @@ def serial_time(graph: Graph, on: Hardware = ROUND) -> float:
     return sum(map(on.seconds, graph))
 
 
+def waited(plan: Plan, on: Hardware) -> dict[int, set[int]]:
+    """What each operation comes after: its waits, and what Python waited for before it issued it, on its thread and
+    on those that it heard from."""
+    python: dict[int, set[int]] = {}
+    threads = {thread: set[int]() for thread in plan.threads}
+    after: dict[int, set[int]] = {}
+    for i in topological_order(plan, plan.waits):
+        before = threads[plan.thread_of(i)]
+        shared = len({lane.name for lane in plan.lanes if lane.thread == plan.thread_of(i)}) > 1
+        after[i] = {*plan.waits[i], *(before if shared else ())}
+        python[i] = before.union(*(python[n] for n in plan.waits[i]))
+        if on.unified or plan.graph.ops[i].kind in ("host", "read", "write"):
+            python[i] |= {i}
+        threads[plan.thread_of(i)] = python[i]
+    return {i: {n for n in x if plan.place[n][0] != plan.place[i][0]} for i, x in after.items()}
+
+
+def told(plan: Plan, on: Hardware, before: int, after: int) -> float:
+    """Seconds from the end of an operation until one of another lane can begin."""
+    return on.handoff if plan.thread_of(before) != plan.thread_of(after) else 0.0
+
+
 def simple(plan: Plan, on: Hardware) -> dict[int, tuple[float, float]]:
     """When each operation runs if none gets in another's way, in three lines."""
     times: dict[int, tuple[float, float]] = {}
-    free = [0.0] * len(plan.lanes)
+    free, after = [0.0] * len(plan.lanes), waited(plan, on)
     for i in topological_order(plan, plan.waits):
         lane, _ = plan.place[i]
-        start = max([free[lane], *(times[n][1] + on.handoff for n in plan.waits[i])])
+        start = max([free[lane], *(times[n][1] + told(plan, on, n, i) for n in after[i])])
         free[lane] = start + on.seconds(plan.graph.ops[i])
         times[i] = start, free[lane]
     return times
@@ -44,7 +66,8 @@ def simple(plan: Plan, on: Hardware) -> dict[int, tuple[float, float]]:
 def check(plan: Plan, on: Hardware) -> None:
     timeline = simulate(plan, on)
     longest, shortest = serial_time(plan.graph, on), lower_bound(plan.graph, on)
-    longest += on.handoff * max(len({n for waits in plan.waits for n in waits}), sum(map(bool, plan.waits)))
+    after = waited(plan, on)
+    longest += on.handoff * max(len(set[int]().union(*after.values())), sum(map(bool, after.values())))
     locked, over_ranks = Counter[int](), any(r.of_rank for r in plan.graph.regions)
     for op in plan.graph:
         locked[op.device if over_ranks else 0] += min(on.seconds(op), on.issue_seconds(op))
@@ -60,7 +83,7 @@ def check(plan: Plan, on: Hardware) -> None:
         of_lane = list(timeline.on(lane.name))
         assert all(a.end <= b.start for a, b in pairwise(of_lane))
         for previous, i, e in zip([None, *of_lane], lane.ops, of_lane, strict=False):
-            awaited = [events[plan.graph.ops[n].name].end + on.handoff for n in plan.waits[i]]
+            awaited = [events[plan.graph.ops[n].name].end + told(plan, on, n, i) for n in after[i]]
             ready = max([previous.end if previous else 0.0, *awaited])
             assert e.start == ready if not on.issue else e.start >= ready - on.handoff
             assert e.seconds >= on.seconds(plan.graph.ops[i]) * (1 - 1e-6) - e.end * 1e-12

@@ -17,31 +17,41 @@ import torch
 from attrs import evolve
 from device_training import compiled, run
 from table import Scattered
+from torch import Tensor
 from zfunc.schedules import make_schedule
 
+from zfunc.core.graph import Graph, Op, Region
 from zfunc.engine.program.program import rescheduled
 from zfunc.engine.rows import keys as tile_keys
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.runtime import accelerator
 from zfunc.runtime import executor as module
-from zfunc.runtime.executor import Executor
+from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 from zfunc.runtime.host_memory import alloc_host
 
 # What is removed from the executor's source, by what it is for. Serial plans have one lane and need no events.
 BROKEN = {
     "streams wait for events": ("stream.wait_event(event)", "None"),
+    "streams wait for events of their own thread": (
+        "stream.wait_event(event)",
+        "plan.thread_of(i) == thread or stream.wait_event(event)",
+    ),
     "the host waits for events": (
-        "self._wait_for_device(run, lane, event.query, item.op.name, awaited)",
+        "self._wait_for_device(run, thread, event.query, item.op.name, awaited)",
         "None",
     ),
     "memory is shared by streams": ("record_use(device, [run.mem.get(r) for r in item.shared])", "None"),
     "the host waits for its lane's stream": (
-        "self._wait_for_device(run, lane, before.query, item.op.name, previous.op.name)",
+        "self._wait_for_device(run, thread, before.query, item.op.name, previous.op.name)",
         "None",
+    ),
+    "a thread knows what each of its lanes did before": (
+        "last[item.lane] = item, stream",
+        "last = {item.lane: (item, stream)}",
     ),
     "events are recorded before flags are set": (
         "event.record(stream)",
-        "run.flags[item.position].set(); time.sleep(1e-3); event.record(stream)",
+        "not item.told or run.flags[item.position].set(); time.sleep(1e-3); event.record(stream)",
     ),
     "a lane waits for its stream on the device before": ("stream.wait_stream(before)", "None"),
     "lanes wait for the caller's stream": ("stream.wait_stream(callers[n])", "None"),
@@ -57,6 +67,8 @@ TRAININGS: list[tuple[str, Any, dict[str, Any]]] = [
     ("tied GPT", "Interleaved", {"clip_norm": 0.5}),
     ("odd sizes", "Overlapped", {"bucket_size": 600, "clip_norm": 2.0, "state_on": "device:0.5,host"}),
     ("odd sizes", "Serial", {"bucket_size": 600}),
+    ("odd sizes", "TwoThreads", {"bucket_size": 600, "params_on": "host"}),
+    ("odd sizes", Scattered(16, 3, num_threads=1), {"bucket_size": 600}),
     ("odd sizes", "Overlapped", {"devices": 2, "micro_batches": 3, "clip_norm": 2.0}),
     ("odd sizes", Scattered(0, num_lanes=2), {"devices": 3, "order": "GPipe", "micro_batches": 3}),
 ]
@@ -131,6 +143,52 @@ def _without_the_end() -> None:
     pretend.load().delay(1e-3, 3)
     if not all(outcomes(broken(*END))):
         raise SystemExit(1)
+
+
+# --- copies from device to device --------------------------------------------------------------------------------
+
+
+def peer_sums(executor: Any, schedule: str, rounds: int = 12) -> Tensor:
+    """A sum on device 1 of what device 0 makes, copied there past the host; two slots receive in turn."""
+    devices = [torch.device("pretend", n) for n in range(2)]
+    total, *slots = (Region(x, tier="device", lifetime="value", device=1) for x in ("total", "even", "odd"))
+    ops: list[Op] = []
+    for n in range(rounds):
+        made, slot = Region("made", (n,), tier="device"), slots[n % 2]
+        ops.append(Op("make", (n,), "compute", writes=(made,)))
+        ops.append(Op("copy", (n,), "network", (made,), (slot,)))  # on a stream of the device that has it
+        ops.append(Op("add", (n,), "compute", (slot, total), (total,)))
+
+    def make(op: Op, mem: Any, _: Any) -> None:
+        mem[op.writes[0]] = torch.arange(512.0, device=devices[0]).add(op.index[0]).sqrt()
+
+    def copy(op: Op, mem: Any, _: Any) -> None:
+        mem[op.writes[0]].copy_(mem[op.reads[0]], non_blocking=True)
+
+    def add(op: Op, mem: Any, _: Any) -> None:
+        mem[total].mul_(0.75).add_(mem[op.reads[0]])
+
+    prepared = prepare_plan(
+        make_schedule(schedule)(Graph(ops)).verify(), {f.__name__: f for f in (make, copy, add)}, *devices
+    )
+    mem: dict[Region, Any] = {r: torch.zeros(512, device=devices[1]) for r in (total, *slots)}
+    executor(*devices).run(prepared, mem, None, RunOptions(), {})
+    return mem[total].cpu()
+
+
+@pytest.mark.parametrize("change", [None, "streams wait for events", "memory is shared by streams"])
+def test_a_copy_between_devices_that_waits_for_too_little_is_noticed(
+    controls: Any, change: str | None
+) -> None:
+    """It needs what the one device has made and what the other has read, on streams of both."""
+    expected = peer_sums(Executor, "Serial")
+    executor = broken(*BROKEN[change]) if change else Executor
+
+    def same(seed: int) -> bool:
+        controls.delay(1e-3, seed)
+        return torch.equal(peer_sums(executor, "Overlapped"), expected)
+
+    assert all(map(same, range(3, 9))) if change is None else not all(map(same, range(3, 13)))
 
 
 # --- copies of keys, inside of one operation ---------------------------------------------------------------------

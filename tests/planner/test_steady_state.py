@@ -39,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "clipped": ({}, CLIPPED, ON, True),
     "serial": ({"schedule": "Serial"}, CLIPPED, ON, False),
     "interleaved, ranks": ({"schedule": "Interleaved"}, {"world": 2, **CLIPPED}, ON, True),
+    "two threads": ({"schedule": "TwoThreads"}, CLIPPED, ON, False),
     "critical path": ({"schedule": "CriticalPath"}, CLIPPED, ON, True),
     "slots": ({"slots": 3}, CLIPPED, ON, True),
     "half on the device": ({"state_on": "device:0.5,host"}, CLIPPED, ON, True),

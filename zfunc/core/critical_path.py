@@ -21,12 +21,12 @@ Bound = Kind | Literal["waiting"]
 class Link:
     """An operation of the critical path: after the link before it ended, the step idled, then ran it; in seconds.
 
-    `after` is the reason that it follows that link: their "lane", a "wait", or "" for the first. If clocks
-    disagree, `ran` leaves out the overlap.
+    `after` is the reason that it follows that link: their "lane", a "wait", the "thread" that issues it, or "" for
+    the first. If clocks disagree, `ran` leaves out the overlap.
     """
 
     event: Event
-    after: Literal["", "lane", "wait"]
+    after: Literal["", "lane", "wait", "thread"]
     idle: float
     ran: float
 
@@ -53,15 +53,17 @@ def events_of(plan: Plan, timeline: Timeline) -> tuple[Event, ...]:
 
 
 def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
-    """For each operation, that one of its predecessors, on its lane or by a wait, that ended last; -1 if none.
+    """For each operation, the one that ended last of those before it on its lane, by a wait or its thread; else -1.
 
     `events` are those of `events_of`. Of two that end together, the one on its lane counts.
     """
     before: list[int] = []
+    behind = plan.behind()
     for i in range(len(plan.graph)):
         lane, position = plan.place[i]
         previous = plan.lanes[lane].ops[position - 1 : position] if position else ()
-        before.append(max((*previous, *plan.waits[i]), key=lambda n: events[n].end, default=-1))
+        reasons = *previous, *plan.waits[i], *behind.get(i, ())
+        before.append(max(reasons, key=lambda n: events[n].end, default=-1))
     return tuple(before)
 
 
@@ -90,8 +92,8 @@ def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
         e, n = events[i], before[i]
         since = min(until, events[n].end) if n >= 0 else 0.0
         began = min(until, max(since, e.start))
-        after = "" if n < 0 else "lane" if events[n].lane == e.lane else "wait"
-        chain.append(Link(e, after, began - since, until - began))
+        after = "lane" if events[n].lane == e.lane else "wait" if n in plan.waits[i] else "thread"
+        chain.append(Link(e, after if n >= 0 else "", began - since, until - began))
         until, i = since, n
     return tuple(reversed(chain))
 

@@ -34,6 +34,7 @@ Role = Literal[
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 EVERY = -1  # the number of the device of what all of them have
+HOST_CODE: tuple[Kind, ...] = ("host", "read", "write")  # they never run on a stream: Python waits for them
 OF_DEVICE: tuple[Kind, ...] = ("compute", "d2h", "h2d")  # each device has its own
 LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -7,16 +7,16 @@ and parses back; ranks compare its digest. (`zfunc.plan`, which plans a training
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import index
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from zfunc.core.display import counted
-from zfunc.core.graph import EVERY, Graph, Op, Region, Tier
+from zfunc.core.graph import EVERY, HOST_CODE, Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.methods import above, in_notebook
 from zfunc.core.timeline import Timeline
@@ -59,21 +59,24 @@ _waits = _tuple_of("waits", _positions, "the waits of each operation: make a pla
 
 @frozen
 class Lane:
-    """A lane of a plan: a thread or stream that runs operations in order, given by position in the graph.
+    """A lane of a plan: it runs operations in order, given by position in the graph; a stream of a device, if they
+    are the device's. `thread` names the thread of Python that issues them: by default one of the lane's own name.
 
     Raises PlanError for a name with spaces, or positions that are not integers.
     """
 
     name: str = field()
     ops: tuple[int, ...] = field(converter=_positions)
+    thread: str = field(default=Factory(lambda self: self.name, takes_self=True))
 
     def __repr__(self) -> str:
         return f"Lane({self.name!r}, {counted(len(self.ops), 'operation')})"
 
     @name.validator  # pyright: ignore
-    def _check_name(self, _: object, name: Any) -> None:
+    @thread.validator  # pyright: ignore
+    def _check_name(self, which: Any, name: Any) -> None:
         if not isinstance(name, str) or name.split() != [name]:
-            raise PlanError(f"lane: got the name {name!r}, expected a word without spaces")
+            raise PlanError(f"lane: got the {which.name} {name!r}, expected a word without spaces")
 
 
 @frozen
@@ -96,6 +99,39 @@ class Plan:
     def place(self) -> dict[int, tuple[int, int]]:
         """For each operation, by position in the graph, the number of its lane and its position on the lane."""
         return {op: (n, p) for n, lane in enumerate(self.lanes) for p, op in enumerate(lane.ops)}
+
+    @cached_property
+    def threads(self) -> dict[str, tuple[int, ...]]:
+        """For each thread, the operations that it issues, in its order: that of its lane, or one of all its lanes.
+
+        All threads keep one order of the whole plan in which nothing comes before what it waits for, so none of
+        them waits for an operation behind its own. Raises PlanError for a deadlock.
+        """
+        issued: dict[str, list[int]] = {lane.thread: [] for lane in self.lanes}
+        for op in topological_order(self, self.waits):
+            issued[self.thread_of(op)].append(op)
+        return {thread: tuple(ops) for thread, ops in issued.items()}
+
+    def thread_of(self, op: int) -> str:
+        """The name of the thread that issues the operation at this position of the graph."""
+        return self.lanes[self.place[op][0]].thread
+
+    def behind(self, waited_for: Collection[Kind] = HOST_CODE) -> dict[int, tuple[int, ...]]:
+        """For operations where lanes share a thread: of each other lane the last operation that has ended when the
+        thread comes to it, as Python has waited for it before: for those of the kinds `waited_for`."""
+        if len({lane.thread for lane in self.lanes}) == len(self.lanes):
+            return {}
+        found: dict[int, tuple[int, ...]] = {}
+        clocks: dict[int, Clock] = {}
+        last: dict[str, Clock] = dict.fromkeys(self.threads, (-1,) * len(self.lanes))
+        for op in topological_order(self, self.waits):
+            (lane, position), clock = self.place[op], last[self.thread_of(op)]
+            found[op] = tuple(self.lanes[n].ops[p] for n, p in enumerate(clock) if n != lane and p >= 0)
+            known = _tick(clock, lane, position, self.waits[op], clocks)
+            if self.graph.ops[op].kind not in waited_for:
+                known = (*known[:lane], clock[lane], *known[lane + 1 :])
+            clocks[op] = last[self.thread_of(op)] = known
+        return found
 
     @cached_property
     def clocks(self) -> dict[int, Clock]:
@@ -217,6 +253,11 @@ def project(plan: Plan, stage: int | None) -> Plan:
     """
     if stage is None:
         return plan
+    if shared := [lane.name for lane in plan.lanes if lane.thread != lane.name]:
+        raise PlanError(
+            f"got lanes of pipeline stages on threads of others ({', '.join(shared)}), expected a thread for each: "
+            "ranks, each of which merges its own lanes, could wait for each other. Use a schedule without"
+        )
     here = {r: evolve(r, device=0, of_rank=False) for r in plan.graph.regions}
 
     def own(regions: tuple[Region, ...], *, joint: bool) -> list[Region]:
@@ -378,7 +419,7 @@ def plan_excerpt(plan: Plan, ops: Iterable[int]) -> str:
 def _lane_lines(plan: Plan) -> Iterator[str]:
     names = [op.name for op in plan.graph.ops]
     for lane in plan.lanes:
-        yield f"lane {lane.name}"
+        yield f"lane {lane.name}" + (f" thread {lane.thread}" if lane.thread != lane.name else "")
         for i in lane.ops:
             after = " ".join(names[n] for n in plan.waits[i])
             yield f"  {names[i]}  after {after}" if after else f"  {names[i]}"
@@ -406,7 +447,7 @@ def parse(text: str) -> Plan:
     regions: dict[str, Region] = {}
     ops: list[Op] = []
     position: dict[str, int] = {}
-    lanes: list[tuple[str, list[int]]] = []
+    lanes: list[tuple[str, list[int], str]] = []
     waits: dict[int, tuple[int, ...]] = {}
 
     def region(words: list[str]) -> None:
@@ -428,7 +469,7 @@ def parse(text: str) -> Plan:
         ops.append(Op(verb, index, _any(words[1]), reads, writes, **work))
 
     def lane(words: list[str]) -> None:
-        lanes.append((words[0], []))
+        lanes.append((words[0], [], words[2] if words[1:2] == ["thread"] else words[0]))
 
     def step(words: list[str]) -> None:
         i = position[words[0]]
@@ -448,7 +489,7 @@ def parse(text: str) -> Plan:
     graph = Graph(tuple(ops))
     return Plan(
         graph,
-        tuple(Lane(name, positions) for name, positions in lanes),
+        tuple(Lane(*lane) for lane in lanes),
         tuple(waits.get(i, ()) for i in range(len(ops))),
     )
 

@@ -10,6 +10,9 @@ Where `Hardware.issue` is known, an operation begins with the seconds in which P
 takes, and a hand-over is seconds in which Python wakes a lane that slept. All of this needs Python's lock, of which
 there is one for all lanes of a process, so one for each rank of a pipeline: one more resource.
 
+A thread that issues several lanes takes no hand-over between them, and comes to an operation only when what Python
+waited for before it has ended: updates on the host, reads and writes; on a CPU all that it issued.
+
 The result lies between the critical path and the serial sum plus all hand-offs. Not below: no operation runs faster
 than alone. Not above: while any operation runs, the speeds add up to at least 1. If the scarcest resource is shared
 to a sum S > 1, no speed is below 1 / S, and at least S operations run, because none uses more than all of it; if no
@@ -23,7 +26,7 @@ from typing import Any, Literal
 
 from attrs import define, field
 
-from zfunc.core.graph import Graph, Kind, Op
+from zfunc.core.graph import HOST_CODE, KINDS, Graph, Kind, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, check_is_plan, topological_order
 from zfunc.core.timeline import Event, Timeline
@@ -175,7 +178,8 @@ class _Run:
     at: list[int] = field(init=False)  # for each lane, the position of its next operation
     idle: list[bool] = field(init=False)
     pending: dict[int, int] = field(init=False)  # for each operation, the number of waits that are not over
-    unlocks: dict[int, list[int]] = field(factory=dict[int, list[int]])
+    unlocks: dict[int, list[int]] = field(factory=dict[int, list[int]])  # by other threads
+    beside: dict[int, list[int]] = field(factory=dict[int, list[int]])  # by the same thread
     handed: deque[tuple[float, list[int]]] = field(factory=deque[tuple[float, list[int]]])  # in order of time
     started: dict[int, float] = field(factory=dict[int, float])
     ended: dict[int, float] = field(factory=dict[int, float])
@@ -184,11 +188,13 @@ class _Run:
         place = self.plan.place
         self.at, self.idle = [0] * len(self.plan.lanes), [True] * len(self.plan.lanes)
         self.pending = dict.fromkeys(place, 0)
-        for op in place:
-            for n in self.plan.waits[op]:
+        behind = self.plan.behind(KINDS if self.hardware.unified else HOST_CODE)
+        for op, waits in enumerate(self.plan.waits):
+            for n in (*waits, *behind.get(op, ())):
                 if n in place:
                     self.pending[op] += 1
-                    self.unlocks.setdefault(n, []).append(op)
+                    here = self.plan.thread_of(n) == self.plan.thread_of(op) and place[n][0] != place[op][0]
+                    (self.beside if here else self.unlocks).setdefault(n, []).append(op)
 
     def begin(self, lane: int, now: float) -> None:
         """Start the next operation of `lane`, if the lane is idle and the operation's waits are over."""
@@ -243,6 +249,9 @@ class _Run:
             if r.op == WAKING:
                 continue
             self.ended[r.op] = now
+            for n in self.beside.get(r.op, ()):
+                self.pending[n] -= 1
+                lanes.append(self.plan.place[n][0])
             if (unlocked := self.unlocks.get(r.op)) is not None:
                 self.handed.append((told, unlocked))
         while self.handed and self.handed[0][0] <= now:

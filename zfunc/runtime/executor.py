@@ -1,8 +1,9 @@
-"""Run a plan: lanes as threads and, on an accelerator, one persistent stream each.
+"""Run a plan: threads that issue the operations of lanes and, on an accelerator, a persistent stream for each lane.
 
 The policy:
 
-- The lane that holds the compute runs on the calling thread; each other has a thread, made once.
+- The thread of the lane that holds the compute is the calling one; the others are made once. A thread of several
+  lanes issues their operations in one order (`Plan.threads`): so one behind an update of the host waits for it.
 - An operation of kind "host", "read" or "write" is finished when its stage returns. Any other, on an accelerator,
   is only issued then: it runs on its lane's stream and is finished when the event recorded after it is.
 - A wait between two streams is an event: nothing blocks but the stream. A wait of the host for a stream polls its
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from zfunc.core.graph import Kind, Op, Region
+from zfunc.core.graph import HOST_CODE, Kind, Op, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.errors import AbandonedCalls, ExecutionError, LaneTimeout, RankError
@@ -52,7 +53,6 @@ from zfunc.values import number, whole
 log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
 SLOW = "if that is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
-HOST_CODE: frozenset[Kind] = frozenset(("host", "read", "write"))  # the kinds that never run on a stream
 
 
 @frozen
@@ -68,44 +68,46 @@ class IssuedOp:
     """One operation of a plan ready to be issued, with all its data that is the same in every step."""
 
     op: Op
+    lane: str
     stage: Stage
     position: int  # in the graph
     waits: tuple[int, ...]
     on_stream: bool
     awaited: bool  # by another lane
+    told: bool  # to another thread, when it has been issued
     drops: tuple[Region, ...]  # regions it accesses that do not outlive the step
     shared: tuple[Region, ...]  # those of them that another lane accesses too
 
 
 @frozen(eq=False)
 class PreparedPlan:
-    """A plan with its stages looked up, lane by lane; `main` is the lane that runs on the calling thread."""
+    """A plan with its stages looked up, thread by thread; `main` is that of the caller."""
 
     plan: Plan
-    lanes: tuple[tuple[IssuedOp, ...], ...]
-    main: int
-    sweeping: frozenset[int]  # lanes of host operations without compute beside them
+    threads: dict[str, tuple[IssuedOp, ...]]
+    main: str
+    sweeping: frozenset[str]  # threads of host operations without compute beside them
     accesses: dict[Region, int]
     events: dict[int, torch.Event]
 
 
 @define(eq=False)
 class RunningStep:
-    """The state that the lanes of one step share."""
+    """The state that the threads of one step share."""
 
     prepared: PreparedPlan
     mem: Any  # region -> its content
     step: Any  # what stages get besides
     options: "RunOptions"
     origin: float  # of the host's clock
-    flags: dict[int, threading.Event]  # position of an awaited operation -> its stage has returned
+    flags: dict[int, threading.Event]  # position of one that is told -> its stage has returned
     left: dict[Region, int]  # accesses until the region is dropped
     started: dict[int, bool]  # position -> whether its stage has returned
     lock: threading.Lock = field(factory=threading.Lock)
     one_at_a_time: threading.Lock = field(factory=threading.Lock)  # on the device, in debug mode
     failure: BaseException | None = None
-    running: dict[str, str] = field(factory=dict[str, str])  # lane -> operation
-    # lane -> operation that it waits for the device to finish
+    running: dict[str, str] = field(factory=dict[str, str])  # thread -> operation
+    # thread -> operation that it waits for the device to finish
     waiting: dict[str, str] = field(factory=dict[str, str])
     # position, and start and end in seconds since the origin
     spans: list[tuple[int, float, float]] = field(factory=list[tuple[int, float, float]])
@@ -149,31 +151,43 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device
         )
     streams = on_accelerator(devices[0])
     awaited = {n for waits in plan.waits for n in waits}
+    told = {n for i in plan.place for n in plan.waits[i] if plan.thread_of(n) != plan.thread_of(i)}
     accesses: dict[Region, int] = {}
     on_lanes: dict[Region, set[str]] = {}
     for lane in plan.lanes:
         for r in (r for i in lane.ops for r in plan.graph.ops[i].regions if not r.kept):
             on_lanes.setdefault(r, set()).add(lane.name)
-    lanes: list[tuple[IssuedOp, ...]] = []
-    for lane in plan.lanes:
+    threads: dict[str, tuple[IssuedOp, ...]] = {}
+    for thread, ops in plan.threads.items():
         items: list[IssuedOp] = []
-        for i in lane.ops:
-            op = plan.graph.ops[i]
+        for i in ops:
+            op, lane = plan.graph.ops[i], plan.lanes[plan.place[i][0]].name
             drops = tuple(r for r in op.regions if not r.kept)
             for r in drops:
                 accesses[r] = accesses.get(r, 0) + 1
             on_stream = streams and op.kind not in HOST_CODE
             shared = tuple(r for r in drops if len(on_lanes[r]) > 1)
             items.append(
-                IssuedOp(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops, shared)
+                IssuedOp(
+                    op,
+                    lane,
+                    stages[op.verb],
+                    i,
+                    plan.waits[i],
+                    on_stream,
+                    i in awaited,
+                    i in told,
+                    drops,
+                    shared,
+                )
             )
-        lanes.append(tuple(items))
-    kinds = [{x.op.kind for x in items} for items in lanes]
-    compute = [n for n, of in enumerate(kinds) if "compute" in of]
-    sweeping = frozenset(n for n, of in enumerate(kinds) if "host" in of and "compute" not in of)
+        threads[thread] = tuple(items)
+    kinds = {thread: {x.op.kind for x in items} for thread, items in threads.items()}
+    main = next((thread for thread, of in kinds.items() if "compute" in of), next(iter(threads)))
+    sweeping = frozenset(thread for thread, of in kinds.items() if "host" in of and "compute" not in of)
     on_streams = (i for i in awaited if streams and plan.graph.ops[i].kind not in HOST_CODE)
     events = {i: torch.Event(devices[plan.graph.ops[i].device]) for i in on_streams}
-    return PreparedPlan(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
+    return PreparedPlan(plan, threads, main, sweeping, accesses, events)
 
 
 class Executor:
@@ -214,28 +228,29 @@ class Executor:
         zfunc's own errors and interrupts are raised unchanged.
         """
         self._process, plan = os.getpid(), prepared.plan
-        flags = {x.position: threading.Event() for items in prepared.lanes for x in items if x.awaited}
+        flags = {
+            x.position: threading.Event() for items in prepared.threads.values() for x in items if x.told
+        }
         bases = self._begin(plan, options)  # finished when it returns: both clocks start here
         run = RunningStep(
             prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started
         )
-        others = [n for n in range(len(plan.lanes)) if n != prepared.main]
-        done = {n: threading.Event() for n in others}
-        queues: dict[int, SimpleQueue[Any]] = {}
+        done = {x: threading.Event() for x in prepared.threads if x != prepared.main}
+        queues: dict[str, SimpleQueue[Any]] = {}
         try:
             with deterministic_kernels(self.deterministic):
-                queues = {n: self._thread(plan.lanes[n].name) for n in others}  # before any of them begins
-                for n, queue in queues.items():
-                    queue.put((self, run, n, done[n]))
+                queues = {thread: self._thread(thread) for thread in done}  # before any of them begins
+                for thread, queue in queues.items():
+                    queue.put((self, run, thread, done[thread]))
                 self._drive(run, prepared.main)
-                for n in others:
-                    self._join(run, done[n], plan.lanes[n].name)
-        except BaseException as error:  # an interrupt here, or a lane that never ends
+                for thread, ended in done.items():
+                    self._join(run, ended, thread)
+        except BaseException as error:  # an interrupt here, or a thread that never ends
             self._fail(run, error)
             if not isinstance(error, LaneTimeout):
-                for n, queue in queues.items():
-                    queue.put((self, run, n, done[n]))  # one that has not begun, or has ended, ends at once
-                self._let_end(run, [done[n] for n in queues])
+                for thread, queue in queues.items():  # one that has not begun, or has ended, ends at once
+                    queue.put((self, run, thread, done[thread]))
+                self._let_end(run, [done[thread] for thread in queues])
         self._finish(run)
         if run.failure is not None:
             raise run.failure
@@ -280,18 +295,18 @@ class Executor:
             self._streams[lane, n] = take_stream(self.devices[n])
         return self._streams[lane, n]
 
-    def _thread(self, lane: str) -> "SimpleQueue[Any]":
-        if lane not in self._threads:
+    def _thread(self, name: str) -> "SimpleQueue[Any]":
+        if name not in self._threads:
             tasks: SimpleQueue[Any] = SimpleQueue()
             weakref.finalize(self, tasks.put, None)
-            threading.Thread(target=_work, args=(tasks,), name=f"zfunc {lane}", daemon=True).start()
-            self._threads[lane] = tasks
-        return self._threads[lane]
+            threading.Thread(target=_work, args=(tasks,), name=f"zfunc {name}", daemon=True).start()
+            self._threads[name] = tasks
+        return self._threads[name]
 
-    def _join(self, run: RunningStep, done: threading.Event, lane: str) -> None:
+    def _join(self, run: RunningStep, done: threading.Event, thread: str) -> None:
         while self._times_out(run, done):
             if run.failure is None:
-                self._fail(run, LaneTimeout(_timeout_message("the step", lane, run, self.patience)))
+                self._fail(run, LaneTimeout(_timeout_message("the step", thread, run, self.patience)))
             raise run.failure or AssertionError
 
     def _let_end(self, run: RunningStep, lanes: list[threading.Event]) -> None:
@@ -326,15 +341,15 @@ class Executor:
     def _wait_for_device(
         self,
         run: RunningStep,
-        lane: str,
+        thread: str,
         done: Callable[[], bool],
         waiter: str,
         awaited: str,
         given_up: Callable[[], bool] | None = None,
     ) -> None:
-        """Poll until `done()`, or until `given_up()`: by default when another lane has failed. Raises LaneTimeout
+        """Poll until `done()`, or until `given_up()`: by default when another thread has failed. Raises LaneTimeout
         when patience ends, and what `options.watch` raises."""
-        collective, run.waiting[lane] = False, awaited
+        collective, run.waiting[thread] = False, awaited
         given_up = given_up or (lambda: run.failure is not None)
 
         def stops() -> bool:
@@ -348,43 +363,44 @@ class Executor:
                 f"{waiter} waited {self.patience:g} s for {awaited}, which the device has not finished: the step "
                 f"was stopped; {SLOW}"
             )
-        del run.waiting[lane]
+        del run.waiting[thread]
 
-    def _drive(self, run: RunningStep, n: int) -> None:
-        """Issue the operations of lane number `n` in order; an exception stops every lane."""
-        lane = run.prepared.plan.lanes[n].name
-        stream: torch.Stream | None = None
-        random = Random(f"{run.options.jitter.seed} {lane}") if run.options.jitter else None
-        previous: IssuedOp | None = None
+    def _drive(self, run: RunningStep, thread: str) -> None:
+        """Issue the operations of a thread in order; an exception stops every thread."""
+        entered: torch.Stream | None = None
+        random = Random(f"{run.options.jitter.seed} {thread}") if run.options.jitter else None
+        last: dict[str, tuple[IssuedOp, torch.Stream | None]] = {}  # of each lane
         item: IssuedOp | None = None
         try:
             # The caller's thread is not ours to bind.
-            if n in run.prepared.sweeping and n != run.prepared.main:
+            if thread in run.prepared.sweeping and thread != run.prepared.main:
                 bind_to_nodes()
             with torch.no_grad(), ExitStack() as working:
-                for item in run.prepared.lanes[n]:
-                    before, stream = stream, self.stream(lane, item.op.device)
-                    if stream is not before:
+                for item in run.prepared.threads[thread]:
+                    stream = self.stream(item.lane, item.op.device)
+                    if stream is not entered:
                         working.close()
                         working.enter_context(work_on(stream))
-                    self._await(run, item, lane, stream)
+                        entered = stream
+                    self._await(run, item, thread, stream)
+                    previous, before = last.get(item.lane, (None, None))
                     if before is not None and previous is not None and previous.on_stream:
                         if not item.on_stream:
-                            self._wait_for_device(run, lane, before.query, item.op.name, previous.op.name)
+                            self._wait_for_device(run, thread, before.query, item.op.name, previous.op.name)
                         elif stream is not before:
                             stream.wait_stream(before)  # type: ignore[union-attr]
                     if run.failure is not None:
                         return
                     if random is not None:
                         self._delay(item, random, run.options.jitter)  # type: ignore[arg-type]
-                    if n != run.prepared.main:
+                    if thread != run.prepared.main:
                         self._size_team(item)
-                    self._issue(run, item, lane, stream)
-                    previous = item
-        except BaseException as error:  # also an interrupt: no lane may be left running
-            self._fail(run, _named(error, item, lane, self.devices, run.options.debug))
+                    self._issue(run, item, thread, stream)
+                    last[item.lane] = item, stream
+        except BaseException as error:  # also an interrupt: no thread may be left running
+            self._fail(run, _named(error, item, self.devices, run.options.debug))
         finally:
-            run.running.pop(lane, None)
+            run.running.pop(thread, None)
 
     def _delay(self, item: IssuedOp, random: Random, jitter: Jitter) -> None:
         """Delay the host before it issues the operation `item`, and the device before it begins the operation."""
@@ -393,7 +409,7 @@ class Executor:
             delay_stream(self.devices[item.op.device], random.random() * jitter.seconds)
 
     def _size_team(self, item: IssuedOp) -> None:
-        """Set the size of the OpenMP team of a lane's thread: compute has the caller's on any lane, or the bits of
+        """Set the size of the OpenMP team of a thread: compute has the caller's on any lane, or the bits of
         a product would depend on the schedule. Copies and small host work are memory-bound and get one thread, or
         two lanes on two cores would be four spinning threads.
 
@@ -405,22 +421,21 @@ class Executor:
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
 
-    def _await(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
+    def _await(self, run: RunningStep, item: IssuedOp, thread: str, stream: torch.Stream | None) -> None:
         """Wait for the operations of other lanes that `item` depends on: on the host, or let the stream wait."""
         plan = run.prepared.plan
         for i in item.waits:
             awaited = plan.graph.ops[i].name
-            if self._times_out(run, run.flags[i]):
-                other, _ = plan.place[i]
-                what = f"{item.op.name} (lane {lane})"
-                raise LaneTimeout(_timeout_message(what, plan.lanes[other].name, run, self.patience, awaited))
+            if (flag := run.flags.get(i)) is not None and self._times_out(run, flag):
+                what = f"{item.op.name} (lane {item.lane})"
+                raise LaneTimeout(_timeout_message(what, plan.thread_of(i), run, self.patience, awaited))
             event = run.prepared.events.get(i)
             if event is None or run.failure is not None or run.options.debug:  # in debug mode it is finished
                 continue
             if item.on_stream:
                 stream.wait_event(event)  # type: ignore[union-attr]
             else:
-                self._wait_for_device(run, lane, event.query, item.op.name, awaited)
+                self._wait_for_device(run, thread, event.query, item.op.name, awaited)
 
     def _times_out(self, run: RunningStep, flag: threading.Event) -> bool:
         """Wait for `flag`; True if patience ended first. While another lane is in a collective, wait as long again:
@@ -440,8 +455,8 @@ class Executor:
         graph = run.prepared.plan.graph
         return {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
 
-    def _issue(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
-        run.running[lane] = item.op.name
+    def _issue(self, run: RunningStep, item: IssuedOp, thread: str, stream: torch.Stream | None) -> None:
+        run.running[thread] = item.op.name
         run.started[item.position] = False
         timed, device = run.options.trace and item.on_stream, self.devices[item.op.device]
         if item.on_stream and item.shared:
@@ -459,7 +474,7 @@ class Executor:
                 guard = AccessGuard(item.op, run.mem)
                 item.stage(item.op, guard, run.step)
                 if item.on_stream:
-                    self._wait_for_device(run, lane, stream.query, "debug mode", item.op.name)  # type: ignore[union-attr]
+                    self._wait_for_device(run, thread, stream.query, "debug mode", item.op.name)  # type: ignore[union-attr]
                 guard.check()
         else:
             item.stage(item.op, run.mem, run.step)
@@ -473,12 +488,12 @@ class Executor:
                     run.left[r] -= 1
                     if not run.left[r]:
                         run.mem.pop(r, None)
-        run.running.pop(lane, None)
+        run.running.pop(thread, None)
         if item.awaited:
             event = run.prepared.events.get(item.position)
             if event is not None:
                 event.record(stream)
-            # After the record, or a waiter would see the event of the last step.
+        if item.told:  # after the record, or a waiter would see the event of the last step
             run.flags[item.position].set()
 
     def _fail(self, run: RunningStep, error: BaseException) -> None:
@@ -489,26 +504,26 @@ class Executor:
 
 
 def _work(tasks: "SimpleQueue[Any]") -> None:
-    """The loop of a lane's thread: run the lane in each step from the queue `tasks`, until None comes."""
+    """The loop of a thread: run its operations in each step from the queue `tasks`, until None comes."""
     while (task := tasks.get()) is not None:
-        executor, run, n, done = task
+        executor, run, thread, done = task
         try:
-            executor._drive(run, n)
+            executor._drive(run, thread)
         finally:
-            del executor, run, task  # or an idle lane would keep the last step's memory
+            del executor, run, task  # or an idle thread would keep the last step's memory
             done.set()
 
 
 def _named(
-    error: BaseException, item: IssuedOp | None, lane: str, devices: Sequence[torch.device], debug: bool
+    error: BaseException, item: IssuedOp | None, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
     """The error that train_step raises: zfunc's errors and interrupts as they are, others with the operation."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
     if isinstance(error, torch.AcceleratorError) and not debug:
-        return _device_error(error, f"{item.op.name} on lane {lane}", devices[item.op.device])
-    named = ExecutionError(f"{item.op.name} on lane {lane}: {type(error).__name__}: {error}")
+        return _device_error(error, f"{item.op.name} on lane {item.lane}", devices[item.op.device])
+    named = ExecutionError(f"{item.op.name} on lane {item.lane}: {type(error).__name__}: {error}")
     named.__cause__ = error
     return named
 
@@ -534,16 +549,16 @@ def _recovery(device: torch.device) -> str:
     return ""
 
 
-def _timeout_message(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
-    now = run.running.get(lane)
-    # A lane that is idle may wait for one that waits for the device.
-    stuck = lane if now or lane in run.waiting else next(iter(run.waiting.copy()), lane)
+def _timeout_message(what: str, thread: str, run: RunningStep, patience: float, op: str = "the end") -> str:
+    now = run.running.get(thread)
+    # A thread that is idle may wait for one that waits for the device.
+    stuck = thread if now or thread in run.waiting else next(iter(run.waiting.copy()), thread)
     doing = f"is in {now}" if now else "is not in any operation"
     if on_device := run.waiting.get(stuck):
         doing = f"waits for {on_device}, which the device has not finished"
-    who = "which" if stuck == lane else f"while lane {stuck}"
+    who = "which" if stuck == thread else f"while lane {stuck}"
     return (
-        f"{what} waited {patience:g} s for {op} of lane {lane}, {who} {doing}: the step was stopped; {SLOW}"
+        f"{what} waited {patience:g} s for {op} of lane {thread}, {who} {doing}: the step was stopped; {SLOW}"
     )
 
 
