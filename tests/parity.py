@@ -295,7 +295,7 @@ JOBS = (  # a model, and on how many ranks
     *("edits", "aliases", "aliases on 2"),
 )
 STEPS = 4
-SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, num_lanes=3), Scattered(2, 5, num_threads=2))
+SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, 5, num_threads=2))
 
 
 @frozen
@@ -455,7 +455,7 @@ def varied(row: Row, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     recompute = ("all", "min-cut", "none")[: 1 if "tiles" in given else 3 if stays else 2]
     # Several ranks have to issue their collectives in one order.
     alone = row.world == given.get("pp", 1) == 1
-    schedule = SCHEDULES[n % (len(SCHEDULES) if alone else len(SCHEDULES) - 2)]
+    schedule = SCHEDULES[n % len(SCHEDULES if alone else schedules.__all__)]
     step = {"jitter": Jitter(n, 3e-4), "debug": True} if n % 2 else {}
     return {**given, "schedule": schedule, "recompute": recompute[n % len(recompute)]}, step
 

@@ -288,6 +288,25 @@ def test_more_lanes_are_slower_where_python_bounds_a_step_of_little_to_hide(
     assert all(faster(size, evolve(SMALL, issue={})) for size in H200)
 
 
+@pytest.mark.parametrize("size", H200)
+def test_two_threads_save_hand_overs_of_a_step_that_python_bounds(
+    size: str, small_steps: dict[Any, Plan]
+) -> None:
+    overlapped = small_steps[size, "Overlapped"]
+    two = make_schedule("TwoThreads")(overlapped.graph)
+    assert 0.95 < simulate(two, SMALL).seconds / simulate(overlapped, SMALL).seconds < 0.98
+
+
+def test_a_thread_comes_to_a_copy_behind_the_update_before_it() -> None:
+    """Though the copy waits for nothing."""
+    on = evolve(UNIT, handoff=0.5)
+    ops = evolve(SWEEP, nbytes=5), evolve(SWEEP, verb="copy", kind="h2d"), evolve(SWEEP, verb="next")
+    for thread, began in (("h2d", 0.0), ("host", 5.0)):
+        plan = build(Graph(ops), {"host": [0, 2], "h2d": [1]})
+        plan = evolve(plan, lanes=[plan.lanes[0], evolve(plan.lanes[1], thread=thread)])
+        assert [(e.start, e.end) for e in simulate(plan, on).events] == [(0, 5), (5, 7), (began, began + 2)]
+
+
 def test_a_deadlock_raises() -> None:
     graph = Graph((Op("a", (), "host"), Op("b", (), "host")))
     with pytest.raises(PlanError, match="deadlock"):
