@@ -167,19 +167,9 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device
                 accesses[r] = accesses.get(r, 0) + 1
             on_stream = streams and op.kind not in HOST_CODE
             shared = tuple(r for r in drops if len(on_lanes[r]) > 1)
+            known = i in awaited, i in told
             items.append(
-                IssuedOp(
-                    op,
-                    lane,
-                    stages[op.verb],
-                    i,
-                    plan.waits[i],
-                    on_stream,
-                    i in awaited,
-                    i in told,
-                    drops,
-                    shared,
-                )
+                IssuedOp(op, lane, stages[op.verb], i, plan.waits[i], on_stream, *known, drops, shared)
             )
         threads[thread] = tuple(items)
     kinds = {thread: {x.op.kind for x in items} for thread, items in threads.items()}
