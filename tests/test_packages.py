@@ -52,9 +52,9 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_120,
+    "core": 7_160,
     "schedules and ground": 1_450,
-    "runtime": 3_400,
+    "runtime": 3_410,
     "optim": 2_890,
     "checkpoint": 3_120,
     "engine": 9_828,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 4_426,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 43_933,
+    "tests": 44_090,
     "course": 2_717,
 }
 
