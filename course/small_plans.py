@@ -63,7 +63,8 @@ def example(segments: int) -> tuple[Op, ...]:
     exec(
         compile(ast.Module(body, type_ignores=[]), str(EXAMPLE), "exec"), found
     )  # it imports torch for the rest
-    return tuple(found["zero_offload"](segments))
+    ops = found["zero_offload"](segments)
+    return tuple(op._replace(reads=frozenset(op.reads), writes=frozenset(op.writes)) for op in ops)
 
 
 # --- random plans ----------------------------------------------------------------------------------------

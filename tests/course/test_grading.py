@@ -86,6 +86,11 @@ def test_a_mistake_is_told_in_a_sentence(name: str, tmp_path: Path, monkeypatch:
     assert len(report.printed) <= grading.SHOWN
 
 
+def test_a_function_may_change_what_it_is_given(tmp_path: Path) -> None:
+    changes = "found = right(plan); plan.lanes.clear(); plan.waits.clear(); return found"
+    assert graded(tmp_path, f"{RIGHT}\n\nright = races\ndef races(plan): {changes}\n").score == 100
+
+
 def test_a_function_that_is_missing_or_takes_other_arguments_breaks_its_laws_alone(tmp_path: Path) -> None:
     report = graded(tmp_path, f"{RIGHT}\n\ndeclare = 3\ndef waits(ops): pass\n")
     assert report.broken == ["declared", "enough", "needed"]
@@ -99,6 +104,7 @@ IMPORTS = {
     "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module' (line 1 of adapters.py",
     "def waits(:": "cannot be imported: SyntaxError in line 1 of adapters.py: ",
     "\0": "cannot be imported: SyntaxError",
+    "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E()": "cannot be imported: E (line 3 of ",
     "while True: pass": "importing it took longer than 1 s",
     "import os; os._exit(0)": "importing it told nothing",
     "from zfunc.core import plan": "ImportError: line 1 imports zfunc.core.plan: in this lab you write what it has",

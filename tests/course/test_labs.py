@@ -1,5 +1,6 @@
 """The labs: their graders tell right solutions from wrong ones, and their texts are short, true and illustrated."""
 
+import json
 import os
 import re
 import subprocess
@@ -81,4 +82,7 @@ def test_the_first_labs_need_no_torch_nor_what_only_linux_has(tmp_path: Path) ->
         command = [sys.executable, "-m", "course.grade", str(number), "--adapters", str(passes), "--out", "."]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert (tmp_path / "results.json").exists()
+    results = json.loads((tmp_path / "results.json").read_text())  # of lab 4
+    board = [(x["name"], x["order"]) for x in results["leaderboard"]]
+    assert board == [(f"puzzle_{n}, seconds", "asc") for n in range(1, 7)]
+    assert (tmp_path / "lab4-puzzle_3.svg").exists()
