@@ -57,13 +57,13 @@ BUDGETS = {
     "runtime": 3_410,
     "optim": 2_890,
     "checkpoint": 3_120,
-    "engine": 9_828,
+    "engine": 9_867,
     "viz": 1_100,
     "planner": 3_570,
     "models": 4_426,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 44_100,
+    "tests": 44_142,
     "course": 2_730,
 }
 

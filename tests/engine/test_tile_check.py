@@ -244,26 +244,19 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {  # which tokens change nothing
     "one beyond": lambda x: (x.abs() > 1000).any(1, keepdim=True),
     "a norm below": lambda x: x.norm(dim=(1, 2), keepdim=True, dtype=torch.float32) < 1e-3,
     "all below": lambda x: (x.abs() < 1e-4).all(1, keepdim=True),
+    "a mean below": lambda x: x.abs().mean((1, 2), keepdim=True) < 1e-20,
+    "no mean beyond": lambda x: ~(x.abs().mean((1, 2), keepdim=True) > 1e-20),
+    "two means": lambda x: (x.mean((1, 2), keepdim=True) > 1e3) & (x.amax((1, 2), keepdim=True) <= 1e4),
     "padding": lambda x: (x == 0).all(2, keepdim=True).any(1, keepdim=True),
 }
 
 
 @pytest.mark.parametrize("what", UNSEEN)
 def test_a_threshold_far_from_a_row_is_seen(what: str) -> None:
-    """Also of fp16, whose largest number hardly reaches it; one of a token alone passes."""
-    for dtype in (torch.float16, torch.float32):
-        body = Body(lambda _, x: torch.where(UNSEEN[what](x), x * 0.5, x), layer=nn.Linear(8, 8, bias=False))
+    """Also of fp16, whose largest number hardly reaches it, and behind a bias, which a small row does not pass."""
+    for dtype, bias in ((torch.float16, False), (torch.float32, True)):
+        body = Body(lambda _, x: torch.where(UNSEEN[what](x), x * 0.5, x), layer=nn.Linear(8, 8, bias=bias))
         assert not in_tiles(body, dtype)
-
-
-def test_thresholds_of_a_token_pass_in_fp16() -> None:
-    clamped = lambda _, x: torch.where(x.norm(dim=2, keepdim=True) < 1e-3, x, x.clamp(-1000, 1000))  # noqa: E731
-    assert in_tiles(Body(clamped), torch.float16)
-
-
-def test_what_reaches_farther_than_a_tile_is_refused() -> None:
-    """A row of 600 tokens in tiles of 150, of which a convolution sees one 290 before: behind all pieces."""
-    assert not in_tiles(fuzz_models.Neighbours(8, dilation=290), shape=(1, 600, 8))
 
 
 class StraightThrough(torch.autograd.Function):
@@ -279,6 +272,32 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
         return grad
+
+
+class Cut(StraightThrough):
+    """A gradient that is cut where the row's is small."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
+        return torch.where(grad.abs().mean((1, 2), keepdim=True) < 1e-9, 0.0, grad)
+
+
+def test_a_threshold_of_the_gradient_is_seen() -> None:
+    assert not in_tiles(Body(lambda _, x: Cut.apply(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_thresholds_of_a_token_pass(dtype: torch.dtype) -> None:
+    """Whatever comes of each comparison."""
+    small = lambda x: x.norm(dim=2, keepdim=True) < 1e-3  # noqa: E731
+    odd = lambda x: (x.abs().mean(2, keepdim=True) > 1e-9) & ~(x > 1000).any(2, keepdim=True)  # noqa: E731
+    clamped = lambda x: torch.where(small(x) | odd(x), x, x.clamp(-1000, 1000))  # noqa: E731
+    assert in_tiles(Body(lambda _, x: clamped(x).sort(2).values * torch.relu(x)), dtype)
+
+
+def test_what_reaches_farther_than_a_tile_is_refused() -> None:
+    """A row of 600 tokens in tiles of 150, of which a convolution sees one 290 before: behind all pieces."""
+    assert not in_tiles(fuzz_models.Neighbours(8, dilation=290), shape=(1, 600, 8))
 
 
 def without_gradient(own: Any, x: Tensor) -> Tensor:

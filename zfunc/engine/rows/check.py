@@ -7,9 +7,9 @@ backward is that of these operations. Any other segment is tried in two ways; no
               and gradients of weights add up. In fp64, or in fp32 where an operation or the memory has no fp64, up
               to a largest difference, without dropout
     poison    a row of the length that trains, in its own dtype, as the only question is whether a token changes:
-              some tokens are NaN, huge, large or zero, and no other token changes, nor in a row of small values;
-              the same for gradients that come in. Before attention, after it, and of the loss. In fp16, where
-              nothing is huge, also in bf16 if that runs. If memory lacks, the row is halved, which is logged
+              some tokens are NaN, huge, large or zero, and no other token changes; the same for gradients that
+              come in. Before attention, after it, and of the loss. If there are comparisons, also with all of them
+              true, or false, but for poisoned numbers. If memory lacks, the row is halved, which is logged
 
 A trace is tried once with random weights, as initial ones may hide tokens, and once with each segment's weights.
 """
@@ -18,7 +18,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from itertools import pairwise
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.engine.rows.cut import floats_of, forward_graph
@@ -47,6 +47,9 @@ OTHERWISE = (
     "expected tokens that depend on others through attention alone, on their place through torch.arange(tokens), "
     "a backward that is linear in its gradient, and no random numbers in evaluation: use tiles=1"
 )
+Answers = Callable[[int], bool] | None
+# What comparisons give in trials, by their number: what they do, then true, false, and by turns.
+ANSWERS: tuple[Answers, ...] = (None, lambda _: True, lambda _: False, lambda n: n % 2 == 0)
 log = logging.getLogger("zfunc")
 
 
@@ -183,11 +186,6 @@ def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
     """A description of tokens of a row that change others if made NaN, huge, large or zero, or ""."""
     weights = evolve(weights, trained={}, fixed={**weights.trained, **weights.fixed})
     parts = _of_loss if isinstance(whole, TiledLoss) else _of_halves
-    if floats_of(inputs)[0].dtype == torch.float16:
-        wide = evolve(weights, fixed=_cast(weights.fixed, torch.bfloat16))
-        with suppress(Exception):  # of a forward for fp16 alone; what it has no memory for is halved below
-            if found := next((x for x in parts(whole, wide, _cast(inputs, torch.bfloat16)) if x), ""):
-                return found
     while True:
         try:
             return next((found for found in parts(whole, weights, inputs) if found), "")
@@ -242,27 +240,54 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
         sorted({*few} - {end})
         for *few, end in ((0, 5 * tokens // 8, tokens - 1), (tokens // 3, tokens - 1, 0))
     ]
-    results, pull = run(rows)
-    given = [_random_like(x) for x in results if x.is_floating_point()] if pull else []
-    below = pull(given) if pull else []
-    del pull
-    # Beyond most thresholds: a comparison with NaN is False, and norms make NaN of what has no finite square. And
-    # below them, of padding and of a row that is small.
+    # Values beyond most thresholds, and those of padding; for all others each comparison gives what ANSWERS say.
     huge = torch.finfo(rows[0].dtype).max ** 0.4
     of_row = ((places[0], torch.nan), (places[1], huge), (places[1], -8.0), (places[1], 0.0))
-    for scale, tries in ((1.0, of_row), (1 / huge, of_row[:1])):
-        scaled = rows if scale == 1 else [x * scale for x in rows]
-        results = results if scale == 1 else run(scaled)[0]
-        for at, factor in tries:
-            found, _ = run([_times(x, dim, at, factor) for x, dim in zip(scaled, dims, strict=False)])
-            if _others_differ(found, results, made, at):
+
+    def made_of(x: list[Tensor], answers: Answers, cotangents: list[Tensor] | None = None) -> Any:
+        with _Answered(answers) as mode:
+            results, pull = run(x)
+            return results, pull(cotangents) if cotangents else [], mode.compared
+
+    results, pull = run(rows)
+    given = [_random_like(x) for x in results if x.is_floating_point()] if pull else []
+    del pull
+    for answers in ANSWERS:
+        results, below, compared = made_of(rows, answers, given)
+        for at, factor in of_row if answers is None else of_row[:1]:
+            x = [_times(x, dim, at, factor) for x, dim in zip(rows, dims, strict=False)]
+            if _others_differ(made_of(x, answers)[0], results, made, at):
                 return f"tokens {at} that change others {where}"
-    for at, factor in zip(places, (torch.nan, huge), strict=True) if given else ():
-        floats = [dim for dim, x in zip(made, results, strict=False) if x.is_floating_point()]
-        bad = [_times(x, dim, at, factor) for x, dim in zip(given, floats, strict=True)]
-        if _others_differ(run(rows)[1](bad), below, dims, at):
-            return f"gradients of tokens {at} that change those of others {where}"
+        for at, factor in zip(places, (torch.nan, huge), strict=True) if given else ():
+            floats = [dim for dim, x in zip(made, results, strict=False) if x.is_floating_point()]
+            bad = [_times(x, dim, at, factor) for x, dim in zip(given, floats, strict=True)]
+            if _others_differ(made_of(rows, answers, bad)[1], below, dims, at):
+                return f"gradients of tokens {at} that change those of others {where}"
+        if not compared:
+            break
     return ""
+
+
+class _Answered(TorchDispatchMode):
+    """Comparisons of floating-point numbers give what `answers` say of the number of the comparison, and the other
+    where a number is NaN: so what depends on a comparison of poisoned numbers changes, whatever the threshold."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self.answers, self.compared = answers, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        given = floats_of((args, kwargs))
+        if not given or not isinstance(y, Tensor) or y.dtype != torch.bool:
+            return y
+        self.compared += 1
+        if self.answers is not None and torch.Tag.pointwise in func.tags:
+            answer = self.answers(self.compared)
+            y.fill_(answer)
+            for x in given:
+                y.masked_fill_(x.isnan().expand_as(y), not answer)
+        return y
 
 
 def _others_differ(
