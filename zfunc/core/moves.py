@@ -50,11 +50,12 @@ class Place:
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
         """The regions of item `x` at this place. An item that `arrives` is given a slot of each of its rings."""
-        passed = [ring for ring in self.rings if x.b in x.at.ring(ring)]
+        rings = [x.at.ring(buffer) for buffer in self.rings]
+        passed = [ring for ring in rings if x.b in ring]
         if not passed and self.otherwise is not None:
             return self.otherwise(x)
-        find = x.at.give if arrives and passed else x.at.slot
-        return tuple(find(ring, x.b) for ring in passed or self.rings)[:1]
+        slots = [ring.give(x.b) if arrives else ring.slot(x.b) for ring in passed] or [rings[0].slot(x.b)]
+        return (slots[0],)
 
 
 @frozen
@@ -91,7 +92,7 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 def _new_params(x: Item) -> tuple[Region, ...]:
     """The regions with a bucket's new parameters: a slot, or its master's high half, in memory or a page."""
     if not x.place.sends_high_half:
-        return (x.at.slot("param_slot", x.b),)
+        return (x.at.ring("param_slot").slot(x.b),)
     return x.at.paged(x.b) if x.place.state == "disk" else (x.at.high_half(x.b),)
 
 
@@ -215,11 +216,8 @@ MOVES: dict[str, Move] = {
 """The operations that only copy, in the order in which something is first moved on its way."""
 
 
-def move(at: Regions, number: int, verb: str, *index: int) -> Op:
-    """The operation of a copying `verb`; `index` is a bucket, or a micro-batch, then a segment or bucket, or more.
-
-    `number` counts the earlier operations of this verb and index.
-    """
+def move(at: Regions, verb: str, *index: int) -> Op:
+    """The operation of a copying `verb`; `index` is a bucket, or a micro-batch, then a segment, bucket or more."""
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.
@@ -229,7 +227,7 @@ def move(at: Regions, number: int, verb: str, *index: int) -> Op:
     over_network = at.spec.over_ranks and row.thing in BETWEEN_DEVICES
     return Op(
         verb,
-        (number, *index) if row.numbered else index,
+        (at.number(verb, *index), *index) if row.numbered else index,
         "network" if over_network else LANES[row.source, row.to],
         (*((at("decision"), *arrives) if row.decided else ()), *leaves),
         arrives,

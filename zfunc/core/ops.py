@@ -5,7 +5,6 @@ Passes through segments are rows of `zfunc.core.pipeline.PASSES`, and operations
 regions; dependencies, memory and plans are derived from them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
@@ -26,15 +25,12 @@ class OpBuilder:
     """Constructs the operations of one spec, in the order in which they are asked for. A method has the name of the
     verb; its arguments are the indices: micro-batch `m`, segment `s`, bucket `b`, delivery `d`.
 
-    The builder records what later operations of a step depend on: the slots that `at` has given, how often each
-    operation was made, what the decision waits for, and the updates that have begun.
+    The builder records what later operations of a step depend on: the slots that `at` has given, what the decision
+    waits for, and the updates that have begun.
     """
 
     spec: StepSpec
     at: Regions = field(init=False)
-    times: Counter[tuple[str, tuple[int, ...]]] = field(
-        init=False, factory=Counter[tuple[str, tuple[int, ...]]]
-    )
     _sent: list[Region] = field(init=False, factory=list[Region])  # by collectives before the decision
     _decided: bool = field(init=False, default=False)
     # Buckets updated in parts whose update has not ended, the oldest first.
@@ -49,7 +45,8 @@ class OpBuilder:
         if name in WAYS:
             return partial(make_pass, self.at, WAYS[name])
         if name in MOVES:
-            return lambda *index: self._between_ranks(move(self.at, self.number(name, *index), name, *index))
+            make = partial(move, self.at, name)
+            return (lambda *index: self._in_order(make(*index))) if self.spec.over_ranks else make
         if name.startswith("_"):  # a protocol of Python asks for it
             raise AttributeError(name)
         verbs = [*VERBS, *MOVES]
@@ -73,15 +70,11 @@ class OpBuilder:
     def gather(self, b: int) -> Op:
         """Gather the parameters of bucket `b` from all ranks in the bucket's slot on the device."""
         place = self.spec.places[b]
-        slot, fetched = self.at.slot("weight_slot", b), place.params != "device"
-        reads = (slot if fetched else self.at.params(b), *self._decision_made())
+        slot, fetched = self.at.ring("weight_slot").slot(b), place.params != "device"
+        reads = (slot if fetched else self.at.params(b),)
         nbytes = place.shard_bytes * (self.spec.world - 1)
-        return Op("gather", (self.number("gather", b), b), "network", reads, (slot,), nbytes=nbytes)
-
-    def number(self, verb: str, *index: int) -> int:
-        """The number of earlier operations of this verb and index: the first index of a repeated operation."""
-        self.times[verb, index] += 1
-        return self.times[verb, index] - 1
+        number = self.at.number("gather", b)
+        return self._in_order(Op("gather", (number, b), "network", reads, (slot,), nbytes=nbytes))
 
     def keep_buffers(self) -> Op:
         """Keep the module buffers that forward changed, on this device, in the State, unless the step is skipped;
@@ -122,24 +115,16 @@ class OpBuilder:
         """Sum bucket `b`'s gradient over ranks in place; each keeps a slice. Losses are divided by `world`."""
         region = self.at.gradient(b)
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
-        # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
-        reads, writes = (region, *self._decision_made()), (region,)
-        if not self.spec.barrier and not self._decided:
-            self._sent.append(self.at("sent", m, b, d))
-            writes = (region, self._sent[-1])
-        return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
+        return self._in_order(Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes))
 
-    def _decision_made(self) -> tuple[Region, ...]:
-        """The decision's region, if a collective must follow it: without a barrier, once it is made."""
-        return (self.at("decision"),) if self._decided and not self.spec.barrier else ()
-
-    def _between_ranks(self, op: Op) -> Op:
-        """Copy `op`, ordered before or after the decision, as collectives are, if it uses the network."""
-        if not self.spec.over_ranks or op.kind != "network" or self.spec.barrier:
+    def _in_order(self, op: Op) -> Op:
+        """Make `op` come before the decision or after it, if it uses the network and no barrier orders it: a rank
+        that refuses the step must not leave others waiting."""
+        if op.kind != "network" or self.spec.barrier:
             return op
         if self._decided:
             return evolve(op, reads=(*op.reads, self.at("decision")))
-        if op.verb != "recv_grad_act":  # every loss comes after a forward's
+        if op.verb not in ("reduce_scatter", "recv_grad_act"):  # every loss comes after those of forward
             return op
         self._sent.append(self.at("sent", *op.index))
         return evolve(op, writes=(*op.writes, self._sent[-1]))
@@ -152,7 +137,7 @@ class OpBuilder:
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Add a delivered gradient to the bucket's fp32 sum, and sum the squares of the sum in that pass."""
-        total, slot = self.at.sum(b, d), self.at.slot("host_slot", b)
+        total, slot = self.at.sum(b, d), self.at.ring("host_slot").slot(b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
@@ -232,10 +217,10 @@ class OpBuilder:
         arrived, which may be the state's slot."""
         place = self.spec.places[b]
         if place.staged and place.gradient != "device":
-            return self.at.slot("update_slot", b)
+            return self.at.ring("update_slot").slot(b)
         if place.waits:
             return self.at.gradient_to_apply(b)
-        return self.at.gradient(b) if place.update == "device" else self.at.slot("host_slot", b)
+        return self.at.gradient(b) if place.update == "device" else self.at.ring("host_slot").slot(b)
 
     def _direction(self, b: int) -> str:
         """The ring with this rank's slices of update directions, on the device or host that updates bucket `b`."""
@@ -246,7 +231,7 @@ class OpBuilder:
         as `momentum_on_device`, where the state is on the device."""
         place = self.spec.places[b]
         state = self._updated(b, place.weights)
-        grad, direction = self._gradient(b), self.at.give(self._direction(b), b)
+        grad, direction = self._gradient(b), self.at.ring(self._direction(b)).give(b)
         nbytes = 2 * place.bytes_of(place.moments) + self.at.waiting(b).nbytes + place.shard_numel * BF16
         return self._on_state("momentum", (b,), (grad, *state), (*state, direction), nbytes)
 
@@ -255,14 +240,14 @@ class OpBuilder:
     def gather_direction(self, b: int) -> Op:
         """Gather the slices of bucket `b`'s direction from all ranks, which makes its matrices whole."""
         nbytes = self.spec.places[b].shard_numel * BF16 * (self.spec.world - 1)
-        reads = (self.at("decision"), self.at.slot("direction_shard", b))
-        whole = self.at.give("direction_slot", b)
+        reads = (self.at("decision"), self.at.ring("direction_shard").slot(b))
+        whole = self.at.ring("direction_slot").give(b)
         return Op("gather_direction", (b,), "network", reads, (whole,), nbytes=nbytes)
 
     def orthogonalize(self, b: int) -> Op:
         """Make those matrices of bucket `b` orthogonal that this rank's slice has a part of."""
-        work, own = self.spec.places[b].work, self.at.slot("direction_shard", b)
-        whole = (self.at.slot("direction_slot", b),) if self.spec.world > 1 else ()
+        work, own = self.spec.places[b].work, self.at.ring("direction_shard").slot(b)
+        whole = (self.at.ring("direction_slot").slot(b),) if self.spec.world > 1 else ()
         return Op(
             "orthogonalize",
             (b,),
@@ -282,7 +267,7 @@ class OpBuilder:
         """
         place = self.spec.places[b]
         at, on_device = self.at, place.update == "device"
-        grad = at.slot(self._direction(b), b) if place.matrices else self._gradient(b)
+        grad = at.ring(self._direction(b)).slot(b) if place.matrices else self._gradient(b)
         moments = place.moments if place.matrices else ()  # which `momentum` changes
         state = self._updated(b, [x.name for x in moments])
         # What is written beside the state: the parameters for the device, unless the state has them.
@@ -291,7 +276,7 @@ class OpBuilder:
         elif place.sends_high_half or place.params == "disk":
             copy = ()
         else:
-            copy = (at.params(b) if place.params != "device" else at.give("param_slot", b),)
+            copy = (at.params(b) if place.params != "device" else at.ring("param_slot").give(b),)
         kept = copy if on_device or place.params != "device" else ()  # by a step that is skipped
         reads = grad, *state, *kept
         return self._on_state("update", (b,), reads, (*state, *copy), self._sweep_bytes(b))
@@ -319,7 +304,7 @@ class OpBuilder:
         Buffers named in `but` are left out: another operation of the update changes them.
         """
         if self.spec.places[b].staged:
-            return (self.at.slot("update_slot", b),)
+            return (self.at.ring("update_slot").slot(b),)
         return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
 
     def _sweep_bytes(self, b: int) -> int:
@@ -370,7 +355,7 @@ class OpBuilder:
     def copy_state(self, b: int) -> Op:
         """Copy the part of bucket `b`'s state that is in memory to its slot, for a commit to the disk."""
         extent, paged = self.spec.extents[b], self.spec.places[b].state == "disk"
-        slot = self.at.slot("state_slot", b) if paged else self.at.give("state_slot", b)
+        slot = self.at.ring("state_slot").slot(b) if paged else self.at.ring("state_slot").give(b)
         reads = (self.at("extent", b), *self.at.bucket_state(b), *((slot,) if paged else ()))
         nbytes = 2 * (extent.nbytes - extent.moved_bytes)
         return Op("copy_state", (b,), "host", reads, (slot,), nbytes=nbytes)
@@ -388,8 +373,6 @@ class OpBuilder:
         return Op("commit", (), kind, reads, (self.at("committed"),))
 
 
-_METHODS = [
-    name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_" and name != "number"
-]
+_METHODS = [name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_"]
 VERBS = (*WAYS, *_METHODS)
 """The verbs of the operations of `OpBuilder` that do more than copy."""

@@ -41,9 +41,9 @@ class BucketPlaces:
     - `update`: the place where the state is updated; `matrices`: an update needs whole matrices, on the device;
       `work`: what it takes beside an element-wise pass, on the rank with most of it.
     - `gradient`: the place where the gradient waits for the update.
-    - `deliveries`: the number of gradients that a step reduces; several are added up in fp32. `summed`: those of
-      micro-batches are added up on the device before one leaves it; `apart`: the segments that share the bucket
-      have a sum over micro-batches each, and these sums are added up last.
+    - `deliveries`: the number of gradients that a step reduces; several are `added` up in fp32. `summed`: those of
+      micro-batches are added up on the device before one leaves it, in `delivered_dtype`; `apart`: the segments
+      that share the bucket have a sum over micro-batches each, and these sums are added up last.
     - `waits`: the update waits for the norm of the whole gradient, or for more deliveries.
     """
 
@@ -64,7 +64,9 @@ class BucketPlaces:
     work: UpdateWork = ELEMENTWISE
     gradient: Where | None = None
     deliveries: int = 0
+    added: bool = False
     summed: bool = False
+    delivered_dtype: Precision = "fp32"
     apart: bool = False
     waits: bool = False
 
@@ -92,11 +94,6 @@ class BucketPlaces:
     def fetched_anywhere(self) -> bool:
         """Whether several devices of a process may use the bucket: each fetches it, and the host updates it."""
         return self.params != "device" and self.update != "device"
-
-    @property
-    def added(self) -> bool:
-        """Whether a step adds up several gradients of the bucket."""
-        return self.deliveries > 1
 
     @property
     def lands(self) -> bool:
@@ -131,11 +128,6 @@ class BucketPlaces:
     def weight_bytes(self) -> int:
         """Bytes of the bucket's parameters, or of a rank's slice if `sharded`, in their dtype on the device."""
         return self.shard_bytes if self.sharded else self.numel * self.element_bytes
-
-    @property
-    def delivered_dtype(self) -> Precision:
-        """The dtype of the bucket's gradient when it leaves the device."""
-        return "fp32" if self.summed else self.dtype
 
     @property
     def delivered_bytes(self) -> int:
@@ -185,7 +177,8 @@ def make_places(
         update = "device" if "device" in (state, update) else "host"
         ties = len(bucket.deliveries)
         deliveries = 1 if settings.stage == 1 else settings.micro_batches * ties
-        waits = barrier or deliveries > 1
+        added = deliveries > 1
+        waits = barrier or added
         # Where the gradient waits. One that the host adds up waits in its memory.
         on_device = state == "device" or settings.grads_on == "device" or not waits
         once = deliveries == 1 or (sums and ties == 1)
@@ -205,7 +198,9 @@ def make_places(
             work=bucket.work(world),
             gradient=gradient,
             deliveries=deliveries,
+            added=added,
             summed=summed,
+            delivered_dtype="fp32" if summed else made.dtype,
             apart=deliveries > settings.micro_batches > 1 and not summed,
             waits=waits,
         )

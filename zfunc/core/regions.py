@@ -1,6 +1,6 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
@@ -226,6 +226,9 @@ class Regions:
     made: defaultdict[Any, dict[Any, Any]] = field(
         factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
     )  # by method
+    times: Counter[tuple[str, tuple[int, ...]]] = field(
+        factory=Counter[tuple[str, tuple[int, ...]]], init=False, eq=False, repr=False
+    )  # that operations were made, by verb and index
     _rings: dict[int, dict[str, Ring]] = field(factory=dict[int, dict[str, Ring]], init=False, eq=False)
 
     @_once
@@ -254,6 +257,11 @@ class Regions:
     def _number(self, tier: Tier, device: int) -> int:
         """The number of a device's memory in `tier`: the device's own, or 0 in memory that devices share."""
         return device if tier == "device" or self.spec.over_ranks else 0
+
+    def number(self, verb: str, *index: int) -> int:
+        """The number of earlier operations of this verb and index: the first index of a repeated operation."""
+        self.times[verb, index] += 1
+        return self.times[verb, index] - 1
 
     @property
     def constants(self) -> tuple[Region, ...]:
@@ -296,17 +304,9 @@ class Regions:
         number = self._number(_for(REGIONS[buffer].tier, self.spec, ()), device)
         return self._made(buffer, REGIONS[buffer], (number,) if number else (), device)
 
-    def slot(self, buffer: str, item: int) -> Region:
-        """The slot in ring `buffer` that holds `item`: a bucket, or a segment's activations."""
-        return self.ring(buffer).slot(item)
-
-    def give(self, buffer: str, item: int) -> Region:
-        """Give `item` a slot in ring `buffer`; returns the slot."""
-        return self.ring(buffer).give(item)
-
     def gradient(self, b: int) -> Region:
         """The flat gradient of bucket `b` on the device: in a slot, or in stage 1 in a buffer of its own."""
-        return self._whole_sum(b) if self.spec.settings.stage == 1 else self.slot("grad_slot", b)
+        return self._whole_sum(b) if self.spec.settings.stage == 1 else self.ring("grad_slot").slot(b)
 
     @_once
     def _whole_sum(self, b: int) -> Region:
@@ -316,7 +316,7 @@ class Regions:
 
     def delivered(self, b: int) -> Region:
         """The region with this rank's slice of bucket `b`'s gradient on the device, about to be delivered."""
-        return self.slot("sum_slot", b) if self.spec.places[b].summed else self.gradient(b)
+        return self.ring("sum_slot").slot(b) if self.spec.places[b].summed else self.gradient(b)
 
     def buffers(self, s: int, *, new: bool) -> tuple[Region, ...]:
         """The module buffers that forward of segment `s` changes, if any: those of the State, or `new` ones."""
@@ -326,7 +326,7 @@ class Regions:
 
     def room(self, s: int) -> tuple[Region, ...]:
         """A slot without bytes: forward of segment `s` waits for it until older activations are on the host."""
-        return (self.slot("act_room", s),) if s in self.ring("act_room") else ()
+        return (self.ring("act_room").slot(s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
         """Host memory of this device for the keys of a row, if the passes of segment `s` keep keys there."""
@@ -352,7 +352,7 @@ class Regions:
 
     def gradient_to_apply(self, b: int) -> Region:
         """The gradient of bucket `b` that waits for its update, in memory; in a page if the disk has it."""
-        return self.slot("grad_page", b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
+        return self.ring("grad_page").slot(b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
 
     def waiting(self, b: int) -> Region:
         """The gradient of bucket `b` that waits in memory for its update; a sum if a step adds up several."""
@@ -428,8 +428,8 @@ class Regions:
         """The slot of bucket `b`'s state, if that lives on the disk; of a frozen bucket on the disk, its page."""
         place = self.spec.places[b]
         if place.state == "disk":
-            return (self.slot("state_slot", b),)
-        return (self.slot("weight_page", b),) if place.params == "disk" and not place.trainable else ()
+            return (self.ring("state_slot").slot(b),)
+        return (self.ring("weight_page").slot(b),) if place.params == "disk" and not place.trainable else ()
 
     def saved(self, b: int) -> tuple[Region, ...]:
         """Regions in memory that a checkpoint saves of bucket `b`: state and average, or frozen parameters."""
