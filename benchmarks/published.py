@@ -174,7 +174,9 @@ def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> Segm
 
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         several = (
-            {"devices": 2, "order": str(settings.order).partition(":")[0]} if spec.parts else {"devices": 1}
+            {"devices": 2, "order": str(settings.order).partition(":")[0]}
+            if spec.mesh.parts
+            else {"devices": 1}
         )
         found = few.traced(evolve(settings, micro_batches=1, **several), on_gpu=on_gpu, grouped=grouped)
         first, *layers, last = found.costs

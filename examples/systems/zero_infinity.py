@@ -31,7 +31,7 @@ def zero_infinity(spec: StepSpec) -> Iterator[Op]:
         yield emit.forward(0, s)
         if s < last:  # its backward comes next
             yield emit.stash(0, s)
-    if spec.several_ranks:
+    if spec.mesh.several_ranks:
         yield emit.mean_loss()
     for s in reversed(range(spec.num_segments)):
         if s < last:

@@ -28,7 +28,7 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
         yield emit.load(m)
         for s in range(spec.num_segments):
             yield emit.forward(m, s)
-        if m == last and spec.several_ranks:
+        if m == last and spec.mesh.several_ranks:
             yield emit.mean_loss()
         for s in reversed(range(spec.num_segments)):
             yield emit.backward(m, s)

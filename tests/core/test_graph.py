@@ -427,10 +427,10 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
             assert back.read("decision") == update.read("decision")
             home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
             assert home <= {*back.writes}
-    if spec.several_ranks:
+    if spec.mesh.several_ranks:
         assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
     losses = [
-        r.index for r in ops["mean_loss" if spec.several_ranks else "decide"].reads if r.buffer == "loss"
+        r.index for r in ops["mean_loss" if spec.mesh.several_ranks else "decide"].reads if r.buffer == "loss"
     ]
     assert losses == [(m,) for m in range(spec.settings.micro_batches)]
     assert ops["decide"].touches("norm") == spec.barrier
@@ -511,7 +511,7 @@ def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(sp
     of_host = {
         (b, device)
         for device in range(spec.settings.stages)
-        for s in spec.segments_on(device, "F", "B")
+        for s in spec.mesh.segments_on(device, "F", "B")
         for b in spec.layout.weights_of(s)
         if spec.places[b].params != "device"
     }

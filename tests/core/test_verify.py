@@ -114,7 +114,7 @@ def test_verify_agrees_with_reachability(graph: Graph, random: Random, kept: flo
 STAGED = [
     (recipe, name, schedule)
     for recipe, name, schedule in product(RECIPES, SPECS, SCHEDULES)
-    if SPECS[name].over_ranks
+    if SPECS[name].mesh.over_ranks
 ]
 
 

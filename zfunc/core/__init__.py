@@ -9,6 +9,7 @@
     places            `BucketPlaces`: where the data of a bucket is, answered once
     extents           where the disk has the state of a bucket
     pipeline          the passes of micro-batches through segments, on one device or several
+    mesh              `DeviceMesh`: which device makes which pass, answered once
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows
     spec              `StepSpec`: what a recipe knows of a step
     slots             rings of staging slots, in classes of size

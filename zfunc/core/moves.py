@@ -224,7 +224,7 @@ def move(at: Regions, verb: str, *index: int) -> Op:
     leaves = thing.places[row.source].of(x, arrives=False)
     arrives = thing.places[row.to].of(x, arrives=True)
     nbytes = thing.nbytes(x)
-    over_network = at.spec.over_ranks and row.thing in BETWEEN_DEVICES
+    over_network = at.spec.mesh.over_ranks and row.thing in BETWEEN_DEVICES
     return Op(
         verb,
         (at.number(verb, *index), *index) if row.numbered else index,

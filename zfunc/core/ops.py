@@ -46,7 +46,7 @@ class OpBuilder:
             return partial(make_pass, self.at, WAYS[name])
         if name in MOVES:
             make = partial(move, self.at, name)
-            return (lambda *index: self._in_order(make(*index))) if self.spec.over_ranks else make
+            return (lambda *index: self._in_order(make(*index))) if self.spec.mesh.over_ranks else make
         if name.startswith("_"):  # a protocol of Python asks for it
             raise AttributeError(name)
         verbs = [*VERBS, *MOVES]
@@ -60,9 +60,11 @@ class OpBuilder:
     def load(self, m: int, s: int = 0) -> Op:
         """Copy what segment `s` reads of micro-batch `m` to its device: inputs for the first segment, targets for
         the last, both at once where these segments are on one device."""
-        device, last = self.spec.device_of(F, m, 0), self.spec.num_segments - 1
+        device, last = self.spec.mesh.device_of(F, m, 0), self.spec.num_segments - 1
         inputs = (self.at("act", m, 0),) if s == 0 else ()
-        targets = (self.at("targets", m),) if s == last or self.spec.device_of(F, m, last) == device else ()
+        targets = (
+            (self.at("targets", m),) if s == last or self.spec.mesh.device_of(F, m, last) == device else ()
+        )
         made = (*inputs, *targets)
         nbytes = sum(r.nbytes for r in made)
         return Op("load", (m, s) if s else (m,), "h2d", (self.at("batch", m),), made, nbytes=nbytes)
@@ -79,7 +81,7 @@ class OpBuilder:
     def keep_buffers(self) -> Op:
         """Keep the module buffers that forward changed, on this device, in the State, unless the step is skipped;
         over several ranks, their mean."""
-        here, several = self.spec.segments_on(self.at.device, F), self.spec.world > 1
+        here, several = self.spec.mesh.segments_on(self.at.device, F), self.spec.world > 1
         stateful = [s for s in self.spec.stateful if s in here]
         kept = tuple(self.at("module_buffers", s) for s in stateful)
         changed = tuple(self.at("next_module_buffers", s) for s in stateful)
@@ -164,7 +166,7 @@ class OpBuilder:
     def global_norm(self) -> Op:
         """The norm of the step's whole gradient, and norms of all parameters, from all buckets' squares."""
         squares = tuple(self.at("host_squares", b.index) for b in self.spec.layout.buckets)
-        kind = "network" if self.spec.several_ranks else "host"
+        kind = "network" if self.spec.mesh.several_ranks else "host"
         norms = self.at("norm"), *self.at.some("norms")
         return Op("global_norm", (), kind, squares, norms, nbytes=sum(r.nbytes for r in norms))
 
@@ -182,7 +184,7 @@ class OpBuilder:
 
     def decide(self) -> Op:
         """Decide whether the step is skipped and by what factor gradients are scaled, before any update."""
-        several = self.spec.several_ranks
+        several = self.spec.mesh.several_ranks
         losses = (self.at("mean_loss"), *self.at.some("mean_aux")) if several else self._losses()
         norm = (self.at("norm"),) if self.spec.barrier else ()
         self._decided = True
@@ -346,7 +348,7 @@ class OpBuilder:
         """
         layout = self.spec.layout
         written = tuple(self.at.written(b.index) for b in layout.all_buckets)
-        kind = "network" if self.spec.several_ranks else "write"
+        kind = "network" if self.spec.mesh.several_ranks else "write"
         after = (self.at("norm"), self.at("decision")) if last else ()
         buffers = (self.at("written_buffers"),) if self.spec.stateful else ()
         reads = (self.at("checkpoint"), *written, *buffers, *after)
@@ -367,7 +369,7 @@ class OpBuilder:
         """
         layout = self.spec.layout
         extents = tuple(self.at("extent", b.index) for b in layout.all_buckets)
-        kind = "network" if self.spec.several_ranks else "write"
+        kind = "network" if self.spec.mesh.several_ranks else "write"
         norm = () if self.spec.deferred else (self.at("norm"),)
         reads = (self.at("position"), self.at("decision"), *norm, *extents)
         return Op("commit", (), kind, reads, (self.at("committed"),))

@@ -26,7 +26,7 @@ def _left(at: Regions, m: int, s: int) -> tuple[Region, ...]:
 
 def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
     """Regions of forward that backward reads; after a recomputation, what that has left in its region."""
-    recomputed = (at("recomputed", m, s),) if (R, s) in at.spec.parts else ()
+    recomputed = (at("recomputed", m, s),) if (R, s) in at.spec.mesh.parts else ()
     return (*recomputed, *(() if recomputed and at.spec.activations[s] != "device" else _left(at, m, s)))
 
 

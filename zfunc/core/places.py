@@ -3,13 +3,14 @@
 Recipes, operations, regions, engine and planner read the fields of `StepSpec.places[b]`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from attrs import evolve, frozen
 
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.layout import ELEMENTWISE, Bucket, Layout, UpdateWork
+from zfunc.core.mesh import DeviceMesh
 from zfunc.core.optimizer_state import (
     HIGH_HALF,
     STATE_FORMATS,
@@ -138,21 +139,14 @@ class BucketPlaces:
 def make_places(
     layout: Layout,
     settings: StepSettings,
-    *,
-    world: int,
+    mesh: DeviceMesh,
     resident: Collection[int],
     paged: Collection[int],
-    homes: Mapping[int, int],
-    stage: int | None,
-    sums: bool,
 ) -> tuple[BucketPlaces, ...]:
-    """The places of every bucket of a layout among `world` ranks.
-
-    Those in `resident` have their state on the device, those in `paged` on the disk. `homes` are by bucket, 0 for
-    others; with pp, this rank is one of `stage`, and None has all stages. `sums` tells whether every device may add
-    up micro-batches of a bucket in one sum.
-    """
-    sums &= 1 < settings.micro_batches <= settings.group_size
+    """The places of every bucket of a layout: those in `resident` have their state on the device, those in `paged`
+    on the disk."""
+    world = mesh.world
+    sums = 1 < settings.micro_batches <= settings.group_size and mesh.one_sum_at_a_time
 
     def places(bucket: Bucket) -> BucketPlaces:
         b, trainable = bucket.index, bucket.index < len(layout.buckets)
@@ -163,8 +157,8 @@ def make_places(
             bucket.numel,
             bucket.numel // world,
             settings.dtype_of(bucket),
-            home=(home := homes.get(b, 0)),
-            owned=stage in (None, home),
+            home=(home := min(mesh.homes.get(b, (0,)))),
+            owned=mesh.stage in (None, home),
             params="device" if stays else "disk" if on_disk else "host",
             sharded=settings.stage == 3 and world > 1 and not bucket.persistent,
         )

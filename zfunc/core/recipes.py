@@ -4,7 +4,7 @@ A recipe is a generator of operations. Lanes, streams and waits follow from the 
 (`zfunc.core.ops`) and from the schedule.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 
 from attrs import fields
@@ -137,7 +137,7 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
         )
     emit = OpBuilder(spec)
     passes = _passes(spec, emit, update=False)
-    for _ in spec.loaded_before(0):
+    for _ in _loaded_before(spec, 0):
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
     ahead = spec.settings.params_on == "disk" or any(
         x.staged or (x.matrices and x.state != "device") for x in spec.places
@@ -220,7 +220,7 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
         emit.at.device = device
         if not ended:
             if (way, s) == (F, 0):
-                yield from _load(spec, emit, spec.loaded_before(m))
+                yield from _load(spec, emit, _loaded_before(spec, m))
             if way != W and here.get(device) != s:
                 yield from _fetch(spec, emit, s)
                 here[device] = s
@@ -232,20 +232,29 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
     yield from _end_updates(spec, emit)
 
 
+def _loaded_before(spec: StepSpec, m: int) -> Sequence[int]:
+    """The micro-batches that are copied to the first device just before the first pass of micro-batch `m`: all of
+    its group, or, with several devices, the one after `m`."""
+    total, size = spec.settings.micro_batches, spec.settings.group_size
+    if spec.mesh.made_on:
+        return range(m + (m > 0), min(m + 2, total))
+    return range(m, min(m + size, total)) if m % size == 0 else ()
+
+
 def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iterator[Op]:
     """Copy inputs of micro-batches to the device of the first segment, and targets to that of the last segment."""
     here, last = emit.at.device, spec.num_segments - 1
     for m in micro_batches:
         for s in {0, last}:
-            emit.at.device = spec.device_of(F, m, s)
-            if s == 0 or emit.at.device != spec.device_of(F, m, 0):
+            emit.at.device = spec.mesh.device_of(F, m, s)
+            if s == 0 or emit.at.device != spec.mesh.device_of(F, m, 0):
                 yield emit.load(m, s)
     emit.at.device = here
 
 
 def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
     """A pass of segment `s`; ahead of a backward, activations that left the device are copied back."""
-    first = way == R if (R, s) in spec.parts else way in (B, I)
+    first = way == R if (R, s) in spec.mesh.parts else way in (B, I)
     if first and spec.activations[s] == "disk":
         yield emit.unspill_act(m, s)
     if first and spec.activations[s] != "device":
@@ -261,12 +270,12 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
         yield emit.stash(m, s)
     if spec.activations[s] == "disk":
         yield emit.spill_act(m, s)
-    if s < last and (there := spec.device_of(F, m, s + 1)) != emit.at.device:
+    if s < last and (there := spec.mesh.device_of(F, m, s + 1)) != emit.at.device:
         yield emit.send_act(m, s + 1)
         emit.at.device = there
         yield emit.recv_act(m, s + 1)
     if (m, s) == (spec.settings.micro_batches - 1, last):
-        if spec.several_ranks:
+        if spec.mesh.several_ranks:
             yield emit.mean_loss()
         if not spec.barrier:
             yield emit.decide()
@@ -274,7 +283,7 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
 
 def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """On each device, keep the module buffers that forward changed."""
-    for device in sorted({spec.device_of(F, 0, s) for s in spec.stateful}):
+    for device in sorted({spec.mesh.device_of(F, 0, s) for s in spec.stateful}):
         emit.at.device = device
         yield emit.keep_buffers()
 
@@ -303,7 +312,7 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, 
     At most one bucket is incomplete at a time, so a single slot is enough.
     """
     layout, here = spec.layout, emit.at.device
-    if way != W and s > layout.first_trainable and (there := spec.device_of(B, m, s - 1)) != here:
+    if way != W and s > layout.first_trainable and (there := spec.mesh.device_of(B, m, s - 1)) != here:
         yield emit.send_grad_act(m, s)
         emit.at.device = there
         yield emit.recv_grad_act(m, s)

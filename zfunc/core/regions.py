@@ -13,7 +13,7 @@ from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier, of_stage
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer
-from zfunc.core.pipeline import B, F
+from zfunc.core.pipeline import B, F, W
 from zfunc.core.slots import ALIKE, Ring
 from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
 
@@ -55,7 +55,7 @@ def _home_of(spec: StepSpec, i: Index) -> int:
 
 
 def _forward_of(spec: StepSpec, i: Index) -> int:
-    return spec.device_of(F, 0, i[-1])
+    return spec.mesh.device_of(F, 0, i[-1])
 
 
 def _square_bytes(spec: StepSpec, i: Index) -> int:
@@ -124,8 +124,8 @@ REGIONS: dict[str, Row] = {
     "sent_act": Row(_input_bytes),  # they, made on another device
     "sent_grad_act": Row(_input_bytes),
     # they, on their way to another rank, which has them
-    "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(F, *i)),
-    "grad_act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.device_of(B, i[0], i[1] - 1)),
+    "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(F, *i)),
+    "grad_act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(B, i[0], i[1] - 1)),
     "residuals": Row(lambda spec, i: spec.costs[i[-1]].residual_bytes),
     "recomputed": Row(_recomputed_bytes),  # they, made ahead of backward
     # kept by one half of backward for the other
@@ -226,9 +226,8 @@ class Regions:
     made: defaultdict[Any, dict[Any, Any]] = field(
         factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
     )  # by method
-    times: Counter[tuple[str, tuple[int, ...]]] = field(
-        factory=Counter[tuple[str, tuple[int, ...]]], init=False, eq=False, repr=False
-    )  # that operations were made, by verb and index
+    # How often each operation was made, by verb and index.
+    times: Counter[Any] = field(factory=Counter[Any], init=False, eq=False, repr=False)
     _rings: dict[int, dict[str, Ring]] = field(factory=dict[int, dict[str, Ring]], init=False, eq=False)
 
     @_once
@@ -251,12 +250,12 @@ class Regions:
         else:
             number = self.device if device is None else device
         nbytes, dtype = _for(row.nbytes, spec, index), _for(row.dtype, spec, index)
-        own = self._number(tier, number), spec.over_ranks
+        own = self._number(tier, number), spec.mesh.over_ranks
         return Region(buffer, index, nbytes, tier, lifetime, dtype, row.role, *own)
 
     def _number(self, tier: Tier, device: int) -> int:
         """The number of a device's memory in `tier`: the device's own, or 0 in memory that devices share."""
-        return device if tier == "device" or self.spec.over_ranks else 0
+        return device if tier == "device" or self.spec.mesh.over_ranks else 0
 
     def number(self, verb: str, *index: int) -> int:
         """The number of earlier operations of this verb and index: the first index of a repeated operation."""
@@ -271,7 +270,7 @@ class Regions:
     def received(self, buffer: str, way: str, m: int, s: int) -> Region:
         """The input of segment `s` ("act"), or its gradient ("grad_act"), for a pass of this device: as the pass
         before makes it here, or as another device sends it."""
-        if self.spec.device_of(way, m, s if way == F else s - 1) != self.device:
+        if self.spec.mesh.device_of(way, m, s if way == F else s - 1) != self.device:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
 
@@ -448,6 +447,18 @@ class Regions:
         return self._made("written", Row(nbytes, "disk", "value", of=_home_of), (b,))
 
 
+def _open_sums(spec: StepSpec, device: int) -> int:
+    """The most segments at any time through which `device` has passed some micro-batches back, not all."""
+    most, counts = 0, Counter[int]()
+    for x in spec.passes if spec.mesh.made_on else ():
+        if x.way in (B, W) and x.device == device and x.ended:
+            counts[x.s] += 1
+            most = max(most, len(counts))
+            if counts[x.s] == spec.settings.micro_batches:
+                del counts[x.s]
+    return most
+
+
 def _rings(at: Regions, device: int) -> Iterator[Ring]:
     """The rings of slots of `device`: bytes of each item that passes through, and how many items in a row have
     slots of their own. Rings on a device have the items of its passes."""
@@ -467,12 +478,12 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
         return Ring.passing(at.slots(buffer, device), sizes, order, depth, *kinds)
 
     def here(segments: Iterable[int], *ways: str) -> list[int]:
-        there = spec.segments_on(device, *ways)
+        there = spec.mesh.segments_on(device, *ways)
         return [s for s in segments if s in there]
 
     def off_device(own: Iterable[T], of_all: Iterable[T]) -> Iterable[T]:
         """Items for a ring off the device: this device's `own` if devices are ranks, else the items `of_all`."""
-        return own if spec.over_ranks else of_all
+        return own if spec.mesh.over_ranks else of_all
 
     # A slot of parameters, or of gradients in their dtype, serves buckets of one.
     places, segments = spec.places, range(spec.num_segments)
@@ -494,7 +505,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     yield reused("weight_page", pages, [layout.weights_of(s) for s in segments], slots)
     added = (x for x in leaving if x.summed and any(x.index in group for group in pulled))
     sums = {x.index: x.shard_numel * FP32 for x in added}
-    yield reused("sum_slot", sums, pulled, max(slots, spec.open_sums(device)))
+    yield reused("sum_slot", sums, pulled, max(slots, _open_sums(spec, device)))
     states = {x.index: spec.extents[x.index].nbytes for x in (offloaded if spec.swaps else ())}
     yield reused("state_slot", states, [[b] for b in states], settings.state_slots)
     staged = [x.index for x in at_home if x.staged]
@@ -542,6 +553,6 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
     for buffer, way in (("act_hop", F), ("grad_act_hop", B)):
-        into = off_device((), spec.hops(way))
+        into = off_device((), spec.mesh.hops(way))
         hops = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in into}
         yield reused(buffer, hops, [[*hops]], 1)

@@ -1,9 +1,7 @@
 """What a recipe knows of a training step: the layout, the costs of the segments, and the settings."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property, partial
-from itertools import chain, pairwise
 from typing import Any
 
 from attrs import evolve, field, frozen, validators
@@ -11,12 +9,13 @@ from attrs import evolve, field, frozen, validators
 from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, round_up
+from zfunc.core.mesh import DeviceMesh
 from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS
-from zfunc.core.pipeline import PASSES, B, F, I, InGroups, Order, Pass, R, W, passes_in, passes_listed
+from zfunc.core.pipeline import PASSES, Order, Pass, passes_in
 from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import word_of
-from zfunc.errors import PlanError, refuse
+from zfunc.errors import refuse
 from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
@@ -25,7 +24,6 @@ PARAMS = "params"  # parameters in the dtype of the device, where the disk has t
 GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
-Parts = frozenset[tuple[str, int]]
 
 
 def _each(name: str, given: Any) -> tuple[Any, ...]:
@@ -149,22 +147,20 @@ class StepSpec:
             if unknown := given - known:
                 got, expected = f"buckets {sorted(unknown)}", f"some of {sorted(known)}"
                 refuse(name, got, expected, "make it with zfunc.core.bucketing")
-        if self.devices:
-            self._check_places()
+        if self.mesh.made_on:
+            stay = {s for s, place in enumerate(self.activations) if place == "device"}
+            self.mesh.check(stay, self.stateful, {x.index for x in self.places if x.fetched_anywhere})
+            self.mesh.check_sums(self.passes)  # whose devices do not wait for each other
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The devices of the step, and which passes each of them makes."""
+        return DeviceMesh(self.layout, self.settings, self.world, self.order, self.stage)
 
     @cached_property
     def places(self) -> tuple[BucketPlaces, ...]:
         """Where the data of each bucket is, trainable or frozen, by its index."""
-        return make_places(
-            self.layout,
-            self.settings,
-            world=self.world,
-            resident=self.resident,
-            paged=self.paged,
-            homes={b: min(devices) for b, devices in self._homes.items()},
-            stage=self.stage,
-            sums=self._one_sum_at_a_time,
-        )
+        return make_places(self.layout, self.settings, self.mesh, self.resident, self.paged)
 
     @cached_property
     def activations(self) -> tuple[Where, ...]:
@@ -183,158 +179,13 @@ class StepSpec:
         """For each segment, whether its backward recomputes its forward."""
         return tuple(mode == "all" for mode in self.settings.recompute_modes(self.num_segments))
 
-    def loaded_before(self, m: int) -> Sequence[int]:
-        """The micro-batches that are copied to the first device just before the first pass of micro-batch `m`: all
-        of its group, or, with several devices, the one after `m`."""
-        total, size = self.settings.micro_batches, self.settings.group_size
-        if self.devices:
-            return range(m + (m > 0), min(m + 2, total))
-        return range(m, min(m + size, total)) if m % size == 0 else ()
-
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The passes of all micro-batches through the segments, on all devices, in serial order."""
         work = [{way: cost.flops or PASSES[way].work for way, cost in x.passes.items()} for x in self.costs]
         hops = [x.input_bytes * HOP for x in self.costs]
-        tied = [*self._tied.values()]
-        return tuple(x for _, _, x in passes_in(self.listed, self._trained, work, hops, tied))
-
-    @cached_property
-    def listed(self) -> list[list[Pass]]:
-        """The passes of each device, in the device's order."""
-        order, settings = self.order or InGroups(self.settings.group_size), self.settings
-        given = settings.stages, settings.micro_batches, self._trained, self.num_segments, self.repeated
-        return passes_listed(order, *given)
-
-    @cached_property
-    def _trained(self) -> list[int]:
-        return [s for s in range(self.num_segments) if self.layout.buckets_of(s)]
-
-    @cached_property
-    def _tied(self) -> dict[int, set[int]]:
-        """For each tied bucket, the segments whose gradients are added up to the bucket's gradient."""
-        buckets = (x for x in self.layout.buckets if len(x.deliveries) > 1)
-        return {x.index: {*chain(*x.deliveries)} for x in buckets}
-
-    @property
-    def repeated(self) -> list[int]:
-        """Segments whose forward may be recomputed ahead of backward; compiled, it would give other bits."""
-        whole = self.settings.tiles == 1 and not self.settings.compile_segments
-        return [s for s, repeats in enumerate(self.recompute) if repeats and whole]
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Pairs (W, s) if backward of segment `s` is split for some micro-batch, and (R, s) if the recomputation of
-        segment `s` is a pass of its own."""
-        return frozenset((way, s) for way, _, s in self.devices if way in (W, R))
-
-    @cached_property
-    def devices(self) -> dict[tuple[str, int, int], int]:
-        """With several devices, the number of the device, or with pp of the stage, that makes each pass (B stands
-        for I); empty for one device, whose passes may be millions."""
-        lists = self.listed if self.settings.stages > 1 else ()
-        return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
-
-    def device_of(self, way: str, m: int, s: int) -> int:
-        """The number of the device that makes pass `way` of micro-batch `m`, segment `s` (B stands for I)."""
-        return self.devices.get((way, m, s), 0)
-
-    def segments_on(self, device: int, *ways: str) -> list[int]:
-        """Ascending segments through which `device` makes passes of the kinds `ways`."""
-        if not self.devices:
-            return [*range(self.num_segments)]
-        return sorted(set[int]().union(*(self._made_on.get((device, way), ()) for way in ways)))
-
-    @cached_property
-    def _made_on(self) -> dict[tuple[int, str], set[int]]:
-        """For each device and kind of pass, the segments through which the device makes such passes."""
-        made: dict[tuple[int, str], set[int]] = {}
-        for (way, _, s), d in self.devices.items():
-            made.setdefault((d, way), set()).add(s)
-        return made
-
-    def hops(self, way: str) -> list[int]:
-        """Segments whose input (`way` F), or its gradient (B), goes from one device to another."""
-        of = self.devices
-        return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
-
-    @cached_property
-    def _homes(self) -> dict[int, set[int]]:
-        """For each bucket, the devices on which passes use its parameters."""
-        homes: dict[int, set[int]] = {}
-        for (_, _, s), d in self.devices.items():
-            for b in self.layout.weights_of(s):
-                homes.setdefault(b, set()).add(d)
-        return homes
-
-    @property
-    def several_ranks(self) -> bool:
-        """Whether several ranks train together, by data or as stages of a pipeline."""
-        return self.world > 1 or self.over_ranks
-
-    @property
-    def over_ranks(self) -> bool:
-        """Whether each device belongs to another rank, as with pp."""
-        return self.settings.pp > 1
-
-    def _check_places(self) -> None:
-        """Raise PlanError if the order of several devices does not fit the places of data, or other settings."""
-        if any(way == W for way, _ in self.parts) and (
-            self.settings.tiles != 1 or self.settings.compile_segments
-        ):
-            name = "tiles" if self.settings.tiles != 1 else "compile_segments"
-            raise PlanError(
-                f"order: got a backward in two halves with {name}={getattr(self.settings, name)!r}, whose backward "
-                f"is one: pass order='OneFOneB', or leave {name} out"
-            )
-        for x in chain(*self.listed):
-            m, s, forward = x.m, x.s, self.device_of(F, x.m, x.s)
-            if x.way in (W, R) and x.device != (other := self.device_of(B, m, s)):
-                raise PlanError(
-                    f"order: got {x} on device {x.device} and the rest of that backward on device {other}, "
-                    f"expected one device, which has what is kept between them: list {x} for device {other}"
-                )
-            apart = x.way in (B, I) and x.device != forward
-            if apart and (self.over_ranks or self.activations[s] == "device"):
-                way_on = "in one process activations_on='host' for all but the last segment"
-                raise PlanError(
-                    f"order: got {x} on device {x.device} and its forward on device {forward}, which has its "
-                    f"activations: expected one device, or {way_on}"
-                )
-            if self.device_of(F, m, s) != self.device_of(F, 0, s) and s in self.stateful:
-                raise PlanError(
-                    f"order: got segment {s}, whose forward changes buffers, on several devices, expected "
-                    "one: pass an order that keeps a segment on a device, such as 'OneFOneB'"
-                )
-        for b, devices in self._homes.items():
-            if len(devices) > 1 and (self.over_ranks or not self.places[b].fetched_anywhere):
-                names = [span.name for span in self.layout.all_buckets[b].spans]
-                way_on = "pass params_on='host', with update_on='host', or"
-                if self.over_ranks:
-                    one_process = f"pass devices={self.settings.pp}, params_on='host' in one process"
-                    way_on = f"{one_process}, or untie them, or"
-                raise PlanError(
-                    f"order: got passes with the weights {', '.join(names[:3])} on the devices {sorted(devices)}, "
-                    f"expected one: {way_on} an order that has those segments on one, "
-                    "as DualPipeV the first and last"
-                )
-
-        _ = self.passes  # whose devices do not wait for each other
-        for b in self._tied if self.settings.stage == 1 else ():
-            self._check_sum(b)
-
-    def _check_sum(self, b: int) -> None:
-        """Raise PlanError if stage 1 would add a tied weight's gradients in another order than one device."""
-        own = [x for x in self.passes if x.ended and x.way in (B, W) and x.s in self._tied[b]]
-        for x, y in pairwise(own):
-            if (x.m, -x.s) > (y.m, -y.s):
-                names = [span.name for span in self.layout.buckets[b].spans[:3]]
-                raise PlanError(
-                    f"order: got {x} before {y} with stage=1 and the weights "
-                    f"{', '.join(names)}, which it adds up in this order, "
-                    "expected one micro-batch after the other through all of their segments: pass stage=2, or "
-                    "another order"
-                )
+        mesh = self.mesh
+        return tuple(x for _, _, x in passes_in(mesh.listed, mesh.trained, work, hops, [*mesh.tied.values()]))
 
     @property
     def num_segments(self) -> int:
@@ -386,7 +237,7 @@ class StepSpec:
     def first_on_disk(self) -> frozenset[int]:
         """The first bucket that a step reads from the disk, if any; with pp, the first of each stage."""
         there = [x for x in self.places if "disk" in (x.state, x.params)]
-        return frozenset({x.home if self.over_ranks else 0: x.index for x in reversed(there)}.values())
+        return frozenset({x.home if self.mesh.over_ranks else 0: x.index for x in reversed(there)}.values())
 
     @cached_property
     def swap_records(self) -> int:
@@ -419,29 +270,6 @@ class StepSpec:
             )
 
         return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
-
-    @cached_property
-    def _one_sum_at_a_time(self) -> bool:
-        """Whether no device adds to two gradient sums of a bucket, and no two devices to one."""
-        pulled: dict[int, set[int]] = {}
-        for (way, _, s), d in self.devices.items():
-            if way == B:
-                pulled.setdefault(s, set()).add(d)
-        if any(len(devices) > 1 for devices in pulled.values()):
-            return False
-        of = [[group[-1] for group in bucket.deliveries] for bucket in self.layout.buckets]
-        return not pulled or all(len({min(pulled[s]) for s in own}) == len(own) for own in of)
-
-    def open_sums(self, device: int) -> int:
-        """The most segments at any time through which `device` has passed some micro-batches back, not all."""
-        most, counts = 0, Counter[int]()
-        for x in self.passes if self.devices else ():
-            if x.way in (B, W) and x.device == device and x.ended:
-                counts[x.s] += 1
-                most = max(most, len(counts))
-                if counts[x.s] == self.settings.micro_batches:
-                    del counts[x.s]
-        return most
 
 
 def _extent(place: BucketPlaces, *, master: bool) -> Extent:

@@ -65,6 +65,6 @@ def step_graph(
     ahead = SegmentCost(once, twice, once, once, once, input_bytes=output)  # forward is repeated apart
     order = above("make_order")(chosen.order) if chosen.stages > 1 else None
     spec = StepSpec(costs=(cost,) * segments, world=world, order=order, **in_buckets(layout, chosen))
-    costs = [ahead if (R, s) in spec.parts else cost for s in range(segments)]
+    costs = [ahead if (R, s) in spec.mesh.parts else cost for s in range(segments)]
     spec = evolve(spec, costs=costs, commit=spec.swaps and chosen.commit_every == 1)
     return Graph((recipe or recipe_of(spec))(spec))

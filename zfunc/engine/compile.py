@@ -160,7 +160,7 @@ def compile(
     default_threads()  # chosen and logged before any lane runs
     program = Program(
         segments=segments,
-        calls=segment_calls(segments, spec, devices, parts=spec.parts),
+        calls=segment_calls(segments, spec, devices, parts=spec.mesh.parts),
         optimizer=optimizer,
         schedule=schedule,
         devices=devices,

@@ -72,7 +72,7 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
             return traced().trace(settings, spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
         sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
-        recompute, compiled, moving, *_ = passes_key(settings, spec.parts)
+        recompute, compiled, moving, *_ = passes_key(settings, spec.mesh.parts)
 
         @cache  # blocks are alike
         def cost(kind: str, grads: int, split: bool, ahead: bool) -> SegmentCost:
@@ -83,7 +83,7 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
             return passes.cost(grads, ahead=ahead, **how)
 
         kinds = ["embed", *["block"] * config.num_layers, "head"]
-        parts = [((W, s) in spec.parts, (R, s) in spec.parts) for s in range(len(kinds))]
+        parts = [((W, s) in spec.mesh.parts, (R, s) in spec.mesh.parts) for s in range(len(kinds))]
         costs = [cost(kind, spec.grad_bytes[s], *parts[s]) for s, kind in enumerate(kinds)]
         return StepCosts(costs, _held(8 * tokens))
 

@@ -197,7 +197,7 @@ class PlannedStep:
                 nbytes[ring.region.place] += sum(count * room for _, count, room in ring.classes)
 
         work = Counter[tuple[Kind, int]]()
-        passes = Counter((x.way, x.s, x.device) for own in spec.listed for x in own)
+        passes = Counter((x.way, x.s, x.device) for own in spec.mesh.listed for x in own)
         for (way, s, device), count in passes.items():
             cost = spec.costs[s].passes[way]
             work["compute", device] += count * seconds(Op("", (), "compute", **asdict(cost)))

@@ -14,9 +14,10 @@ from zfunc.checkpoint.strict_json import Count, Text
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter
+from zfunc.core.mesh import Parts
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
-from zfunc.core.spec import Parts, SegmentCost, StepSpec
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.program.step_spec import make_spec, passes_key, with_moments
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
@@ -107,7 +108,7 @@ class CostModel:
         """The StepSpec of `settings`, with the traced costs of each segment in its own mode of recomputation."""
         spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
         modes = words_of(settings.recompute)
-        by_mode = {x: self._traced(evolve(settings, recompute=x), spec.parts) for x in modes}
+        by_mode = {x: self._traced(evolve(settings, recompute=x), spec.mesh.parts) for x in modes}
         count = spec.num_segments
         traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]
         return evolve(

@@ -102,7 +102,7 @@ def kept_trace(asked: Sequence[Any], trace: Tracer) -> Tracer:
 
     def costs(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kinds = settings.precision, settings.fp32_params, settings.micro_batches
-        question = *asked, *kinds, *passes_key(settings, spec.parts), on_gpu, grouped
+        question = *asked, *kinds, *passes_key(settings, spec.mesh.parts), on_gpu, grouped
         return kept(question, lambda: trace(settings, spec, on_gpu, grouped), StepCosts)
 
     return costs

@@ -39,10 +39,10 @@ def work_of(step: PlannedStep) -> Work:
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)
         made = x.passes
-        made |= {} if (W, s) in step.spec.parts else {W: alike}
+        made |= {} if (W, s) in step.spec.mesh.parts else {W: alike}
         ops = {way: Op("", (), "compute", **asdict(cost)) for way, cost in made.items()}
         own = {way: round(step.hardware.seconds(op) / UNIT) for way, op in ops.items()}
-        if (R, s) in step.spec.parts:
+        if (R, s) in step.spec.mesh.parts:
             own[B] += own[R]
         own |= {R: min(own[F], own[B])}
         work.append(own | {I: max(0, own[B] - own[W])})
@@ -178,7 +178,9 @@ def _passes(
     """
     settings, spec, count = step.settings, step.spec, step.spec.num_segments
     trained = [x for x in range(count) if spec.layout.buckets_of(x)]
-    listed = passes_listed(make_order(order), settings.stages, micro_batches, trained, count, spec.repeated)
+    listed = passes_listed(
+        make_order(order), settings.stages, micro_batches, trained, count, spec.mesh.repeated
+    )
     parts = settings.micro_batches / micro_batches
     one = [{way: round(x * parts) for way, x in ways.items()} for ways in work]
     for s in {x.s for x in chain(*listed) if x.way == R}:

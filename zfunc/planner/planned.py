@@ -391,7 +391,7 @@ def _devices(p: Planned) -> Iterator[str]:
         place = f":{d}" if d else ""
         out, back = (moved.get(f"{bus}{place}", 0) / 1e9 for bus in ("d2h", "h2d"))
         share = busy.get(d, 0.0) / p.step_seconds if p.step_seconds else 0.0
-        segments = _ranges(spec.segments_on(d, F, B))
+        segments = _ranges(spec.mesh.segments_on(d, F, B))
         yield (
             f"  {f'device{place}':9} computes {share:>4.0%}   d2h {out:8,.1f} GB   h2d {back:8,.1f} GB   "
             f"segments {segments}"

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import bytes_by_tier
+from zfunc.core.mesh import Parts
 from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.shares import two_tiers
-from zfunc.core.spec import Parts, StepSpec
+from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile
 from zfunc.engine.program.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.program.passes import segment_calls
@@ -62,7 +63,7 @@ def traced_costs(
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kernels = grouped if on_gpu else None
         with modelled(kernels):
-            program = evolve(program_of(settings, kernels, spec.parts), spec=spec)
+            program = evolve(program_of(settings, kernels, spec.mesh.parts), spec=spec)
             micro = split_batch(example, settings.micro_batches)[0]
             found = traced_spec(program, micro, of_accelerator=on_gpu)[0]
         return StepCosts(found.costs, found.target_bytes, found.aux)

@@ -286,7 +286,7 @@ def as_json(answer: PlannedModel) -> str:
     p = answer.planned
     content: dict[str, Any] = {
         **{name: getattr(p, name) for name in FIGURES},
-        "segments": [p.step.spec.segments_on(d, F, B) for d in range(p.devices)],
+        "segments": [p.step.spec.mesh.segments_on(d, F, B) for d in range(p.devices)],
         "release": p.release and asdict(p.release),
         "disk": p.disk and {**asdict(p.disk), "busy": p.disk.busy},
         "advice": [_typed(suggestion) for suggestion in p.suggestions] if p.advised else None,

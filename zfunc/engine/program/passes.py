@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zfunc.core.mesh import Parts
 from zfunc.core.pipeline import B, F, R, W
-from zfunc.core.spec import Parts, StepSpec
+from zfunc.core.spec import StepSpec
 from zfunc.engine.rows.tiled_vjp import evaluated_in_tiles, tiled_vjp
 from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.stages.stage_context import CompiledSegment
@@ -58,7 +59,7 @@ def segment_calls(
             pair = make(compiled=True) if compiled else eager, eager, evaluate
             pairs.append((segment, options, pair))
         names = segment.by_short
-        used = [n for n in range(len(devices)) if spec.over_ranks or s in spec.segments_on(n, F, B)]
+        used = [n for n in range(len(devices)) if spec.mesh.over_ranks or s in spec.mesh.segments_on(n, F, B)]
         calls.append(
             CompiledSegment(
                 segment.name,

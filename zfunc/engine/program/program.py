@@ -201,7 +201,7 @@ def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
         for op in (ops[i] for i in lane.ops if ops[i].kind == "network"):
             networks.setdefault((op.joint, op.device), {})[lane.name] = None
     most = max(networks.values(), key=len, default={})
-    if spec.several_ranks and len(most) > 1:
+    if spec.mesh.several_ranks and len(most) > 1:
         raise PlanError(
             f"got collectives on the lanes {', '.join(most)}, expected them on one: ranks have to issue "
             "them in one order. Put every operation of kind 'network' on one lane"

@@ -160,7 +160,7 @@ def traced_spec(
     for before, _ in program.cache.costs.values():
         check_aux_names(program.segments[-1].name, aux, before.aux)
     spec = evolve(program.spec, costs=tuple(costs), target_bytes=nbytes(micro[1:]), aux=aux, unused=unused)
-    if spec.devices != program.spec.devices:
+    if spec.mesh.made_on != program.spec.mesh.made_on:
         raise PlanError(
             "order: got other passes than when the program was compiled, expected the same in every call: draw "
             "what is random once, before"
@@ -304,8 +304,8 @@ def _trace_one(
             device=device,
             guess=output,
             pulled=s >= program.layout.first_trainable,
-            split=(W, s) in program.spec.parts,
-            ahead=(R, s) in program.spec.parts,
+            split=(W, s) in program.spec.mesh.parts,
+            ahead=(R, s) in program.spec.mesh.parts,
             buffers=call.buffers,
             of_accelerator=of_accelerator,
             compiled=bool(program.settings.compile_segments),

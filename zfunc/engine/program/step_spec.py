@@ -9,11 +9,12 @@ from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import ELEMENTWISE, Parameter
+from zfunc.core.mesh import Parts
 from zfunc.core.optimizer_state import Moments, updates_matrices, updates_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import Parts, SegmentCost, StepSpec
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.errors import PlanError, did_you_mean, refuse
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer, has_moments

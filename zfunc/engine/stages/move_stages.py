@@ -94,7 +94,7 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
     (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
     row = MOVES[op.verb]
     way = F if row.thing == "input" else B
-    stages = [step.spec.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
+    stages = [step.spec.mesh.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
     tag = 2 * (m * len(step.calls) + s) + (way == B)
     apart = on_accelerator(step.devices[0])
     if row.to == "device":

@@ -234,7 +234,7 @@ def segment_weights(
         if ema and (b < len(spec.layout.buckets) or b in buffers.averages):
             average = bucket_weights(buffers, bucket, ranks, ema=True)
             views = Flat.of(average.to(device, TORCH_DTYPES[spec.places[b].dtype]), bucket).views
-        elif spec.places[b].params != "device" and not spec.places[b].sharded and not spec.over_ranks:
+        elif spec.places[b].params != "device" and not spec.places[b].sharded and not spec.mesh.over_ranks:
             views = Flat.of(buffers.parameters(b).flat.to(device), bucket).views
         else:
             views = gathered(buffers, spec, bucket, device, ranks)

@@ -118,7 +118,7 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
     stages. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "buffers")
-    if program.spec.over_ranks:
+    if program.spec.mesh.over_ranks:
         program.ranks.agree("buffers")
     copies = {
         segment.buffer_name(short): t.to("cpu", copy=True)
@@ -133,11 +133,11 @@ def _module_buffers(program: Program, state: State, s: int) -> dict[str, Tensor]
     """The module buffers that forward of segment `s` changes, by short name: views of the State's memory, or, with
     pipeline stages on ranks, copies on the host that a collective makes."""
     own, like, spec = module_buffers(program, state.buffers, s), program.calls[s].buffers, program.spec
-    if not like or not spec.over_ranks:
+    if not like or not spec.mesh.over_ranks:
         return own
     flat = state.buffers.memory.get(Region("module_buffers", (s,)))
     flat = torch.empty(spec.buffer_bytes[s], dtype=torch.uint8, device="cpu") if flat is None else flat
-    there = program.ranks.from_stage(spec.device_of(F, 0, s), flat)  # pyright: ignore  # StageRanks
+    there = program.ranks.from_stage(spec.mesh.device_of(F, 0, s), flat)  # pyright: ignore  # StageRanks
     return buffer_views(there, like)
 
 
@@ -182,7 +182,7 @@ def outputs(
         )
     for s, (segment, call, extra) in enumerate(zip(program.segments, program.calls, more, strict=True)):
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
-        n = program.local(program.spec.device_of(F, 0, s))
+        n = program.local(program.spec.mesh.device_of(F, 0, s))
         device = program.devices[n]
         # Not around the yield, where they would leak.
         with (

@@ -109,7 +109,7 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     homes = dict(state.buffers.homes)
     if homes:
         of_buffers = [
-            program.spec.device_of(F, 0, s) for s, x in enumerate(program.segments) for _ in x.buffers
+            program.spec.mesh.device_of(F, 0, s) for s, x in enumerate(program.segments) for _ in x.buffers
         ]
         homes |= enumerate(of_buffers, len(program.layout.all_buckets))
     snapshot = Snapshot(

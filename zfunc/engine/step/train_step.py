@@ -210,7 +210,7 @@ def _check_ranks_agree(
     if not state.buffers.compared:
         common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.places[b].sharded)
         checksum = _checksum(program, common)
-        if not program.spec.over_ranks or not ranks.same(checksum):  # those of a stage
+        if not program.spec.mesh.over_ranks or not ranks.same(checksum):  # those of a stage
             weights = f"weights of checksum {checksum}: equal seeds or params make them equal"
     ranks.agree(
         "train_step",
@@ -218,7 +218,9 @@ def _check_ranks_agree(
         "\n".join([*facts, shaped.whole.digest, weights]),
         lambda: "\n".join([*facts, shaped.whole.text(), weights]),
     )
-    if program.spec.over_ranks and (not state.buffers.compared or state.batches % ROWS_EVERY < ROWS_FIRST):
+    if program.spec.mesh.over_ranks and (
+        not state.buffers.compared or state.batches % ROWS_EVERY < ROWS_FIRST
+    ):
         _check_rows(program, batch)
     state.buffers.compared = True
 

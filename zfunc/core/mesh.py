@@ -1,0 +1,175 @@
+"""Which device makes which pass of a step, and which ranks train together: `StepSpec.mesh` answers for all."""
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from itertools import chain, pairwise
+
+from attrs import frozen
+
+from zfunc.core.layout import Layout
+from zfunc.core.pipeline import B, F, I, InGroups, Order, Pass, R, W, passes_listed
+from zfunc.core.settings import StepSettings
+from zfunc.errors import PlanError
+
+Parts = frozenset[tuple[str, int]]
+
+
+@frozen
+class DeviceMesh:
+    """The devices of a step, by number, and the passes that each makes: devices of one process, which share host
+    memory and disk, or, with pp, pipeline stages of `world` ranks each, which share nothing.
+
+    Without an `order` one device makes all passes. `stage` is the pipeline stage of this rank; None has all.
+    """
+
+    layout: Layout
+    settings: StepSettings
+    world: int
+    order: Order | None
+    stage: int | None
+
+    @cached_property
+    def over_ranks(self) -> bool:
+        """Whether each device belongs to another rank, as with pp, and no memory is shared."""
+        return self.settings.pp > 1
+
+    @property
+    def several_ranks(self) -> bool:
+        """Whether several ranks train together, by data or as stages of a pipeline."""
+        return self.world > 1 or self.over_ranks
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """Ascending segments with trainable parameters."""
+        return [s for s in range(len(self.layout.segments)) if self.layout.buckets_of(s)]
+
+    @cached_property
+    def tied(self) -> dict[int, set[int]]:
+        """For each tied bucket, the segments whose gradients are added up to the bucket's gradient."""
+        buckets = (x for x in self.layout.buckets if len(x.deliveries) > 1)
+        return {x.index: {*chain(*x.deliveries)} for x in buckets}
+
+    @property
+    def repeated(self) -> list[int]:
+        """Segments whose forward may be recomputed ahead of backward; compiled, it would give other bits."""
+        if self.settings.tiles != 1 or self.settings.compile_segments:
+            return []
+        modes = self.settings.recompute_modes(len(self.layout.segments))
+        return [s for s, mode in enumerate(modes) if mode == "all"]
+
+    @cached_property
+    def listed(self) -> list[list[Pass]]:
+        """The passes of each device, in the device's order."""
+        order, settings = self.order or InGroups(self.settings.group_size), self.settings
+        sizes = settings.stages, settings.micro_batches, self.trained, len(self.layout.segments)
+        return passes_listed(order, *sizes, self.repeated)
+
+    @cached_property
+    def made_on(self) -> dict[tuple[str, int, int], int]:
+        """With several devices, the number of the device, or with pp of the stage, that makes each pass (B stands
+        for I); empty for one device, whose passes may be millions."""
+        lists = self.listed if self.settings.stages > 1 else ()
+        return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
+
+    @cached_property
+    def makers(self) -> dict[tuple[str, int], set[int]]:
+        """With several devices, those that make passes of a kind through a segment, by kind and segment."""
+        makers: dict[tuple[str, int], set[int]] = {}
+        for (way, _, s), device in self.made_on.items():
+            makers.setdefault((way, s), set()).add(device)
+        return makers
+
+    @cached_property
+    def homes(self) -> dict[int, set[int]]:
+        """With several devices, those whose passes use the parameters of each bucket, by bucket."""
+        homes: dict[int, set[int]] = {}
+        for (_, s), devices in self.makers.items():
+            for b in self.layout.weights_of(s):
+                homes.setdefault(b, set()).update(devices)
+        return homes
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Pairs (W, s) if backward of segment `s` is split for some micro-batch, and (R, s) if the recomputation of
+        segment `s` is a pass of its own."""
+        return frozenset(x for x in self.makers if x[0] in (W, R))
+
+    @property
+    def one_sum_at_a_time(self) -> bool:
+        """Whether no device adds to two gradient sums of a bucket, and no two devices to one."""
+        pulled = {s: devices for (way, s), devices in self.makers.items() if way == B}
+        sums = [[pulled[s] for *_, s in own] for own in (x.deliveries for x in self.layout.buckets) if pulled]
+        apart = all(len(set[int]().union(*own)) == len(own) for own in sums)
+        return apart and all(len(devices) == 1 for devices in pulled.values())
+
+    def device_of(self, way: str, m: int, s: int) -> int:
+        """The number of the device that makes pass `way` of micro-batch `m`, segment `s` (B stands for I)."""
+        return self.made_on.get((way, m, s), 0)
+
+    def segments_on(self, device: int, *ways: str) -> list[int]:
+        """Ascending segments through which `device` makes passes of the kinds `ways`."""
+        segments, makers = range(len(self.layout.segments)), self.makers
+        if not makers:
+            return [*segments]
+        return [s for s in segments if any(device in makers.get((way, s), ()) for way in ways)]
+
+    def hops(self, way: str) -> list[int]:
+        """Segments whose input (`way` F), or its gradient (B), goes from one device to another."""
+        of = self.made_on
+        return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
+
+    def check(self, stay: Collection[int], stateful: Collection[int], anywhere: Collection[int]) -> None:
+        """Raise PlanError if the order of several devices does not fit the places of data, or other settings:
+        activations of the segments `stay` on the device, `stateful` segments have buffers that forward changes,
+        and buckets `anywhere` may be used on several devices of a process."""
+        settings = self.settings
+        if any(way == W for way, _ in self.parts) and (settings.tiles != 1 or settings.compile_segments):
+            name = "tiles" if settings.tiles != 1 else "compile_segments"
+            raise PlanError(
+                f"order: got a backward in two halves with {name}={getattr(settings, name)!r}, whose backward "
+                f"is one: pass order='OneFOneB', or leave {name} out"
+            )
+        for x in chain(*self.listed):
+            m, s, forward = x.m, x.s, self.device_of(F, x.m, x.s)
+            if x.way in (W, R) and x.device != (other := self.device_of(B, m, s)):
+                raise PlanError(
+                    f"order: got {x} on device {x.device} and the rest of that backward on device {other}, "
+                    f"expected one device, which has what is kept between them: list {x} for device {other}"
+                )
+            if x.way in (B, I) and x.device != forward and (self.over_ranks or s in stay):
+                way_on = "in one process activations_on='host' for all but the last segment"
+                raise PlanError(
+                    f"order: got {x} on device {x.device} and its forward on device {forward}, which has its "
+                    f"activations: expected one device, or {way_on}"
+                )
+            if forward != self.device_of(F, 0, s) and s in stateful:
+                raise PlanError(
+                    f"order: got segment {s}, whose forward changes buffers, on several devices, expected "
+                    "one: pass an order that keeps a segment on a device, such as 'OneFOneB'"
+                )
+        for b, devices in self.homes.items():
+            if len(devices) > 1 and (self.over_ranks or b not in anywhere):
+                way_on = "pass params_on='host', with update_on='host', or"
+                if self.over_ranks:
+                    one_process = f"pass devices={settings.pp}, params_on='host' in one process"
+                    way_on = f"{one_process}, or untie them, or"
+                raise PlanError(
+                    f"order: got passes with the weights {self._names(b)} on the devices {sorted(devices)}, "
+                    f"expected one: {way_on} an order that has those segments on one, "
+                    "as DualPipeV the first and last"
+                )
+
+    def check_sums(self, passes: Sequence[Pass]) -> None:
+        """Raise PlanError if stage 1 would add a tied weight's gradients in another order than one device, as the
+        serial order of all `passes` has them."""
+        for b, segments in self.tied.items() if self.settings.stage == 1 else ():
+            for x, y in pairwise(x for x in passes if x.ended and x.way in (B, W) and x.s in segments):
+                if (x.m, -x.s) > (y.m, -y.s):
+                    raise PlanError(
+                        f"order: got {x} before {y} with stage=1 and the weights {self._names(b)}, which it adds "
+                        "up in this order, expected one micro-batch after the other through all of their "
+                        "segments: pass stage=2, or another order"
+                    )
+
+    def _names(self, b: int) -> str:
+        return ", ".join(span.name for span in self.layout.all_buckets[b].spans[:3])
