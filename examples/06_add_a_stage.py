@@ -56,7 +56,7 @@ def halves(mem: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def compress(op: Op, mem: dict, step: object) -> None:
-    grad = mem[op.read("grad_slot")][: step.layout.buckets[op.index[1]].numel].view(-1, BLOCK).float()
+    grad = mem[op.read("grad_slot")][: step.spec.layout.buckets[op.index[1]].numel].view(-1, BLOCK).float()
     codes, scale = halves(mem[op.write("small_device")], grad.numel())
     scale.copy_(grad.abs().amax(dim=1, keepdim=True) / 127)
     codes.copy_(torch.round(grad / scale.clamp(min=1e-30)))
@@ -68,7 +68,7 @@ def send(op: Op, mem: dict, _: object) -> None:
 
 def widen(op: Op, mem: dict, step: object) -> None:
     (into,) = op.writes
-    codes, scale = halves(mem[op.read("small_host")], step.layout.buckets[op.index[1]].numel)
+    codes, scale = halves(mem[op.read("small_host")], step.spec.layout.buckets[op.index[1]].numel)
     mem[into][: codes.numel()].copy_((codes * scale).view(-1))
 
 

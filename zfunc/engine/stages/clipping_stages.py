@@ -23,7 +23,7 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     """
     wait_for_copies(step)
     found: dict[int, Squares] = {r.index[0]: mem[r] for r in op.reads}  # by bucket, of this pipeline stage
-    sizes = [len(x.spans) if step.settings.norms else 1 for x in step.layout.buckets]
+    sizes = [len(x.spans) if step.spec.settings.norms else 1 for x in step.spec.layout.buckets]
     starts = [0, *accumulate(sizes)]
     rows = torch.zeros(starts[-1], SUM_PARTS, dtype=torch.float64, device="cpu")  # of each parameter
     of_rows, norms = list[int](), list[Tensor]()
@@ -63,9 +63,9 @@ def decide(op: Op, mem: Memory, step: StepContext) -> None:
     loss, *aux = _means(op, mem)
     norm = mem[op.read("norm")] if op.touches("norm") else 0.0
     finite = math.isfinite(loss) and math.isfinite(norm)
-    if not finite and step.settings.precision != "fp16":
+    if not finite and step.spec.settings.precision != "fp16":
         _refuse_step(step, loss, norm)
-    factor = clip_factor(norm, step.settings.clip_norm) if finite else 1.0
+    factor = clip_factor(norm, step.spec.settings.clip_norm) if finite else 1.0
     mem[op.write("decision")] = step.decision(skip=not finite, factor=factor, loss=loss, aux=aux)
 
 

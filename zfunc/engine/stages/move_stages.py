@@ -39,7 +39,7 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
         mem[source].read_weights(mem[target])
         return
     home, place = mem[source], step.spec.places[b]
-    into = mem[target].hold(step.layout.all_buckets[b])
+    into = mem[target].hold(step.spec.layout.all_buckets[b])
     # Of the master's high half, the tensor itself.
     params = weights_in_page(home, place) if source.buffer == "weight_page" else getattr(home, "flat", home)
     if params.numel() < into.numel():
@@ -120,7 +120,7 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
     if source.role == "paged":
         values = values.views["master_high"]
     into = (
-        step.ranks.own_slice(step.layout.all_buckets[b], into.flat)
+        step.ranks.own_slice(step.spec.layout.all_buckets[b], into.flat)
         if target.role == "params"
         else into[:numel]
     )

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
-from zfunc.core.layout import Layout
-from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.trace.vjp import SegmentVJP
 from zfunc.optim.base import Optimizer
@@ -60,16 +58,6 @@ class StepContext:
     patience: float = 600.0  # seconds to wait for the device
     warn: Callable[[str], None] | None = None  # where the first loss is to be compared with those of its rows
 
-    @property
-    def layout(self) -> Layout:
-        """The layout of the model's parameters in buckets."""
-        return self.spec.layout
-
-    @property
-    def settings(self) -> StepSettings:
-        """The settings of the step."""
-        return self.spec.settings
-
     def decision(
         self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
     ) -> StepDecision:
@@ -80,7 +68,7 @@ class StepContext:
 
     def slice_of(self, b: int) -> slice:
         """This rank's slice of the elements of bucket `b`, relative to the start of the bucket."""
-        return slice(*self.layout.all_buckets[b].slice_of(self.ranks.rank, self.ranks.world))
+        return slice(*self.spec.layout.all_buckets[b].slice_of(self.ranks.rank, self.ranks.world))
 
 
 Stage = Callable[[Op, Memory, StepContext], None]

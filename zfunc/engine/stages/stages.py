@@ -145,7 +145,7 @@ def backward_weight(op: Op, mem: Memory, step: StepContext) -> None:
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
     """Gather a bucket's parameters from the slices of all ranks into a slot on the device: a collective."""
     _, b = op.index
-    into = mem[op.write("weight_slot")].hold(step.layout.all_buckets[b])
+    into = mem[op.write("weight_slot")].hold(step.spec.layout.all_buckets[b])
     fetched = op.write("weight_slot") in op.reads
     step.ranks.all_gather(into, into[step.slice_of(b)] if fetched else mem[op.read("params")].flat)
 
@@ -154,7 +154,7 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy one segment's gradients into its bucket's slot; the first segment of a delivery zeroes the padding
     between parameters."""
     _, b, _ = op.index
-    bucket, slot, grads = step.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
+    bucket, slot, grads = step.spec.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
     if op.write("grad") not in op.reads:
         for start, stop in gaps(bucket.start, bucket.stop, ((x.start, x.stop) for x in bucket.spans)):
             slot[start - bucket.start : stop - bucket.start].zero_()
@@ -165,7 +165,7 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
 def add(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one segment's gradients to its bucket's sum of gradients on the device."""
     _, b, _ = op.index
-    total, grads, bucket = mem[op.write("grad")], mem[op.read("grads")], step.layout.buckets[b]
+    total, grads, bucket = mem[op.write("grad")], mem[op.read("grads")], step.spec.layout.buckets[b]
     own = [grads[x.name] for x in bucket.spans if x.name in grads]
     torch._foreach_add_(_places(total, bucket, grads), own)
 
@@ -173,14 +173,14 @@ def add(op: Op, mem: Memory, step: StepContext) -> None:
 def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum a bucket's gradient over all ranks into this rank's slice of the bucket's slot: a collective."""
     _, b, _ = op.index
-    slot = mem[op.write("grad")][: step.layout.buckets[b].numel]
+    slot = mem[op.write("grad")][: step.spec.layout.buckets[b].numel]
     step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
 
 
 def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum the squares of this rank's slice of a bucket's complete gradient, or, on accelerators, take its norms."""
     (b,) = op.index
-    bucket, own = step.layout.buckets[b], step.slice_of(b)
+    bucket, own = step.spec.layout.buckets[b], step.slice_of(b)
     grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
@@ -189,8 +189,10 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
         spans = bucket.spans_within(own.start, own.stop)
         pieces = [grad[first - own.start : last - own.start] for first, last, _ in spans]
         squares: Squares = mem[op.write("squares")]
-        before = sum(x.stop - bucket.start <= own.start for x in bucket.spans) if step.settings.norms else 0
-        squares.rows = [before + i * step.settings.norms for i in range(len(pieces))]
+        before = (
+            sum(x.stop - bucket.start <= own.start for x in bucket.spans) if step.spec.settings.norms else 0
+        )
+        squares.rows = [before + i * step.spec.settings.norms for i in range(len(pieces))]
         if pieces:
             torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32), out=squares.norms)
     else:
@@ -250,7 +252,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
     state = state_of(op, mem)
     if op.touches("frozen"):
-        state[FROZEN] = step.ranks.own_slice(step.layout.all_buckets[b], mem[op.read("frozen")].flat)
+        state[FROZEN] = step.ranks.own_slice(step.spec.layout.all_buckets[b], mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
         state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step.spec.places[b])
     if op.touches("ema"):
@@ -262,7 +264,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
 def write_buffers(op: Op, mem: Memory, step: StepContext) -> None:
     """Write the module buffers that forward changes to the checkpoint."""
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
-    number, own = len(step.layout.all_buckets), {r.index[0]: r for r in op.operands("module_buffers")}
+    number, own = len(step.spec.layout.all_buckets), {r.index[0]: r for r in op.operands("module_buffers")}
     for s, call in enumerate(step.calls):
         views = buffer_views(mem[own[s]], call.buffers).values() if s in own else ()
         for n, t in enumerate(views, number):
@@ -326,7 +328,7 @@ def _input(op: Op) -> Region:
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
     """Cotangents of a segment's outputs, from the segment above; of the loss, scale / (micro-batches * ranks)."""
     if op.touches("targets"):
-        seed = step.loss_scale / (step.settings.micro_batches * step.ranks.world)
+        seed = step.loss_scale / (step.spec.settings.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.devices[op.device])]
     return mem[op.read("grad_act")]
 
@@ -358,11 +360,11 @@ def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable
     the whole slice or, with the setting `norms`, each parameter's part."""
     squares.rows = None
     rows = squares.flat.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
-    if not step.settings.norms:
+    if not step.spec.settings.norms:
         rows[0].copy_(sum_of(slice(None)))
         return
     shard = step.slice_of(b)
-    for row, (start, stop, _) in zip(rows, step.layout.buckets[b].parts, strict=True):
+    for row, (start, stop, _) in zip(rows, step.spec.layout.buckets[b].parts, strict=True):
         first, last = max(start, shard.start), min(stop, shard.stop)
         if first < last:
             row.copy_(sum_of(slice(first - shard.start, last - shard.start)))

@@ -49,8 +49,8 @@ def average(op: Op, mem: Memory, step: StepContext) -> None:
     """Move the moving average of a bucket's weights towards the new weights, unless the step is skipped."""
     (b,) = op.index
     if not mem[op.read("decision")].skip and b not in step.averaged:
-        assert step.settings.ema is not None
-        average_(mem[op.write("ema")], state_of(op, mem), step.settings.ema)
+        assert step.spec.settings.ema is not None
+        average_(mem[op.write("ema")], state_of(op, mem), step.spec.settings.ema)
 
 
 def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision, copy: Tensor | None) -> None:
@@ -66,7 +66,7 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
         return
     grad = gradient_of(op, mem, shard)
     apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
-    bucket, by_parameter = step.layout.buckets[b], step.spec.places[b].by_parameter
+    bucket, by_parameter = step.spec.layout.buckets[b], step.spec.places[b].by_parameter
     unused = {*decision.unused}
     parts = (_parameters if by_parameter else _runs)(bucket, shard, unused)
     for start, stop, given in parts:
@@ -103,7 +103,7 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip or b in step.updated:
         return
-    shard, bucket, optimizer = step.slice_of(b), step.layout.buckets[b], step.optimizer
+    shard, bucket, optimizer = step.slice_of(b), step.spec.layout.buckets[b], step.optimizer
     grad, state, out = gradient_of(op, mem, shard), state_of(op, mem), mem[op.write("grad_shard")]
     for start, stop, given in _runs(bucket, shard, decision.unused):
         slices = state_slice(bucket.state_format, state, start, stop)
@@ -114,7 +114,7 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
     """Gather a bucket's direction, which Muon orthogonalizes, from the slices of all ranks: a collective."""
     shard = step.slice_of(op.index[0])
-    whole = mem[op.write("direction_slot")][: step.layout.buckets[op.index[0]].numel]
+    whole = mem[op.write("direction_slot")][: step.spec.layout.buckets[op.index[0]].numel]
     step.ranks.all_gather(whole, mem[op.read("direction_shard")][: shard.stop - shard.start])
 
 
@@ -123,7 +123,7 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
     (b,) = op.index
     if mem[op.read("decision")].skip:
         return
-    bucket, optimizer = step.layout.buckets[b], step.optimizer
+    bucket, optimizer = step.spec.layout.buckets[b], step.optimizer
     own = mem[op.write("direction_shard")]
     whole = mem[op.write("direction_slot")] if op.touches("direction_slot") else own  # of one rank
     shard = step.slice_of(b)
@@ -155,7 +155,7 @@ def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor | None:
     (b,) = op.index
     if not op.touches("params"):
         return None
-    return step.ranks.own_slice(step.layout.all_buckets[b], mem[op.write("params")].flat)
+    return step.ranks.own_slice(step.spec.layout.all_buckets[b], mem[op.write("params")].flat)
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
