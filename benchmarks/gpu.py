@@ -91,7 +91,7 @@ ITEMS = (
     Item(
         "small-steps",
         "benchmarks.simulated",
-        "--device {device} --folder {results} --json {results} --schedules Serial,Overlapped",
+        "--device {device} --folder {results} --json {results} --schedules Serial,Overlapped,TwoThreads",
         "--models 6x768x8x64x2,4x256x4x64x2 --bucket-sizes 262144,2097152,8388608 --turns 5",
         "--models 1x128x2x32x4 --bucket-sizes 16384,262144 --turns 2 --precision fp32",
         240,
