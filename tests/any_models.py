@@ -43,6 +43,23 @@ GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id
 MAMBA_2 = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4, "head_dim": 16}
 MAMBA_2 |= {"state_size": 8, "n_groups": 1, "chunk_size": 4, "expand": 2, "use_cache": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DISTILBERT = {
+    "vocab_size": VOCAB,
+    "dim": 32,
+    "hidden_dim": 48,
+    "n_layers": 3,
+    "n_heads": 4,
+    "qa_dropout": 0.0,
+}
+DISTILBERT |= {"dropout": 0.0, "attention_dropout": 0.0}
+OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+OPT |= {"max_position_embeddings": 32, "word_embed_proj_dim": 32, "dropout": 0.0, "use_cache": False}
 VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "attention_dropout": 0.0}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
@@ -255,6 +272,42 @@ MODELS: dict[str, Callable[[], Made]] = {
         ),
         "T5ForConditionalGeneration",
         text,
+    ),
+    "RoBERTa, tokens": of(config("Roberta", **ENCODER, vocab_size=VOCAB), "RobertaForMaskedLM", text),
+    "ELECTRA, words": of(
+        config("Electra", **ENCODER, vocab_size=VOCAB, embedding_size=16),
+        "ElectraForTokenClassification",
+        lambda: text(labels=ids() % 2),
+    ),
+    "DistilBERT, spans": of(
+        config("DistilBert", **DISTILBERT),
+        "DistilBertForQuestionAnswering",
+        lambda: {
+            **{name: x for name, x in text().items() if name != "labels"},
+            **{"start_positions": classes(), "end_positions": classes() + 1},
+        },
+    ),
+    "BEiT": of(
+        config("Beit", **ENCODER, image_size=16, patch_size=4, drop_path_rate=0.0),
+        "BeitForImageClassification",
+        lambda: images(labels=classes()),
+    ),
+    "ConvNeXt": of(
+        config("ConvNext", hidden_sizes=[8, 16], depths=[2, 2], num_stages=2, image_size=16),
+        "ConvNextForImageClassification",
+        lambda: images(labels=classes()),
+    ),
+    "Llama": causal("Llama"),
+    "Mistral": causal("Mistral", sliding_window=4),
+    "Gemma 2": causal("Gemma2", head_dim=8, sliding_window=4),
+    "OLMo 2": causal("Olmo2"),
+    "Phi-3": causal("Phi3"),
+    "GPT-NeoX": causal("GPTNeoX"),
+    "OPT": of(config("OPT", **OPT), "OPTForCausalLM", text),
+    "Mamba": of(
+        config("Mamba", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, state_size=4, use_cache=False),
+        "MambaForCausalLM",
+        lambda: {"input_ids": ids(), "labels": ids()},
     ),
     "BART": of(config("Bart", **SEQ2SEQ, max_position_embeddings=32), "BartForConditionalGeneration", text),
     "Whisper": of(
