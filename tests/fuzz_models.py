@@ -348,7 +348,7 @@ MIXING: dict[str, Callable[[int, int], nn.Module]] = {
 """Pieces that keep rows and width, in which rows depend on others: not seen in a sum or a mean alone."""
 
 APART = (
-    "edited weight",
+    *("edited weight", "log sigmoid"),
     *("linear", "frozen", "residual", "norm", "gelu", "positions", "tied inside", "used twice", "scaled"),
     *("own backward", "fft", "largest", "masked", "detached", "strided"),
 )
@@ -443,7 +443,7 @@ LOSSES: dict[str, tuple[int, Callable[[Any, Tensor, Tensor], Tensor]]] = {
 }
 """How wide the output layer is, and the mean loss of [batch, rows, width] and targets [batch]."""
 
-BETWEEN = ("tensor", "tuple", "dict", "tuple with counts", "nested")
+BETWEEN = ("tensor", "tuple", "dict", "tuple with counts", "nested", "twice", "views", "passed on")
 
 
 @frozen
@@ -541,11 +541,18 @@ class Link(nn.Module):
         self.body, self.takes, self.gives = body, takes, gives
 
     def forward(self, given: Any) -> Any:
-        return packed(self.body(unpacked(given, self.takes)), self.gives)
+        x = unpacked(given, self.takes)
+        return packed(self.body(x), x, self.gives)
 
 
-def packed(x: Tensor, how: str) -> Any:
-    """A value as it is handed on."""
+def packed(x: Tensor, before: Tensor, how: str) -> Any:
+    """A value as it is handed on, and for "passed on" what the segment was given, too."""
+    if how == "twice":
+        return x, x
+    if how == "views":
+        return x[..., ::2], {"turned": x.mT, "whole": x}
+    if how == "passed on":
+        return x, before, x
     if how == "tuple":
         return x, x.mean(1)
     if how == "dict":
@@ -557,6 +564,13 @@ def packed(x: Tensor, how: str) -> Any:
 
 def unpacked(given: Any, how: str) -> Tensor:
     """And as it is taken."""
+    if how == "twice":
+        return given[0] * 0.5 + given[1].tanh()
+    if how == "views":
+        return given[1]["whole"] + given[1]["turned"].mT.tanh() - given[0].mean(-1, keepdim=True)
+    if how == "passed on":
+        mean = given[1].flatten(1).to(given[0].dtype).mean(1)  # of what may be tokens
+        return given[0] + mean[:, None, None] - 0.3 * given[2]
     if how == "tuple":
         return given[0] + given[1][:, None]
     if how == "dict":
