@@ -28,6 +28,7 @@ def main() -> None:
             print(json.dumps(what), file=lines, flush=True)
 
         lab = load_lab(int(number))
+        tell(starts=lab.number)  # from here on it is the student's time
         limit_memory()
         student = importing(Path(adapters), lab)
         if isinstance(student, str):
