@@ -18,6 +18,7 @@ from zfunc.engine.program import passes, program, specialize
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages.stage_context import CompiledSegment
 from zfunc.engine.trace import vjp
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment import Segment
 from zfunc.planner import traced_costs
 from zfunc.runtime import accelerator
@@ -46,11 +47,11 @@ def _shareable(segment: Segment) -> bool:
 
 
 def _shared_calls(
-    segments: Any, spec: StepSpec, devices: Any, _joints: Any = None, **how: Any
+    segments: Any, options: Any, spec: StepSpec, devices: Any, _joints: Any = None
 ) -> tuple[CompiledSegment, ...]:
     settings = spec.settings
     way = settings.compile_segments, settings.deterministic, devices[0], accelerator._GROUPED.get()
-    return _calls([_with_earliest(x, way) for x in segments], spec, devices, **how)
+    return _calls([_with_earliest(x, way) for x in segments], options, spec, devices)
 
 
 def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:
@@ -81,20 +82,14 @@ def _shared_checked(segment: Segment, last: bool) -> Callable[..., Any]:
     return _checks[key]
 
 
-def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
+def _shared_vjp(function: Callable[..., Any], options: PassOptions, **how: Any) -> vjp.SegmentVJP:
     """Passes of one function are cut from one trace, however they recompute and whether they move."""
     if function not in _shared:
-        return tiled_vjp(function, **how)
-    how["joints"] = _joints.setdefault((function, how["wrt_input"], how["last"]), {})
-    key = (
-        function,
-        *(
-            how.get(x, False)
-            for x in ("recompute", "wrt_input", "last", "moving", "compiled", "tiles", "split", "ahead")
-        ),
-    )
+        return tiled_vjp(function, options, **how)
+    how["joints"] = _joints.setdefault((function, options.wrt_input, options.last), {})
+    key = function, evolve(options, keys_on_host=False)
     if key not in _passes:
-        _passes[key] = tiled_vjp(function, **how)
+        _passes[key] = tiled_vjp(function, options, **how)
     return _passes[key]
 
 

@@ -30,6 +30,7 @@ from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.engine.rows import row_attention, tile_attention
 from zfunc.engine.trace import purity
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.errors import CheckpointError, RankError
 from zfunc.models.loss import linear_next_token_loss
@@ -272,9 +273,7 @@ def tiles(_: int, __: pytest.MonkeyPatch) -> None:
 def shapes(_: int, __: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     body = nn.Linear(8, 8)
-    pair = make_vjp(
-        lambda p, x: torch.func.functional_call(body, p, x).cos(), recompute="none", wrt_input=True
-    )
+    pair = make_vjp(lambda p, x: torch.func.functional_call(body, p, x).cos(), PassOptions("none"))
     weights = SegmentWeights({k: p.detach() for k, p in body.named_parameters()}, {})
     for tokens in (2, 3, 4, 3, 2, 4):
         x = random(tokens, 8).float()
@@ -308,8 +307,7 @@ def strides(_: int, __: pytest.MonkeyPatch) -> None:
     """A kernel that returns other strides than its fake one says, and then a view."""
     pair = make_vjp(
         lambda p, x: F.smooth_l1_loss(x.mT * p["w"], x.mT.cos(), reduction="none").mT,
-        recompute="none",
-        wrt_input=True,
+        PassOptions("none"),
     )
     w, x = random(4, 6).float(), random(6, 4).float()
     y, kept = pair.forward(SegmentWeights({"w": w}, {}), (x,))

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights
 
 
@@ -34,7 +35,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 @cache
 def _traced_once(function: Any, evaluate: Any, tiles: int, name: str) -> SegmentVJP:
     """As in a program, whose steps have one trace for each shape; here of all tests of a segment."""
-    return tiled_vjp(function, tiles=tiles, recompute="all", wrt_input=True, name=name, evaluate=evaluate)
+    return tiled_vjp(function, PassOptions("all", tiles=tiles), name=name, evaluate=evaluate)
 
 
 def passes_of(

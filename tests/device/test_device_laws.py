@@ -44,6 +44,7 @@ from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.trace import vjp
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig
@@ -418,8 +419,8 @@ def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any,
     values = {k: t.to(device, torch.bfloat16) for k, t in block.initial(0).items()}
     weights = vjp.SegmentWeights({short: values[full] for short, full in block.by_short.items()}, {})
     for tokens in (512, 1024, 1536):
-        how = {"recompute": "all", "wrt_input": True, "evaluate": block.evaluation}
-        passes = tiled_vjp(block.function, tiles=tokens // tile, **how)
+        options = PassOptions("all", tiles=tokens // tile)
+        passes = tiled_vjp(block.function, options, evaluate=block.evaluation)
         x = torch.rand(1, tokens, hidden, device=device).bfloat16()
         passes.backward(weights, (x,), None, [passes.forward(weights, (x,))[0]])  # traced and compared
         given, peaks = torch.rand_like(x), list[int]()

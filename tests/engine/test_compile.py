@@ -347,7 +347,8 @@ def test_recurrent_layers_need_the_same_memory_in_every_trace() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 @pytest.mark.parametrize("how", [True, "reduce-overhead"])
-def test_compiled_segments_give_the_same_losses(how: bool | str) -> None:
+def test_compiled_segments_give_the_same_losses(how: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every pass is compiled in the mode that is named."""
     compiler = pytest.importorskip("torch._inductor.cpp_builder", exc_type=ImportError)
     try:
         compiler.get_cpp_compiler()
@@ -362,7 +363,10 @@ def test_compiled_segments_give_the_same_losses(how: bool | str) -> None:
             seen.append(m.loss)
         return seen
 
+    modes, real = list[Any](), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: modes.append(k.get("mode", True)) or real(*a, **k))
     assert losses(compile_segments=how) == pytest.approx(losses(), rel=1e-5)
+    assert {*modes} == {how}
 
 
 def test_an_integer_parameter_is_refused() -> None:

@@ -24,6 +24,7 @@ from zfunc.core.settings import RECOMPUTE
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace import tensor_memory, vjp
 from zfunc.engine.trace.cost_trace import trace
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
@@ -181,8 +182,8 @@ def test_gradients_are_those_of_vjp_to_the_bit(
         caplog.clear()
         for wrt_input in (True, False) if also_first else (True,):
             moving = wrt_input and recompute != "none"  # then slots are filled anew, with NaN here
-            how: Any = {"wrt_input": wrt_input, "moving": moving, "joints": joints[wrt_input], "split": True}
-            pair = make_vjp(function, recompute=recompute, name="this one", **how)
+            options = PassOptions(recompute, wrt_input=wrt_input, moving=moving, split=True)
+            pair = make_vjp(function, options, name="this one", joints=joints[wrt_input])
             if joints[wrt_input]:  # of other fakes than these
                 with FakeTensors(allow_non_fake_inputs=True):
                     fakes = empty_like_strided((params, x, y))
@@ -251,7 +252,7 @@ def test_every_result_is_laid_out_as_it_was_traced(
     others = list[str]()
     monkeypatch.setattr(Watched, "others", others, raising=False)
     monkeypatch.setattr(vjp, "_runnable", lambda graph, _: Watched(graph).run)
-    pair = make_vjp(lambda p, x: torch.func.functional_call(module, p, x), recompute="all", wrt_input=True)
+    pair = make_vjp(lambda p, x: torch.func.functional_call(module, p, x), PassOptions("all"))
     laid_out = torch.randn(3, rows, width), torch.randn(3, width, rows).mT, torch.randn(rows, 3, width)
     for x in (laid_out[n] if n < 2 else laid_out[n].transpose(0, 1) for n in inputs):
         with torch.no_grad():
@@ -297,7 +298,7 @@ def test_forward_has_the_attention_kernel_that_backward_differentiates(
     heads = {"q": 4, "k": settings.get("keys", 4)}
     params = {name: torch.randn(width, n * size) for name, n in heads.items()}
     params["bias"] = torch.randn(5, 5)
-    pair = make_vjp(functools.partial(attending, **settings), recompute=recompute, wrt_input=True)
+    pair = make_vjp(functools.partial(attending, **settings), PassOptions(recompute))
     with torch.no_grad(), seeded(5):
         pair.forward(SegmentWeights(params, {}), (torch.randn(2, 5, width),))
     forward, backward = map(attention_kernels, graphs)
@@ -313,9 +314,7 @@ def test_residuals_of_min_cut_are_tensors_and_fewer_bytes_than_autograd_keeps() 
         return x + torch.relu(torch.sin(x @ params["w"]).exp()) @ params["w"]
 
     params, x = {"w": torch.randn(64, 64)}, torch.randn(256, 64)
-    _, residuals = make_vjp(block, recompute="min-cut", wrt_input=True).forward(
-        SegmentWeights(params, {}), (x,)
-    )
+    _, residuals = make_vjp(block, PassOptions("min-cut")).forward(SegmentWeights(params, {}), (x,))
     assert all(isinstance(t, Tensor) for t in residuals)
     own = sum(t.nbytes for t in residuals if t.data_ptr() not in (x.data_ptr(), params["w"].data_ptr()))
     saved: list[Tensor] = []
@@ -333,9 +332,11 @@ def test_backward_holds_what_forward_widens_in_16_bits_until_it_reads_it() -> No
             x = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
         return x
 
-    pair = make_vjp(norms, recompute="all", wrt_input=True)
+    pair = make_vjp(norms, options := PassOptions("all"))
     x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
-    cost = trace(pair, SegmentWeights({}, {}), (x,), device=torch.device("meta"), guess=lambda *_: x).cost
+    cost = trace(
+        pair, options, SegmentWeights({}, {}), (x,), device=torch.device("meta"), guess=lambda *_: x
+    ).cost
     assert cost.backward.workspace < 16 * x.nbytes  # 22 with all of them
 
 
@@ -483,9 +484,7 @@ def test_a_wrong_guess_of_output_shapes_changes_nothing(recompute: Any) -> None:
         [torch.empty(3)] * 2,
         None,
     ):
-        pair = make_vjp(
-            lambda p, x: torch.func.functional_call(module, p, x), recompute=recompute, wrt_input=True
-        )
+        pair = make_vjp(lambda p, x: torch.func.functional_call(module, p, x), PassOptions(recompute))
         pair.prepare(weights, (x,), guess)
         y, residuals = pair.forward(weights, (x,))
         grads, below = pair.backward(weights, (x,), residuals, [torch.ones_like(y)])
@@ -518,7 +517,7 @@ def test_a_kernel_may_return_other_strides_than_were_traced(
 
     def gradients() -> list[Tensor]:
         call = lambda p, x: torch.func.functional_call(module, p, x)  # noqa: E731
-        pair = make_vjp(call, recompute=recompute, wrt_input=True)
+        pair = make_vjp(call, PassOptions(recompute))
         with torch.no_grad():
             y, residuals = pair.forward(SegmentWeights(params, {}), (x,))
             own, below = pair.backward(SegmentWeights(params, {}), (x,), residuals, [y.cos()])

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.nn import functional as F
 
 from zfunc.core.settings import RECOMPUTE
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
@@ -235,7 +236,7 @@ def test_12_what_is_random_is_plain_pytorchs_differs_between_seeds_and_is_the_sa
     results: dict[tuple[str, int], Any] = {}
     joints: Any = {}  # traced once
     for recompute in RECOMPUTE:
-        pair = make_vjp(function, recompute=recompute, wrt_input=True, name="draws", joints=joints)
+        pair = make_vjp(function, PassOptions(recompute), name="draws", joints=joints)
         for seed in (5, 6) if recompute == "all" else (5,):
             with torch.no_grad(), seeded(seed):
                 y, residuals = pair.forward(SegmentWeights(w, {}), (x,))

@@ -24,6 +24,7 @@ from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.step.evaluate import outputs
 from zfunc.engine.trace.host_keys import HostMemory
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights
 from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig
@@ -130,8 +131,8 @@ def test_a_loss_in_tiles_is_the_loss(name: str, weighted: bool) -> None:
     weights = SegmentWeights({k: values[v] for k, v in head.by_short.items()}, head.constants)
     found = list[list[Tensor]]()
     for tiles in (1, 2, 4):
-        how: Any = {"wrt_input": True, "last": True, "tiles": tiles, "summed": head.module.summed_targets}
-        passes = tiled_vjp(head.function, recompute="none", **how)
+        options = PassOptions("none", last=True, tiles=tiles)
+        passes = tiled_vjp(head.function, options, summed=head.module.summed_targets)
         loss, residuals = passes.forward(weights, (x, targets))
         grads, below_x = passes.backward(weights, (x, targets), residuals, [torch.tensor(3.0)])
         assert (residuals is None) == (tiles > 1)
@@ -284,7 +285,7 @@ def test_no_two_parts_of_a_step_draw_the_same_mask() -> None:
 def test_backward_of_a_tile_has_the_masks_of_its_forward() -> None:
     run, weights = (lambda _, x: Dropped()(x)), SegmentWeights({}, {})
     evaluate = lambda _, x: Dropped().eval()(x)  # noqa: E731
-    passes = tiled_vjp(run, recompute="all", wrt_input=True, tiles=4, evaluate=evaluate)
+    passes = tiled_vjp(run, PassOptions("all", tiles=4), evaluate=evaluate)
     x = torch.ones(2, 16, 8)
     with seeded(3):
         y, _ = passes.forward(weights, (x,))

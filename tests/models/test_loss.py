@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zfunc.core.settings import RECOMPUTE
 from zfunc.engine.trace.cost_trace import trace
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.models.loss import linear_next_token_loss
 
@@ -74,7 +75,7 @@ def test_bits_are_autograds_and_no_logits_are_kept(case: str, caplog: pytest.Log
         return linear_next_token_loss(x, params["w"], targets, softcap=softcap, logits_bytes=0)
 
     for recompute in RECOMPUTE:
-        pair = make_vjp(head, recompute=recompute, wrt_input=True, last=True, name="head")
+        pair = make_vjp(head, PassOptions(recompute, last=True), name="head")
         passed = SegmentWeights({"w": weight}, {}), (x, targets)
         loss, residuals = pair.forward(*passed)
         grads, below = pair.backward(*passed, residuals, [torch.tensor(COTANGENT)])
@@ -92,14 +93,15 @@ def test_the_peak_does_not_grow_with_the_product_of_tokens_and_vocabulary(recomp
     def head(params: dict[str, Tensor], x: Tensor, targets: Tensor) -> Tensor:
         return linear_next_token_loss(x, params["w"], targets, logits_bytes=size)
 
-    pair = make_vjp(head, recompute=recompute, wrt_input=True, last=True)
+    options = PassOptions(recompute, last=True)
+    pair = make_vjp(head, options)
     weight, x = (torch.empty(n, hidden, dtype=torch.bfloat16, device="meta") for n in (vocab, tokens))
     args = (
         SegmentWeights({"w": weight}, {}),
         (x[None], torch.empty(1, tokens, dtype=torch.int64, device="meta")),
     )
     guess = lambda *_: torch.empty((), device="meta")  # noqa: E731
-    traced = trace(pair, *args, device=torch.device("meta"), guess=guess)
+    traced = trace(pair, options, *args, device=torch.device("meta"), guess=guess)
     cost = traced.cost
     results = 2 * weight.nbytes + 10 * x.nbytes  # old and new, the sum of x in fp32
     assert cost.forward.workspace + cost.residual_bytes + traced.output_bytes < 2.5 * size

@@ -11,8 +11,6 @@ from zfunc.core.pipeline import B, F, I, InGroups, Order, Pass, R, W, passes_lis
 from zfunc.core.settings import StepSettings
 from zfunc.errors import PlanError
 
-Parts = frozenset[tuple[str, int]]
-
 
 @frozen
 class DeviceMesh:
@@ -89,7 +87,7 @@ class DeviceMesh:
         return homes
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> frozenset[tuple[str, int]]:
         """Pairs (W, s) if backward of segment `s` is split for some micro-batch, and (R, s) if the recomputation of
         segment `s` is a pass of its own."""
         return frozenset(x for x in self.makers if x[0] in (W, R))

@@ -30,6 +30,7 @@ from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_
 from zfunc.engine.stages.stage_context import Stage
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.batches import Batch, unpacked
+from zfunc.engine.trace.pass_options import pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments, ends_in_loss
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.trace.vjp import check_device_graphs
@@ -160,7 +161,7 @@ def compile(
     default_threads()  # chosen and logged before any lane runs
     program = Program(
         segments=segments,
-        calls=segment_calls(segments, spec, devices, parts=spec.mesh.parts),
+        calls=segment_calls(segments, pass_options(spec), spec, devices),
         optimizer=optimizer,
         schedule=schedule,
         devices=devices,

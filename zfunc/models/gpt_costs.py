@@ -16,11 +16,10 @@ from attrs import define, field, frozen
 
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, round_up
-from zfunc.core.pipeline import R, W
 from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
-from zfunc.engine.program.step_spec import passes_key
+from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 from zfunc.optim.base import Optimizer
@@ -72,19 +71,18 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
             return traced().trace(settings, spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
         sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
-        recompute, compiled, moving, *_ = passes_key(settings, spec.mesh.parts)
 
         @cache  # blocks are alike
-        def cost(kind: str, grads: int, split: bool, ahead: bool) -> SegmentCost:
+        def cost(kind: str, grads: int, options: PassOptions) -> SegmentCost:
             # The partitioner of min-cut makes what is written in place anew.
-            passes = _Passes(kind, dict(sizes), in_place=recompute != "min-cut", on_gpu=on_gpu)
-            repeats = recompute == "all" and kind != "head"
-            how = {"repeats": repeats, "moving": moving, "compiled": bool(compiled), "split": split}
-            return passes.cost(grads, ahead=ahead, **how)
+            in_place, repeats = options.recompute != "min-cut", options.recompute == "all" and kind != "head"
+            passes = _Passes(kind, dict(sizes), in_place=in_place, on_gpu=on_gpu)
+            how = {"moving": options.moving, "compiled": bool(options.compiled), "split": options.split}
+            return passes.cost(grads, repeats=repeats, ahead=options.ahead, **how)
 
         kinds = ["embed", *["block"] * config.num_layers, "head"]
-        parts = [((W, s) in spec.mesh.parts, (R, s) in spec.mesh.parts) for s in range(len(kinds))]
-        costs = [cost(kind, spec.grad_bytes[s], *parts[s]) for s, kind in enumerate(kinds)]
+        of_all = zip(kinds, spec.grad_bytes, pass_options(spec), strict=True)
+        costs = [cost(kind, grads, options.priced) for kind, grads, options in of_all]
         return StepCosts(costs, _held(8 * tokens))
 
     return SegmentCosts(

@@ -39,6 +39,7 @@ from zfunc.engine.program.specialize import specialize
 from zfunc.engine.step.init import init
 from zfunc.engine.step.train_step import train_step
 from zfunc.engine.trace.cost_trace import AllocationTracker
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.planner.profile import ISSUE, NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
 from zfunc.runtime.accelerator import (
@@ -381,7 +382,7 @@ def measure_launch(device: torch.device) -> float | None:
         block = nn.Sequential(*(x for _ in range(2) for x in (nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())))
         x = torch.ones(8, 8)
     weights = SegmentWeights({name: p.detach() for name, p in block.named_parameters()}, {})
-    passes = make_vjp(lambda given, x: functional_call(block, given, (x,)), recompute="all", wrt_input=True)
+    passes = make_vjp(lambda given, x: functional_call(block, given, (x,)), PassOptions("all"))
 
     def run() -> None:
         y, residuals = passes.forward(weights, (x,))

@@ -14,11 +14,11 @@ from zfunc.checkpoint.strict_json import Count, Text
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter
-from zfunc.core.mesh import Parts
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.engine.program.step_spec import make_spec, passes_key, with_moments
+from zfunc.engine.program.step_spec import make_spec, with_moments
+from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep
@@ -108,7 +108,8 @@ class CostModel:
         """The StepSpec of `settings`, with the traced costs of each segment in its own mode of recomputation."""
         spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
         modes = words_of(settings.recompute)
-        by_mode = {x: self._traced(evolve(settings, recompute=x), spec.mesh.parts) for x in modes}
+        options = pass_options(spec)
+        by_mode = {x: self._traced(settings, [evolve(own, recompute=x) for own in options]) for x in modes}
         count = spec.num_segments
         traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]
         return evolve(
@@ -122,10 +123,12 @@ class CostModel:
     def _on_gpu(self, settings: StepSettings) -> bool:
         return not self.hardware(settings).unified
 
-    def _traced(self, settings: StepSettings, parts: Parts) -> StepSpec:
-        """StepSpec with the costs of segments that all recompute alike; `parts` are those of backward. Cached."""
-        key = settings.precision, settings.fp32_params, settings.micro_batches, *passes_key(settings, parts)
+    def _traced(self, settings: StepSettings, options: Sequence[PassOptions]) -> StepSpec:
+        """StepSpec with the costs of passes by `options`, all of one mode of recomputation. Cached."""
+        priced = (x.priced for x in options)
+        key = settings.precision, settings.fp32_params, settings.micro_batches, *priced
         if key not in self._costs:
+            settings = evolve(settings, recompute=options[0].recompute)
             on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped
             self._costs[key] = self.segments.traced(settings, on_gpu=on_gpu, grouped=grouped)
         return self._costs[key]

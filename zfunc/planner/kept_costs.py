@@ -16,14 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attrs import field, frozen
+from attrs import astuple, field, frozen
 
 from zfunc.checkpoint.durable_files import atomic_replace, read_small
 from zfunc.checkpoint.strict_json import Count, Text, parse_json, render, to_plain
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program.step_spec import passes_key
+from zfunc.engine.trace.pass_options import pass_options
 from zfunc.errors import CheckpointError
 from zfunc.planner.cost_model import StepCosts, Tracer
 
@@ -102,7 +102,7 @@ def kept_trace(asked: Sequence[Any], trace: Tracer) -> Tracer:
 
     def costs(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kinds = settings.precision, settings.fp32_params, settings.micro_batches
-        question = *asked, *kinds, *passes_key(settings, spec.mesh.parts), on_gpu, grouped
+        question = *asked, *kinds, *(astuple(x.priced) for x in pass_options(spec)), on_gpu, grouped
         return kept(question, lambda: trace(settings, spec, on_gpu, grouped), StepCosts)
 
     return costs

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import bytes_by_tier
-from zfunc.core.mesh import Parts
 from zfunc.core.settings import StepSettings, tile_counts
 from zfunc.core.shares import two_tiers
 from zfunc.core.spec import StepSpec
@@ -20,8 +19,8 @@ from zfunc.engine.program.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
 from zfunc.engine.program.specialize import specialize, traced_spec
-from zfunc.engine.program.step_spec import passes_key
 from zfunc.engine.trace.batches import Batch, split_batch
+from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments
 from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
@@ -42,28 +41,20 @@ def traced_costs(
     """Costs of `segments` with one rank's batch `example`, (inputs, targets), of which only shapes count."""
     programs: dict[tuple[Any, ...], Program] = {}
 
-    def program_of(settings: StepSettings, kernels: bool | None, parts: Parts) -> Program:
-        """The segments, checked, with passes for the settings that passes depend on. Programs for the same kernels
-        share what is traced, however they recompute."""
-        recompute, compiled, moving, tiles, _, key_of_parts = passes_key(settings, parts)
-        if (key := (kernels, recompute, compiled, moving, tiles, key_of_parts)) not in programs:
+    def program_of(options: tuple[PassOptions, ...], kernels: bool | None) -> Program:
+        """The segments, checked, with passes by `options`. Programs for the same kernels share what is traced,
+        however they recompute."""
+        if (key := (kernels, options)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")
-            passes = StepSettings(
-                recompute=recompute,
-                compile_segments=compiled,
-                tiles=tiles,
-                activations_on="host" if moving else "device",
-            )
-            given = base.segments, evolve(base.spec, settings=passes), base.devices, base.cache.joints
-            calls = segment_calls(*given, parts=parts)
+            calls = segment_calls(base.segments, options, base.spec, base.devices, base.cache.joints)
             programs[key] = evolve(base, calls=calls)
         return programs[key]
 
     def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kernels = grouped if on_gpu else None
         with modelled(kernels):
-            program = evolve(program_of(settings, kernels, spec.mesh.parts), spec=spec)
+            program = evolve(program_of(tuple(x.priced for x in pass_options(spec)), kernels), spec=spec)
             micro = split_batch(example, settings.micro_batches)[0]
             found = traced_spec(program, micro, of_accelerator=on_gpu)[0]
         return StepCosts(found.costs, found.target_bytes, found.aux)

@@ -5,67 +5,56 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
-from zfunc.core.mesh import Parts
-from zfunc.core.pipeline import B, F, R, W
+from zfunc.core.pipeline import B, F
 from zfunc.core.spec import StepSpec
 from zfunc.engine.rows.tiled_vjp import evaluated_in_tiles, tiled_vjp
 from zfunc.engine.stages.outputs import loss_and_aux
 from zfunc.engine.stages.stage_context import CompiledSegment
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.vjp import Detached, Joints, SegmentVJP
 
 
 def segment_calls(
     segments: Sequence[Segment],
+    options: Sequence[PassOptions],
     spec: StepSpec,
     devices: Sequence[torch.device],
     joints: dict[str, Joints] | None = None,
-    *,
-    parts: Parts,
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with their passes; `parts`, as (pass, segment), run apart from backward. Equal segments share
-    passes, traced and compiled once; with `joints`, segments recomputed differently share traced joint graphs."""
-    settings, layout, last = spec.settings, spec.layout, len(segments) - 1
-    compiled = settings.compile_segments
-    modes = settings.recompute_modes(len(segments))
-    trainable = {span.name for span in layout.spans}
-    pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
+    """The segments with their passes, by the `options` of each. Equal segments with equal options share passes,
+    traced and compiled once; with `joints`, segments recomputed differently share traced joint graphs."""
+    trainable = {span.name for span in spec.layout.spans}
+    pairs: list[tuple[Segment, PassOptions, tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
     calls: list[CompiledSegment] = []
-    for s, segment in enumerate(segments):
-        function = checked(segment, s == last)
-        options = modes[s], s > layout.first_trainable, s == last, (W, s) in parts, (R, s) in parts
-        pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
+    for s, (segment, own) in enumerate(zip(segments, options, strict=True)):
+        function = checked(segment, own.last)
+        pair = next((p for other, same, p in pairs if same == own and segment.like(other)), None)
         if pair is None:
             make = partial(
                 tiled_vjp,
                 function,
-                recompute=modes[s],
-                wrt_input=options[1],
-                last=s == last,
-                moving=settings.moves,
                 name=segment.name,
                 joints=None if joints is None else joints.setdefault(segment.name, {}),
-                tiles=settings.tiles,
-                split=options[3],
-                ahead=options[4],
-                summed=_own(segment.module, "summed_targets"),
                 evaluate=segment.evaluation,
+                summed=_own(segment.module, "summed_targets"),
             )
-            eager = make()
-            tiles = 1 if s == last else settings.tiles
-            evaluate = evaluated_in_tiles(segment.evaluation, tiles, segment.name)
-            pair = make(compiled=True) if compiled else eager, eager, evaluate
-            pairs.append((segment, options, pair))
+            eager = make(evolve(own, compiled=False))
+            evaluate = evaluated_in_tiles(segment.evaluation, 1 if own.last else own.tiles, segment.name)
+            pair = make(own) if own.compiled else eager, eager, evaluate
+            pairs.append((segment, own, pair))
         names = segment.by_short
         used = [n for n in range(len(devices)) if spec.mesh.over_ranks or s in spec.mesh.segments_on(n, F, B)]
         calls.append(
             CompiledSegment(
                 segment.name,
                 function,
-                pair[2] if settings.tiles > 1 else segment.evaluation,
+                pair[2] if own.tiles > 1 else segment.evaluation,
                 *pair[:2],
+                own,
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},
                 {n: {short: t.to(devices[n]) for short, t in segment.constants.items()} for n in used},

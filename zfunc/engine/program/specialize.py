@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.memory_model import peak_memory
-from zfunc.core.pipeline import PASSES, R, W
+from zfunc.core.pipeline import PASSES
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
@@ -297,22 +297,9 @@ def _trace_one(
 
     before, FAKE_LOG.disabled = FAKE_LOG.disabled, True  # 25 lines before the message below
     try:
-        made = trace(
-            call.plain,
-            weights,
-            inputs,
-            device=device,
-            guess=output,
-            pulled=s >= program.layout.first_trainable,
-            split=(W, s) in program.spec.mesh.parts,
-            ahead=(R, s) in program.spec.mesh.parts,
-            buffers=call.buffers,
-            of_accelerator=of_accelerator,
-            compiled=bool(program.settings.compile_segments),
-            fake=program.cache.fake,
-            keys_on_host=program.settings.keys_on == "host",
-        )
-        return made, paths
+        passes = call.plain, call.options, weights, inputs
+        how: Any = {"device": device, "guess": output, "of_accelerator": of_accelerator}
+        return trace(*passes, **how, buffers=call.buffers, fake=program.cache.fake), paths
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

@@ -9,7 +9,6 @@ from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import ELEMENTWISE, Parameter
-from zfunc.core.mesh import Parts
 from zfunc.core.optimizer_state import Moments, updates_matrices, updates_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
@@ -24,16 +23,6 @@ from zfunc.optim.rules import EMA_PIECE
 from zfunc.schedules import make_order
 
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
-
-
-def passes_key(
-    settings: StepSettings, parts: Parts
-) -> tuple[str, bool | str, bool, int, str, tuple[tuple[str, int], ...]]:
-    """A key of what segments' passes and costs depend on: settings, and the `parts` of backward. Whether weights
-    or inputs move counts with min-cut or parts alone, and where attention keys are for costs alone."""
-    moving = settings.moves and (settings.recompute == "min-cut" or bool(parts))
-    of_settings = settings.recompute, settings.compile_segments, moving, settings.tiles, settings.keys_on
-    return *of_settings, tuple(sorted(parts))
 
 
 def make_spec(

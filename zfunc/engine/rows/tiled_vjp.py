@@ -1,15 +1,16 @@
 """Forward and backward of a segment whose rows of tokens pass in tiles, tried with the first row of each shape."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+from attrs import evolve
 from torch import Tensor
 
 from zfunc.engine.rows.check import check_tokens
 from zfunc.engine.rows.tiles import Tiled, TiledLoss
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import (
-    Compiled,
+    Joints,
     SegmentVJP,
     SegmentWeights,
     differentiated,
@@ -21,36 +22,36 @@ from zfunc.engine.trace.vjp import (
 
 def tiled_vjp(
     function: Callable[..., Any],
+    options: PassOptions,
     *,
-    tiles: int,
-    wrt_input: bool,
-    last: bool = False,
-    compiled: Compiled = False,
-    moving: bool = False,
     name: str = "",
+    joints: Joints | None = None,
     evaluate: Callable[..., Any] | None = None,
     summed: Callable[..., Any] | None = None,
-    **cut: Any,
 ) -> SegmentVJP:
-    """Forward and backward of `function`, whose rows of tokens pass in `tiles`; backward recomputes whole tiles.
+    """Forward and backward of `function`, whose rows of tokens pass in tiles; backward recomputes whole tiles.
 
-    `evaluate` is the function without dropout. A `last` segment passes in tiles if there is `summed`, which makes
-    targets with which its loss is a sum over tokens. `cut` are arguments of `make_vjp` for a segment that is not in
-    tiles: of one tile, or the last without `summed`.
+    `evaluate` is the function without dropout. A last segment passes in tiles if there is `summed`, which makes
+    targets with which its loss is a sum over tokens. `joints` are those of `make_vjp`, for rows that pass whole.
     """
-    make = partial(make_vjp, compiled=compiled, name=name)
+
+    def make(part: Callable[..., Any], **how: Any) -> SegmentVJP:
+        return make_vjp(part, PassOptions(compiled=options.compiled, **how), name=name)
+
+    tiles, wrt_input, evaluate = options.tiles, options.wrt_input, evaluate or function
     if tiles == 1:
-        return make(function, wrt_input=wrt_input, last=last, moving=moving, **cut)
-    if last and summed:
-        loss = TiledLoss(function, evaluate or function, tiles, make, wrt_input, summed, name, check_tokens)
+        return make_vjp(function, options, name=name, joints=joints)
+    if options.last and summed:
+        loss = TiledLoss(function, evaluate, tiles, make, wrt_input, summed, name, check_tokens)
         return SegmentVJP(loss.forward, loss.backward, False, loss.prepare)
-    if last:
-        passes = with_own_gradients(make(function, wrt_input=wrt_input, last=True, **cut))
+    if options.last:
+        whole = make_vjp(function, evolve(options, moving=False), name=name, joints=joints)
+        passes = with_own_gradients(whole)
     else:
         whole = make(function, recompute="all", wrt_input=wrt_input)
-        tiled = Tiled(function, evaluate or function, tiles, make, wrt_input, whole, name, check=check_tokens)
+        tiled = Tiled(function, evaluate, tiles, make, wrt_input, whole, name, check=check_tokens)
         passes = SegmentVJP(tiled.forward, tiled.backward, False, tiled.prepare)
-    return moving_passes(passes) if moving else passes
+    return moving_passes(passes) if options.moving else passes
 
 
 def evaluated_in_tiles(function: Callable[..., Any], tiles: int, name: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.spec import StepSpec
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentVJP
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
@@ -28,6 +29,7 @@ class CompiledSegment:
     evaluate: Callable[..., Any]  # the same without dropout
     passes: SegmentVJP
     plain: SegmentVJP  # the same without torch.compile, to trace costs
+    options: PassOptions
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
     constants_on: dict[int, dict[str, Tensor]]  # by the number of the device

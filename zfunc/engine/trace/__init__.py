@@ -3,6 +3,7 @@
     tensor_memory           which part of a storage a tensor lies in
     graph_cuts              what backward recomputes: a joint graph, cut in two; pieces of any graph
     expressions             whether two graphs return the same
+    pass_options            what passes depend on beside their function: arguments, key and sharing
     vjp                     forward and backward of a segment, traced or by torch.func.vjp
     host_keys               host memory for keys and values of rows, which a trace only counts
     cost_trace              FLOPs and bytes of a segment, traced without data

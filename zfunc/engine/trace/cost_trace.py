@@ -22,6 +22,7 @@ from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost
 from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_strided
 from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
@@ -309,29 +310,25 @@ class Trace:
 
 def trace(
     passes: SegmentVJP,
+    options: PassOptions,
     weights: SegmentWeights,
     inputs: tuple[Any, ...],
     *,
     device: torch.device,
     guess: Callable[[SegmentWeights, tuple[Any, ...]], Any] = lambda *_: None,
-    pulled: bool = True,
-    split: bool = False,
-    ahead: bool = False,
     buffers: Mapping[str, Tensor] | None = None,
     of_accelerator: bool = False,
-    compiled: bool = False,
     fake: FakeTensors | None = None,
-    keys_on_host: bool = False,
 ) -> Trace:
-    """Trace forward of one segment, backward if `pulled`, the halves of backward if `split`, and the pass that
-    recomputes `ahead` of backward, on tensors of which only shape, strides and dtype matter. `guess(weights,
-    inputs)` is the output, by which the passes are prepared: tracing happens once and is no cost.
+    """Trace the passes of one segment that there are by `options`, on tensors of which only shape, strides and
+    dtype matter: forward, and unless nothing is differentiated, backward. `guess(weights, inputs)` is the output,
+    by which the passes are prepared: tracing happens once and is no cost.
 
     `buffers` are the module buffers that forward changes; backward reads their old values. `of_accelerator`: the
-    trace, on the CPU, stands for an accelerator. `compiled` is as in `Traffic`. Traces that share graphs share the
-    mode `fake`. With `keys_on_host` rows in tiles keep their keys in host memory.
+    trace, on the CPU, stands for an accelerator. Traces that share graphs share the mode `fake`.
     """
-    ways = (F, *(R,) * ahead, *(B,) * pulled, *(I, W) * split)
+    pulled, compiled = options.wrt_input or bool(weights.trained), bool(options.compiled)
+    ways = (F, *(R,) * options.ahead, *(B,) * pulled, *(I, W) * options.split)
     trackers = {x: AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for x in ways}
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
         trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
@@ -339,7 +336,7 @@ def trace(
         passes.prepare(weights, inputs, guess(weights, inputs))
 
         first = trackers.pop(F)
-        with first, keys_in(first.host if keys_on_host else None):
+        with first, keys_in(first.host if options.keys_on_host else None):
             y, residuals = passes.forward(weights, inputs)
             y = y[0] if buffers else y
             output_bytes = _storage_bytes(y)
@@ -355,7 +352,7 @@ def trace(
 
         stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
         for way, tracker in trackers.items():
-            with tracker, keys_in(tracker.host if keys_on_host else None):
+            with tracker, keys_in(tracker.host if options.keys_on_host else None):
                 made = passes.run(way, weights, inputs, residuals, cotangents)
                 left = 0  # bytes for the passes behind it
                 if way == R:

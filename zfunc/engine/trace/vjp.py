@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -23,7 +23,6 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.pipeline import PASSES, B, F, I, R, W
-from zfunc.core.settings import Recompute
 from zfunc.engine.trace.graph_cuts import (
     Cut,
     JointGraph,
@@ -36,11 +35,11 @@ from zfunc.engine.trace.graph_cuts import (
     sized_min_cut,
     split_backward,
 )
+from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.tensor_memory import FakeTensors, dense_strides, extent, layouts, storage_of
 from zfunc.runtime.accelerator import on_accelerator, record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
-Compiled = bool | Literal["reduce-overhead"]
 GRAPHS_IN_THREADS = torch.__version__ >= "2.13"  # pytorch/pytorch#123177
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]  # by short name, each in the shape of its parameter
@@ -127,31 +126,22 @@ class SegmentVJP:
 
 def make_vjp(
     function: Callable[..., Any],
+    options: PassOptions,
     *,
-    recompute: Recompute,
-    wrt_input: bool,
-    last: bool = False,
-    compiled: Compiled = False,
-    moving: bool = False,
     name: str = "",
     joints: "Joints | None" = None,
-    split: bool = False,
-    ahead: bool = False,
 ) -> SegmentVJP:
-    """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
+    """Forward and backward of `function(params, *inputs)`, whose rows pass whole, by `options`.
 
-    With `moving`, backward gets weights and inputs in other memory than forward did, whose memory is filled anew
-    meanwhile: a result that is a view of a weight is copied, a residual that is a view of either is made again.
-
-    `compiled` compiles both passes with `torch.compile`, in the mode it names, if any. A segment that cannot be
-    traced for "min-cut", or is `moving` and has residuals whose size a trace does not know, recomputes all, or
-    nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with the
-    segment's `name`. Passes of one function that share `joints` are cut from the same graphs.
-
-    `split` makes `backward_input`; with `ahead` backward is given the residuals that `recompute` has made.
+    If memory is `moving`, a result that is a view of a weight is copied, a residual that is a view of a weight or
+    an input is made again. A segment that cannot be traced for "min-cut", or is `moving` and has residuals whose
+    size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot be traced for "all"
+    runs eagerly. Both are logged with the segment's `name`. Passes of one function that share `joints` are cut from
+    the same graphs.
     """
-    pull = pull_of(function, wrt_input, last)
-    traced = partial(_Traced, partial(joint_graph, pull, joints), compiled, split, ahead)
+    recompute, last, moving = options.recompute, options.last, options.moving
+    pull = pull_of(function, options.wrt_input, last)
+    traced = partial(_Traced, partial(joint_graph, pull, joints), options)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
     runs = f"segment {name!r} runs with"
@@ -254,9 +244,7 @@ class _Traced:
     """
 
     joint_of: Callable[..., JointGraph]
-    compiled: Compiled
-    split: bool
-    ahead: bool
+    options: PassOptions
     fallback: SegmentVJP
     note: str  # what is logged of a failure, before its reason
     cut: Cut
@@ -300,7 +288,7 @@ class _Traced:
         self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
     ) -> tuple[list[Tensor], Pending]:
         leaves, found = self._graphs(weights, inputs)
-        if found is None or not self.split:
+        if found is None or not self.options.split:
             return self.fallback.backward_input(weights, inputs, residuals, cotangents)
         joint, run = found
         made = self._pull(run[I], joint, leaves if residuals is None else residuals, cotangents)
@@ -335,6 +323,7 @@ class _Traced:
 
     def _trace(self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any) -> "Graphs | None":
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        options = self.options
         try:
             try:
                 joint = self.joint_of(leaves, spec, cotangents_of(guess))
@@ -342,16 +331,17 @@ class _Traced:
                 joint = self.joint_of(leaves, spec, error.args[0])
             (forward, backward), again = self.cut(joint), list[GraphModule]()
             with suppress(ValueError):  # if backward reads a value that is no tensor
-                *again, backward = keep_as_autograd(evolve(joint, results=[])) if self.ahead else (backward,)
+                if options.ahead:
+                    *again, backward = keep_as_autograd(evolve(joint, results=[]))
             fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
-            halves = split_backward(backward, len(weights.trained), fixed) if self.split else ()
+            halves = split_backward(backward, len(weights.trained), fixed) if options.split else ()
             graphs = [
                 (F, forward),
                 (B, backward),
                 *zip((I, W), halves, strict=False),
                 *((R, x) for x in again),
             ]
-            return joint, {way: _runnable(x, self.compiled) for way, x in graphs}
+            return joint, {way: _runnable(x, options.compiled) for way, x in graphs}
         except (torch.OutOfMemoryError, _NoGradientError):
             raise
         except Exception as error:
@@ -527,7 +517,7 @@ def joint_graph(
 # --- running a graph ----------------------------------------------------------------------------------------
 
 
-def _runnable(graph: GraphModule, compiled: Compiled) -> Callable[..., Any]:
+def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
     """`graph` as a function, without dead code, with random numbers of the pass that runs; compiled on request."""
     # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
