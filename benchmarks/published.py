@@ -172,7 +172,8 @@ def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> Segm
     first, *layers, last = few.parameters
     blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(times) for own in layers]
 
-    def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+    def trace(spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+        settings = spec.settings
         several = (
             {"devices": 2, "order": str(settings.order).partition(":")[0]}
             if spec.mesh.parts

@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, round_up
-from zfunc.core.settings import StepSettings, tile_counts
+from zfunc.core.settings import tile_counts
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
@@ -63,12 +63,13 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
         tokens = torch.empty((rows, config.seq_length), dtype=torch.int64, device="meta")
         return traced_costs(gpt_segments(config), (tokens, tokens), optimizer, world)
 
-    def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+    def trace(spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+        settings = spec.settings
         if config.dropout:
             raise ValueError(f"dropout: got {config.dropout}, expected 0: pass the segments to zfunc.plan")
         # The table's parameters have the precision, and its rows are whole.
         if any(x.in_fp32 for x in spec.layout.all_buckets) or settings.tiles != 1:
-            return traced().trace(settings, spec, on_gpu, grouped)
+            return traced().trace(spec, on_gpu, grouped)
         tokens = rows // settings.micro_batches * config.seq_length
         sizes = {**_sizes(config), "T": tokens, "e": DTYPES[settings.precision].nbytes}
 

@@ -44,8 +44,8 @@ class StepCosts:
     aux: tuple[Text, ...] = ()
 
 
-# The costs under settings, with the spec of these, for an accelerator or not, which has grouped kernels or not.
-Tracer: TypeAlias = Callable[[StepSettings, StepSpec, bool, bool], StepCosts]
+# The costs in a step of a spec, for an accelerator or not, which has grouped kernels or not.
+Tracer: TypeAlias = Callable[[StepSpec, bool, bool], StepCosts]
 
 
 @frozen(eq=False)
@@ -80,7 +80,7 @@ class SegmentCosts:
     def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
         """The StepSpec under `settings`, with traced costs of a micro-batch; `grouped` is as in Hardware."""
         spec = self.untraced(settings, on_gpu=on_gpu)
-        return evolve(spec, **asdict(self.trace(settings, spec, on_gpu, grouped), recurse=False))
+        return evolve(spec, **asdict(self.trace(spec, on_gpu, grouped), recurse=False))
 
 
 @frozen(eq=False)

@@ -21,7 +21,6 @@ from attrs import astuple, field, frozen
 from zfunc.checkpoint.durable_files import atomic_replace, read_small
 from zfunc.checkpoint.strict_json import Count, Text, parse_json, render, to_plain
 from zfunc.core.layout import Parameter
-from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.trace.pass_options import pass_options
 from zfunc.errors import CheckpointError
@@ -100,9 +99,10 @@ class ModelFacts:
 def kept_trace(asked: Sequence[Any], trace: Tracer) -> Tracer:
     """A Tracer that calls `trace` only for costs that are not on disk; `asked` identifies the model and batch."""
 
-    def costs(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+    def costs(spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+        settings = spec.settings
         kinds = settings.precision, settings.fp32_params, settings.micro_batches
         question = *asked, *kinds, *(astuple(x.priced) for x in pass_options(spec)), on_gpu, grouped
-        return kept(question, lambda: trace(settings, spec, on_gpu, grouped), StepCosts)
+        return kept(question, lambda: trace(spec, on_gpu, grouped), StepCosts)
 
     return costs

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import bytes_by_tier
-from zfunc.core.settings import StepSettings, tile_counts
+from zfunc.core.settings import tile_counts
 from zfunc.core.shares import two_tiers
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile
@@ -51,11 +51,11 @@ def traced_costs(
             programs[key] = evolve(base, calls=calls)
         return programs[key]
 
-    def trace(settings: StepSettings, spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
+    def trace(spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         kernels = grouped if on_gpu else None
         with modelled(kernels):
             program = evolve(program_of(tuple(x.priced for x in pass_options(spec)), kernels), spec=spec)
-            micro = split_batch(example, settings.micro_batches)[0]
+            micro = split_batch(example, spec.settings.micro_batches)[0]
             found = traced_spec(program, micro, of_accelerator=on_gpu)[0]
         return StepCosts(found.costs, found.target_bytes, found.aux)
 
