@@ -24,6 +24,7 @@ from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.engine.trace.batches import split_batch
 from zfunc.optim.formats import initial_state, unpack_weights
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 Values = dict[str, Tensor]
 
@@ -91,8 +92,10 @@ def _one(
     dtype: torch.dtype,
     in_fp32: Collection[str],
     seed: Tensor,
-) -> tuple[float, dict[str, float], list[tuple[str, Tensor]]]:
-    """Loss, auxiliary outputs and gradients of one micro-batch on one rank, the last part's first."""
+    missing: Callable[[Tensor], Any] = torch.zeros_like,
+) -> tuple[float, dict[str, float], list[tuple[str, Any]]]:
+    """Loss, auxiliary outputs and gradients of one micro-batch on one rank, the last part's first; of a parameter
+    that no path leads to what `missing` makes."""
     # Contiguous, as a step loads it: 16-bit products round by the order they are made in.
     x = tree_map_only(Tensor, lambda t: (t.to(dtype) if t.is_floating_point() else t).contiguous(), inputs)
     uses: list[tuple[str, Tensor]] = []
@@ -107,10 +110,16 @@ def _one(
         x = part.function({**own, **part.constants}, *((x, targets) if part is parts[-1] else (x,)))
     loss, aux = x if isinstance(x, tuple) else (x, {})
     grads = torch.autograd.grad(loss.float(), [t for _, t in uses], seed, allow_unused=True)
-    result = [
-        (full, torch.zeros_like(t) if g is None else g) for (full, t), g in zip(uses, grads, strict=True)
-    ]
+    result = [(full, missing(t) if g is None else g) for (full, t), g in zip(uses, grads, strict=True)]
     return float(loss.detach()), {k: float(torch.as_tensor(v).detach()) for k, v in aux.items()}, result[::-1]
+
+
+def unused(
+    parts: Sequence[Part], values: Values, trained: set[str], batch: Any, dtype: torch.dtype
+) -> set[str]:
+    """The trained parameters that no path from the loss leads to, which torch leaves alone."""
+    _, _, grads = _one(parts, values, trained, *batch, dtype, (), torch.tensor(1.0), lambda _: None)
+    return trained - {name for name, grad in grads if grad is not None}
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
@@ -242,20 +251,25 @@ def follow(
             assert math.hypot(*metrics.norms.values()) == pytest.approx(metrics.grad_norm, rel=1e-12)
         norms.append(norm)
         if exact:
-            _assert_updated(program, kept, state, metrics)
+            left = unused(parts, zfunc.params(program, state), trained, batches[0], program.dtype)
+            _assert_updated(program, kept, state, metrics, left)
         if tolerance is not None:
             assert_reached(program, state, grads, tolerance)
     return norms
 
 
-def _assert_updated(program: Program, before: dict[str, Values], state: State, metrics: Any) -> None:
-    """Every element was updated once, with its own gradient and its own decay, to the bit."""
+def _assert_updated(
+    program: Program, before: dict[str, Values], state: State, metrics: Any, left: set[str]
+) -> None:
+    """Every element was updated once, with its own gradient and its own decay, to the bit; but for those `left`."""
     optimizer = program.optimizer
     for span, _, compact in _kept(program, state):
         kept = _joined(compact)
         decision = StepDecision(False, 1.0, metrics.step, optimizer.factors(metrics.step))
         how = optimizer.rule_step(decision, span.group)._replace(state_format="fp32")
-        result, _ = reference_update(how, _joined(before[span.name]), kept["exp_avg"])
+        result = _joined(before[span.name])
+        if span.name not in left:
+            result, _ = reference_update(how, result, kept["exp_avg"])
         for kind in ("master", "exp_avg_sq"):
             assert (kept[kind] == result[kind]).all(), f"{kind} of {span.name}"
     # What reached it is what was measured.
@@ -277,10 +291,14 @@ def _joined(kept: Values) -> dict[str, Any]:
 
 
 def _sent(program: Program, values: Values) -> Values:
-    """The weights as the device gets them: the high half of a split master rounds a tie away from zero."""
-    buckets = [x for x in program.layout.buckets if program.spec.places[x.index].sends_high_half]
-    split = {span.name for bucket in buckets for span in bucket.spans}
+    """The weights as the device gets them: the high half of a split master rounds a tie away from zero, or to even
+    beside squares in fp32."""
+    split: dict[str, Values] = {}
+    for bucket in program.layout.buckets:
+        place = program.spec.places[bucket.index]
+        like = {x.name: torch.empty(0, dtype=TORCH_DTYPES[x.dtype]) for x in place.buffers}
+        split |= dict.fromkeys((x.name for x in bucket.spans), like) if place.sends_high_half else {}
     return {
-        name: initial_state(value.flatten(), {})[HIGH_HALF].view(value.shape) if name in split else value
-        for name, value in values.items()
+        name: initial_state(x.flatten(), split[name])[HIGH_HALF].view(x.shape) if name in split else x
+        for name, x in values.items()
     }

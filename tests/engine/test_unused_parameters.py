@@ -4,6 +4,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import plain
 import pytest
 import torch
 from small_models import bits
@@ -100,3 +101,22 @@ def test_a_batch_whose_path_uses_one_updates_it_with_bits_of_any_other_way() -> 
                 assert torch.equal(zfunc.params(program, state)["body.long"], before) == (width == 4)
         seen.append(bits(zfunc.flush(program, state)))
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["fp32", "16bit"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_each_step_from_ties_of_bf16_is_plain_pytorchs_which_leaves_them(
+    moments: str, precision: str
+) -> None:
+    """A weight between two of bf16 goes to the device as the even one, or away from zero where the host keeps
+    halves that cannot tell the two ties apart; the oracle of the fuzzer does the same."""
+    torch.manual_seed(0)
+    modules = {"body": Body(), "loss": Loss()}
+    segments = [zfunc.segment(x, module) for x, module in modules.items()]
+    optimizer = plain.remembering(zfunc.AdamW(lr=0.1, weight_decay=0.1, moments=moments))
+    given = {"precision": precision, "params_on": "host", "bucket_size": 128, "device": "cpu"}
+    program = zfunc.compile(segments, optimizer=optimizer, **given)
+    ties = {x.name: torch.full(x.shape, (1 + 2**-8) / 8) for x in program.layout.spans}
+    state = zfunc.init(program, params=ties)
+    parts = [plain.Part.of(x) for x in segments]
+    plain.follow(program, state, parts, batch, steps=3, tolerance=1e-6 if moments == "fp32" else None)
