@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 4_426,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 44_182,
+    "tests": 44_230,
     "course": 2_730,
 }
 
