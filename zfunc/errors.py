@@ -94,14 +94,15 @@ def explain_os_errors(
 
 
 _MARK = "\x1f"  # around a setting in a text: the repr of a value never has it
-_MARKED = re.compile(f"{_MARK}([a-z_]+)=([^{_MARK}]*){_MARK}")
+_MARKED = re.compile(rf"{_MARK}(\w+)=([^{_MARK}]*){_MARK}")
 
 
 def setting(name: str, value: object) -> str:
     """A setting with its value, for the texts of a SettingError.
 
-    >>> str(SettingError("swap", "none", f"a folder with {setting('state_on', 'disk')}", "pass one"))
-    "swap: got none, expected a folder with state_on='disk': pass one"
+    >>> error = SettingError("swap", "none", f"a folder with {setting('state_on', 'disk')}", "pass one")
+    >>> str(error), error.expected
+    ("swap: got none, expected a folder with state_on='disk': pass one", "a folder with state_on='disk'")
     """
     return f"{_MARK}{name}={value!r}{_MARK}"
 
@@ -109,13 +110,13 @@ def setting(name: str, value: object) -> str:
 class _OfSettings:
     """A setting that cannot be, or several: their `names`, what was `got` and `expected`, and what to `do`.
 
-    The texts may have further settings, as `setting` writes them.
+    The texts given may have further settings, as `setting` writes them; the fields have them as Python does.
     """
 
     def __init__(self, names: str | Sequence[str], got: str, expected: str, do: str) -> None:
         super().__init__(names, got, expected, do)  # pyright: ignore  # of an exception
         self.names = (names,) if isinstance(names, str) else tuple(names)
-        self.got, self.expected, self.do = got, expected, do
+        self.got, self.expected, self.do = (_MARKED.sub(r"\1=\2", x) for x in (got, expected, do))
 
     def __str__(self) -> str:
         return self.text(lambda name, value: name if value is None else f"{name}={value}")
@@ -124,7 +125,8 @@ class _OfSettings:
         """The sentence, with each setting as `written(name, value)` has it: a value as Python has it, None for the
         names that the sentence begins with."""
         names = ", ".join(written(name, None) for name in self.names)
-        sentence = f"got {self.got}, expected {self.expected}: {self.do}"
+        _, got, expected, do = self.args  # pyright: ignore  # of an exception
+        sentence = f"got {got}, expected {expected}: {do}"
         return f"{names}: {_MARKED.sub(lambda m: written(m[1], m[2]), sentence)}"
 
 

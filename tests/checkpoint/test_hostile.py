@@ -362,7 +362,7 @@ moments = "fp32" -> 'embed.weight': got the state master_high, .*, expected mast
 parameters/0/name = "" -> parameters\[0\].name: got '', expected a text of 1 to 1000 characters
 parameters/0/name = "\ud800" -> got text that is not UTF-8, expected strict JSON
 position/stp = 1 -> position: got a field 'stp' \(did you mean 'step'\?\), expected only step, batches
-position/loss_scale/scale = 0 -> position.loss_scale: got .*scale.*, expected the fields of a LossScale
+position/loss_scale/scale = 0 -> position.loss_scale: got .*scale: got 0, .* expected the fields of a LossScale
 position/loss_scale/scale = NaN -> got NaN, which JSON does not have
 version = 2 -> got version 2, expected version 1, the one that this zfunc reads
 """

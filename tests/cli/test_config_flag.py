@@ -254,6 +254,7 @@ GIVEN = {"stage": "3", "params_on": "host", "activations_on": "host", "slots": 3
         ),
         (zero(**NVME), {"state_on": "disk", "swap": ("/a",)}, ON_DISK),
         (zero(**NVME), {"state_on": AUTO}, ON_DISK | {"state_on": AUTO}),
+        (zero(**NVME), {"state_on": "host:0.25,disk"}, ON_DISK | {"state_on": "host:0.25,disk"}),
         ({"train_batch_size": AUTO, "bf16": {"bf16_optimizer_states": True}}, {}, {"moments": "16bit"}),
     ],
 )

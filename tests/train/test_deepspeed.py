@@ -112,6 +112,10 @@ MESSAGES: list[tuple[Any, str]] = [
     (adam("Muon", lr=1e-2, adam_lr=1e-3), "one learning rate: write lr"),
     (adam("Muon", lr=1e-2, ns_method="gram"), "zfunc has the standard Newton-Schulz: write"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+    (
+        nested("zero_optimization.offload_optimizer", {"device": "nvme", "nvme_path": "/a", "ratio": 0.75}),
+        r"got zero_optimization.offload_optimizer.ratio 0.75 with device nvme, expected 1",
+    ),
     ({"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}}, r"first scale of 2\*\*4"),
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window 0"),
     ({"fp16": {"loss_scale": float("inf")}}, "expected float"),

@@ -186,7 +186,7 @@ def _object(given: dict[str, Any], cls: Any) -> Any:
     except CheckpointError:
         raise
     except (ValueError, TypeError) as error:
-        raise Refusal(_short.repr(str(*error.args[:1])), f"the fields of a {cls.__name__}") from error
+        raise Refusal(_short.repr(str(error)), f"the fields of a {cls.__name__}") from error
 
 
 @cache

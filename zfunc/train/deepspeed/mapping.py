@@ -12,8 +12,8 @@ from typing import Any
 import attrs
 from attrs import evolve, frozen
 
-from zfunc.core.settings import StepSettings
-from zfunc.core.shares import two_tiers
+from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.shares import two_tiers, words_of
 from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.elementwise import decay_all
 from zfunc.optim.loss_scale import LossScale
@@ -159,7 +159,9 @@ def check_settings(given: Mapping[str, Any], values: ConfigValues) -> None:
     """Raise ValueError, with the setting and the key, for one that contradicts the file; "auto" does not."""
     for name, said, key in decided(values):
         got = given.get(name, AUTO)
-        if key in values.file and got not in (AUTO, ()) and str(got) != str(said):
+        # How much of the state stays on the host beside the disk, no file says.
+        part = (name, said) == ("state_on", DISK) and DISK in words_of(str(got))
+        if key in values.file and got not in (AUTO, ()) and str(got) != str(said) and not part:
             raise values.refused(name, got, key)
 
 
@@ -195,10 +197,15 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
     elif any(map(values.sets, SWITCHES)) and not leaves_precision_open(values):
         yield "precision", "fp32", ""
     # Where state and parameters are
-    far = "disk" if values[DEVICE] == "nvme" else "host"
+    far = DISK if values[DEVICE] == "nvme" else "host"
     if values.sets(DEVICE) or values.sets(RATIO):
         off = values.sets(DEVICE) and values[DEVICE] == "none"
         share = 0.0 if off else values[RATIO]
+        if far == DISK and share < 1:
+            raise ValueError(
+                f"{values.source}: got {RATIO} {share:g} with device nvme, expected 1, as the rest would be on the "
+                "device: leave it out; `state_on` host:0.25,disk keeps a quarter on the host"
+            )
         yield "state_on", two_tiers("device", 1 - share, far), RATIO if far == "host" and not off else DEVICE
     params = {"none": "device", "cpu": "host", "nvme": "disk"}[values[PARAM_DEVICE]]
     if values.sets(PARAM_DEVICE) and values[STAGE] == 3:
