@@ -225,6 +225,7 @@ FORMATS: dict[
         [ASKED, ANSWERED],
         [WEATHER],
     ),
+    "tools of no text": ({"messages": [ASKED, ANSWERED], "tools": ""}, [ASKED, ANSWERED], None),
     "no tools": ({"messages": [ASKED, ANSWERED], "tools": []}, [ASKED, ANSWERED], None),
     "developer": (
         {"messages": [{"role": "developer", "content": "a"}, ASKED, ANSWERED]},

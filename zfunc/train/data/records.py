@@ -118,7 +118,7 @@ def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
         )
     counts["turns"] += len(every) - ends[-1]
     weights = [m.pop("weight", 1.0) * (n >= len(context)) for n, m in enumerate(every)]
-    tools = _objects(_of_json(given.get("tools"), where) or [], where, str)
+    tools = _objects(_of_json(given.get("tools") or None, where) or [], where, str)
     tools = _objects([_of_json(x, where) for x in tools], where)
     return Chat(tuple(every[: ends[-1]]), where, tools or None, tuple(weights[: ends[-1]]))
 
