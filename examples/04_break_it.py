@@ -33,7 +33,7 @@ batch = x, x.sum(dim=1, keepdim=True).sin()
 
 
 def compiled(schedule: str) -> Program:
-    """One slot on the device: every bucket's gradient goes through it on its way to the host."""
+    """One slot of each kind: every bucket's gradient goes through that on the device on its way to the host."""
     return zfunc.compile(
         segments,
         schedule=schedule,

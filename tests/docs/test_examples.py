@@ -64,7 +64,7 @@ PRINTS: dict[str, list[str]] = {
         r"^PlanError: race on grad_slot\[0\]: to_host\[0,2,0\] \(lane d2h\) reads it, pack\[0,1,1\] "
         r"\(lane compute\) writes it",
         r"^->  pack\[0,1,1\]$",
-        r"^->  to_host\[0,2,0\]$",
+        r"^->  to_host\[0,2,0\]  after update\[3\]$",
         r"^(\d+) waits, \1 deletions caught$",
         r"^bucket 2 holds: +(layer1\.0\.bias, layer2\.0\.weight)$\ndiffer after one step: .*layer2\.0\.weight",
         r"^differ after four steps:  [1-9] of 8 parameters$",
