@@ -527,7 +527,7 @@ def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(
     largest = max(3 * whole_blocks(4 * b.numel) for b in program.layout.buckets)
     assert more["update_slot"] <= program.settings.state_slots * largest
     assert taken["device"] - taken["host"] == planned["device"] - planned["host"]
-    assert 0 <= planned["device"] - planned["host"] - more.total() < 512  # a buffer is rounded up
+    assert abs(planned["device"] - planned["host"] - more.total()) < 512  # a buffer is rounded up, in either
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(
         (1e12, 1e9, "host"),
         (1e9, 1e12, "device"),
         (1e9, 4e8, "host,device"),
-        (1e9, 2.5e8, "host,host,host,device"),
+        (1e9, 2.5e8, "host:0.75,device"),
     ],
 )
 def test_updates_are_where_they_take_least(
@@ -769,7 +769,7 @@ def test_what_passes_between_ranks_is_in_pinned_memory(
 
     ranks = SimpleNamespace(send=lambda _, __, *message: wire.extend(message), receive=receive)
     one = torch.device(device, 0)
-    spec = SimpleNamespace(device_of=lambda *x: x[-1])
+    spec = SimpleNamespace(mesh=SimpleNamespace(device_of=lambda *x: x[-1]))
     step: Any = SimpleNamespace(ranks=ranks, devices=[one], calls=[None], spec=spec)
     monkeypatch.setattr(move_stages, "wait_for_copies", lambda _: torch.accelerator.synchronize())
     mem: Any = {"made": {"x": torch.arange(6.0, device=one)}}

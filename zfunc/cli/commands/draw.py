@@ -88,7 +88,7 @@ class DrawSettings(DrawnStepFlags):
     @property
     def compares_schedules(self) -> bool:
         """Whether `compare` names a schedule and not the folder of a run."""
-        return str(self.compare) in schedules.__all__
+        return str(self.compare) in schedules.__all__ and not Path(str(self.compare)).exists()
 
 
 def run_draw(settings: DrawSettings) -> int:
