@@ -46,8 +46,7 @@ def measured(
 ) -> tuple[Any, Counter[str]]:
     """What `global_norm` writes for these gradients, and the dispatches of one bucket's `square_sum`."""
     of = SimpleNamespace(
-        layout=program.layout,
-        settings=SimpleNamespace(norms=norms),
+        spec=SimpleNamespace(layout=program.layout, settings=SimpleNamespace(norms=norms)),
         slice_of=lambda b: slice(0, program.layout.buckets[b].numel),
         ranks=SimpleNamespace(several=False, sums=list),
         devices=(CPU,),

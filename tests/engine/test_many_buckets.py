@@ -26,7 +26,7 @@ def segment(n: int) -> tuple[Any, tuple[Bucket, ...]]:
     layout = make_layout([[Parameter(name, (1,)) for name in names]], bucket_size=64)
     assert len(layout.buckets) == n
     call = SimpleNamespace(trained=names, fixed={}, constants_on={0: {}}, name="s")
-    return SimpleNamespace(layout=layout, calls=[call]), layout.buckets
+    return SimpleNamespace(spec=SimpleNamespace(layout=layout), calls=[call]), layout.buckets
 
 
 def reading_weights(n: int) -> Callable[[], Any]:

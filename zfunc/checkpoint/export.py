@@ -63,9 +63,9 @@ def export_weights(
     for a damaged checkpoint, with file, tensor and offset, and where the file cannot be written. Then no file is
     left.
 
-    >>> export_weights(Path("runs/mine"), Path("mine.safetensors"), dtype="bf61")
+    >>> export_weights(Path("runs/mine"), Path("mine.safetensors"), dtype="bf61")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: dtype: got 'bf61', expected one of fp32, bf16, fp16 (did you mean 'bf16'?)
+    zfunc.errors.SettingError: dtype: got 'bf61', expected one of fp32, bf16, fp16 (did you mean 'bf16'?)...
     """
     dtype = one_precision("dtype", dtype)
     partial = _partial_path(out)

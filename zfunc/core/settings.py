@@ -200,9 +200,9 @@ class StepSettings:
 
     >>> StepSettings(micro_batches=2).slots
     2
-    >>> StepSettings(micro_batches=0)
+    >>> StepSettings(micro_batches=0)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: micro_batches: got 0, expected a whole number of at least 1 and at most 65536: pass 1 or more
+    zfunc.errors.SettingError: micro_batches: got 0, expected a whole number of at least 1...: pass 1 or more
     """
 
     precision: Precision = _setting(
