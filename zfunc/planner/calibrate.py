@@ -41,7 +41,7 @@ from zfunc.engine.step.train_step import train_step
 from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
-from zfunc.planner.profile import ISSUE, NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
+from zfunc.planner.profile import BOUNDS, ISSUE, NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
 from zfunc.runtime.accelerator import (
     available_bytes,
     device_count,
@@ -202,6 +202,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
 
     >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
     (2e-06, 1000000000.0)
+    >>> fit_line([(1_000, 1e-5), (2_000, 1e-5 + 1e-14)])  # which do not differ: the highest rate of a profile
+    (1e-05, 1000000000000000.0)
     """
     sizes, seconds = np.array(points, dtype=float).T
     slope = latency = 0.0
@@ -210,7 +212,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
     if slope <= 0 or latency < 0:  # one size, or noise: all of it is rate
         relative = sizes / seconds
         slope, latency = relative.sum() / (relative**2).sum(), 0.0
-    return _rounded(latency), _rounded(1 / slope)
+    return _rounded(latency), _rounded(min(1 / slope, BOUNDS["bytes_per_s"][1]))
 
 
 def _rounded(value: float, digits: int = 6) -> float:
