@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeAlias, cast, get_args, get_orig
 
 from attrs import NOTHING, define, fields, frozen, has
 
-from zfunc.errors import USE_ANOTHER, CheckpointError, SettingError, SettingTypeError, did_you_mean
+from zfunc.errors import SETTING_ERRORS, USE_ANOTHER, CheckpointError, did_you_mean
 
 MAX_INT = 2**63 - 1
 IN_MEMORY = {"in a file": False}  # metadata of an attrs class's fields
@@ -186,7 +186,7 @@ def _object(given: dict[str, Any], cls: Any) -> Any:
     except CheckpointError:
         raise
     except (ValueError, TypeError) as error:
-        fields = isinstance(error, SettingError | SettingTypeError)
+        fields = isinstance(error, SETTING_ERRORS)
         said = str(error) if fields else str(*error.args[:1])  # attrs has more arguments behind its sentence
         raise Refusal(_short.repr(said), f"the fields of a {cls.__name__}") from error
 
