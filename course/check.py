@@ -1,7 +1,8 @@
 """Every grader on the solutions of its lab: `python -m course.check [LAB ...]`, which `make course` runs.
 
 `solutions/passes.py` has to keep every law. Each `solutions/wrong_*.py` has to break the laws that the
-last line of its docstring names, "Breaks: LAW, LAW", and no other.
+last line of its docstring names, "Breaks: LAW, LAW", and no other. A line "Says: TEXT" before it is a text that a
+message has to have.
 """
 
 import ast
@@ -22,18 +23,25 @@ def solutions(number: int) -> list[Path]:
 
 def expected(solution: Path) -> list[str]:
     """The names of the laws that a solution has to break, and no other."""
+    return re.findall(r"\w+", "".join(stated("Breaks", solution)))
+
+
+def stated(word: str, solution: Path) -> list[str]:
+    """What the lines of a solution's docstring say that begin with `word`."""
     docstring = ast.get_docstring(ast.parse(solution.read_text(encoding="utf-8"))) or ""
-    return re.findall(r"\w+", "".join(re.findall(r"^Breaks: (.+)$", docstring, re.MULTILINE)))
+    return re.findall(rf"^{word}: (.+)$", docstring, re.MULTILINE)
 
 
 def check(number: int, solution: Path) -> str:
     """What is wrong with the grader of lab `number` on a solution; "" if it finds what it has to."""
     report = grade(load_lab(number), solution)
-    if report.broken == expected(solution):
-        return ""
     messages = "".join(f"\n  {x.law.name}: {x.message}" for x in report.results if x.message)
+    unsaid = [text for text in stated("Says", solution) if text not in messages]
+    if report.broken == expected(solution) and not unsaid:
+        return ""
     return (
-        f"lab {number}, {solution.name}: got broken {report.broken}, expected {expected(solution)}{messages}"
+        f"lab {number}, {solution.name}: got broken {report.broken}, expected {expected(solution)} and messages "
+        f"with {unsaid or 'anything'}{messages}"
     )
 
 

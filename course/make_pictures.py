@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
+from course.drawing import Cell, table
 from course.lab import LABS, load
 from course.small_plans import APART, Op, Plan, core_plan, example
 from zfunc.core.plan import build
@@ -55,12 +57,31 @@ def lab_4() -> str:
     return laws.before_and_after(3, passes.puzzle_3(puzzle.graph)).svg
 
 
+def lab_5() -> str:
+    """One weight after one step, by the rule and by those that are nearly the rule."""
+    laws = load(LABS / "05_adamw" / "laws.py", "course_lab_5")
+    run = laws.random_run(Random(0), 1)
+    rules = [("the rule", laws.rule), *((name.partition(":")[0], by) for name, by in laws.MISTAKES.items())]
+    rules = [rule for rule in rules if rule[1] is not laws.uncorrected]
+    after = [laws.reference(run, by)[0] for _, by in rules]
+    i = next(i for i in range(len(run.weights)) if all(x[i] != after[0][i] for x in after[1:]))
+    rows: list[list[Cell | str]] = []
+    for (name, _), x in zip(rules, after, strict=True):
+        bits = f"{x[i].view('uint32'):032b}"
+        rows.append(
+            [name, Cell(f"{bits[0]} {bits[1:9]} {bits[9:]}", "wrong" if rows else "right"), f"{x[i]:.9g}"]
+        )
+    title = "One weight after one step, by the rule and by five that are nearly the rule"
+    return table(title, ["", "sign, exponent, mantissa", "value"], rows).svg
+
+
 def pictures() -> Iterator[tuple[Path, str]]:
     """The file and the text of each picture."""
     yield LABS / "01_operations" / "step.svg", lab_1()
     yield LABS / "02_build" / "overlapped.svg", lab_2()
     yield LABS / "03_pencil" / "job_a.svg", lab_3()
     yield LABS / "04_schedules" / "puzzle_3.svg", lab_4()
+    yield LABS / "05_adamw" / "rounding.svg", lab_5()
 
 
 if __name__ == "__main__":

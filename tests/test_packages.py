@@ -63,8 +63,8 @@ BUDGETS = {
     "models": 4_426,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 44_230,
-    "course": 2_730,
+    "tests": 44_290,
+    "course": 3_510,
 }
 
 
