@@ -58,12 +58,12 @@ BUDGETS = {
     "optim": 2_890,
     "checkpoint": 3_120,
     "engine": 9_867,
-    "viz": 1_100,
+    "viz": 1_240,
     "planner": 3_570,
     "models": 4_426,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 44_290,
+    "tests": 44_420,
     "course": 3_510,
 }
 

@@ -77,7 +77,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
     span = (run.rows[0]["step"], run.rows[-1]["step"]) if run.rows else (0, 0)
     page = web_page(
         "report.html",
-        style="report.css",
+        stylesheets=("report.css",),
         refresh=refresh,
         styles=re.findall(r"<style>(.*?)</style>", picture, re.DOTALL),
         title=f"Run {run.path.resolve().name}",

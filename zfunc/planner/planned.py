@@ -288,7 +288,7 @@ def report_html(p: Planned, text: str = "") -> str:
     picture = svg(p.timeline, plan=p.plan, title="One simulated step") if drawn else ""
     return web_page(
         "plan.html",
-        style="report.css",
+        stylesheets=("report.css",),
         styles=re.findall(r"<style>(.*?)</style>", picture, re.DOTALL),
         title=f"A step in {p.step.settings.schedule_name} on {p.hardware.name}",
         text=escape(text or report(p)),

@@ -5,6 +5,7 @@
     timeline_svg    timelines as an SVG file
     chrome_trace    a timeline for Perfetto
     timeline_html   a page to zoom in
+    live            a page that simulates plans while figures of the machine change
     web_page        a page in one file, from the parts in `web/`
     compare         measured against simulated
     charts          curves over steps

@@ -1,7 +1,7 @@
 """A step as one HTML page to look into: zoom, what each operation is and waited for, the critical path.
 
 Data is JSON in an element that does not run. In `web/`, `model.js` reads and computes, `paint.js` paints,
-`words.js` writes texts, `page.js` handles input.
+`words.js` writes texts, `page.js` handles input, of this page and of the live one; `timeline.js` opens it.
 """
 
 import json
@@ -34,9 +34,9 @@ from zfunc.viz.legend import (
     verb_of,
     verbs_of,
 )
-from zfunc.viz.web_page import web_page
+from zfunc.viz.web_page import web_file, web_page
 
-SCRIPTS = ("model.js", "paint.js", "words.js", "page.js")  # run as one, in this order
+SCRIPTS = ("model.js", "paint.js", "words.js", "page.js", "timeline.js")  # run as one, in this order
 TITLE = "One training step"
 
 
@@ -56,12 +56,13 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
     shown = timeline_tuple(timelines)
     return web_page(
         "page.html",
-        style="page.css",
+        stylesheets=("page.css",),
         scripts=SCRIPTS,
         title=title or TITLE,
+        stage=web_file("stage.html"),
         summaries="".join(f"<li>{escape(_summary(t, plan))}</li>" for t in shown),
         tables=_table("lane", shown, _from_above(shown)) + _table("verb", shown, _in_order(shown, plan)),
-        data=_json(data(shown, plan)),
+        data=page_json(data(shown, plan)),
     )
 
 
@@ -144,6 +145,6 @@ def _cells(row: Sum, shown: tuple[Timeline, ...]) -> list[str]:
     return [*cells, "" if row.ratio is None else f"{row.ratio:.2f}"] if len(shown) > 1 else cells
 
 
-def _json(value: Any) -> str:
+def page_json(value: Any) -> str:
     """`value` as JSON that cannot end its HTML element: `<` occurs only in strings, and is escaped."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -14,19 +14,19 @@ from string import Template
 def web_page(
     body: str,
     *,
-    style: str,
+    stylesheets: Sequence[str],
     scripts: Sequence[str] = (),
     title: str,
     styles: Sequence[str] = (),
     refresh: float | None = None,
     **parts: str,
 ) -> str:
-    """An HTML page of `body`, `style` and `scripts`, files of `web/`; the scripts run as one, in order.
+    """An HTML page of `body`, `stylesheets` and `scripts`, files of `web/`; the scripts run as one, in order.
 
     `title` is text; `parts` are HTML by their names in the body. `styles` are the texts of further style elements.
     A browser loads the page anew after `refresh` seconds.
     """
-    css, script = web_file(style), "".join(map(web_file, scripts))
+    css, script = ("".join(map(web_file, names)) for names in (stylesheets, scripts))
     run = f"; script-src {_source(script)}" if script else ""
     return Template(web_file("frame.html")).substitute(
         title=escape(title),

@@ -3,7 +3,9 @@
 "use strict";
 
 // The data of the page, with what follows from it: names, lanes, who follows whom, rows in order of time.
-function decode(data) {
+const decode = (data) => timedBy(related(data), data.timelines.map(inSeconds));
+
+function related(data) {
   const { verb, index, waits } = data.ops;
   const count = verb.length;
   const lane = new Int32Array(count).fill(-1);
@@ -16,16 +18,22 @@ function decode(data) {
   const awaited = Array.from({ length: count }, () => []);
   waits.forEach((before, op) => before.forEach((n) => awaited[n].push(op)));
   const name = (op) => data.verbs[verb[op]] + (index[op].length ? `[${index[op]}]` : "");
-  const timelines = data.timelines.map((t) => timed(t, data.lanes));
-  const seconds = Math.max(...timelines.map((t) => t.seconds)) || 1;
-  return { ...data, count, lane, previous, next, awaited, name, timelines, seconds };
+  return { ...data, count, lane, previous, next, awaited, name };
 }
 
-// A timeline with its times in seconds, its critical path, and a row a lane.
-function timed({ source, tick, start, took, after, last }, lanes) {
+function timedBy(model, given) {
+  const timelines = given.map((t) => timed(t, model.lanes));
+  return { ...model, timelines, seconds: Math.max(...timelines.map((t) => t.seconds)) || 1 };
+}
+
+function inSeconds({ source, tick, start, took, after, last }) {
   const from = Float64Array.from(start, (t) => t * tick);
-  const to = Float64Array.from(start, (t, op) => (t + took[op]) * tick);
-  const critical = new Uint8Array(start.length);
+  return { source, from, to: from.map((_, op) => (start[op] + took[op]) * tick), after, last };
+}
+
+// A timeline with its critical path, and a row a lane.
+function timed({ source, from, to, after, last }, lanes) {
+  const critical = new Uint8Array(from.length);
   const chain = [];
   for (let op = last; op >= 0; op = after[op]) {
     critical[op] = 1;

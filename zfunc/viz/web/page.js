@@ -1,13 +1,16 @@
-// The page: what the hands do to the view, and what is told of an operation.
+// The page: what the hands do to the view, and what is told of an operation. The live page has `own` keys, and texts
+// and pictures of its own beside these.
 
-function start(document) {
-  const model = decode(JSON.parse(document.getElementById("data").textContent));
+const readData = (document) => JSON.parse(document.getElementById("data").textContent);
+
+function start(document, first, own = {}) {
+  let model = first;
   const el = Object.fromEntries([...document.querySelectorAll("[id]")].map((e) => [e.id, e]));
   const context = el.picture.getContext("2d");
   const root = document.documentElement;
   const state = { view: { t0: 0, t1: model.seconds }, hover: -1, chosen: -1, lit: null, matches: [], critical: true };
   state.hidden = new Set();
-  const say = teller(document, model, (op) => choose(op));
+  let say = teller(document, model, (op) => choose(op));
   let place = layout(model, 800), colour = {}, asked = false, linked = null;
 
   // --- painting ---
@@ -29,6 +32,7 @@ function start(document) {
     }
     context.setTransform(sharp, 0, 0, sharp, 0, 0);
     painter(context, model, place, state, colour)();
+    own.paint?.(context, place, state, colour);
     const { t0, t1 } = state.view;
     const zoom = model.seconds / (t1 - t0);
     el.where.textContent = zoom < 1.0001 ? "the whole step" : `${inWords(t0, 6)} to ${inWords(t1, 6)}, ${rounded(zoom, 3)} times closer`;
@@ -97,9 +101,14 @@ function start(document) {
       state.view = showing(state.view, from[op], to[op], model.seconds);
     }
     relight();
-    el.detail.replaceChildren(...(op < 0 ? [] : say.detail(op)));
-    el.detail.hidden = op < 0;
+    detail();
     changed();
+  }
+
+  function detail() {
+    const op = state.chosen;
+    el.detail.replaceChildren(...(op < 0 ? [] : [...say.detail(op), ...(own.detail?.(op, say) ?? [])]));
+    el.detail.hidden = op < 0;
   }
 
   // Lit are the chosen operation and its relations, else what is searched for, else nothing in particular.
@@ -165,6 +174,7 @@ function start(document) {
       chip.append(swatch, verb, say.node("small", ` ${counts[n].toLocaleString("en")}`));
       chip.setAttribute("aria-pressed", String(!state.hidden.has(n)));
       chip.onclick = (event) => hide(n, event.shiftKey);
+      chip.hidden = !counts[n];
       return chip;
     }));
   }
@@ -268,6 +278,7 @@ function start(document) {
     ",": () => alongLane(-1), ".": () => alongLane(1),
     b: () => state.chosen >= 0 && model.timelines[0].after[state.chosen] >= 0 && choose(model.timelines[0].after[state.chosen]),
     Enter: () => state.chosen >= 0 && closeUp(state.chosen), Escape: () => choose(-1),
+    ...own.keys,
   };
 
   el.picture.onkeydown = (event) => {
@@ -307,6 +318,20 @@ function start(document) {
   followLink();
   paint();
   root.dataset.ready = String(model.count);
-}
 
-start(document);
+  // Another step in the place of this one; an operation stays chosen by its name. A view of the whole step stays one.
+  function show(next) {
+    const { view, chosen, hover } = state, whole = view.t0 <= 0 && view.t1 >= model.seconds;
+    const again = (op) => (op < 0 ? op : named(next, model.name(op)));
+    const others = next.ops !== model.ops;
+    [state.chosen, state.hover] = [again(chosen), again(hover)];
+    state.view = whole ? { t0: 0, t1: next.seconds } : within(view, next.seconds);
+    model = next;
+    say = teller(document, model, (op) => choose(op));
+    if (others) showLegend();
+    search();
+    detail();
+  }
+
+  return { show, choose, closeUp, alongLane, acrossLanes, repaint, state, el };
+}

@@ -1,0 +1,141 @@
+"""The law of the live page: its simulator, its memory and its verifier say what Python's do, in a real browser."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+from browser import needs_browser, results
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from table import hardware, plan_of, plans
+
+from zfunc.core.critical_path import events_of, held_up_by, last_of
+from zfunc.core.graph import KINDS
+from zfunc.core.hardware import ROUND, Hardware, Measured
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.plan import Plan
+from zfunc.core.simulator import simulate
+from zfunc.core.verifier import races
+from zfunc.viz.live import live_data
+from zfunc.viz.web_page import web_file
+
+SIMULATOR = "".join(map(web_file, ("simulate.js", "verify.js")))
+RUN = """
+function told({ data, factors, compute, removed }) {
+  const whole = planOf(data, 0), hardware = scaled(data.hardware, factors, compute);
+  const { start, end } = simulate(whole, hardware), places = data.places;
+  const over = bytesOverTime(whole, places, start, end).map(({ times, bytes }) => Math.max(...bytes));
+  const broken = planOf(data, 0, new Set(removed));
+  const without = simulate(broken, hardware);
+  return { start: [...start], end: [...end], ...heldUp(whole, end), most: mostBytes(whole, places), over,
+    none: races(whole), races: races(broken), without: [...without.end], freed: mostBytes(broken, places) };
+}
+const run = () => CASES.map(told);
+"""
+
+
+@frozen
+class Case:
+    """A plan on a machine whose rates are changed, and a wait to remove: of which operation, for which."""
+
+    plan: Plan
+    hardware: Hardware
+    factors: Sequence[float]
+    compute: float
+    wait: tuple[int, int] | None
+
+    @property
+    def scaled(self) -> Hardware:
+        h = self.hardware
+        rates = {kind: h.rates[kind] * by for kind, by in zip(KINDS, self.factors, strict=True)}
+        return evolve(h, flops=h.flops * self.compute, attention=h.attention * self.compute, rates=rates)
+
+    @property
+    def broken(self) -> Plan:
+        """The plan without the wait."""
+        kept = [tuple(n for n in own if (i, n) != self.wait) for i, own in enumerate(self.plan.waits)]
+        return evolve(self.plan, waits=kept)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        removed = [f"{self.wait[0]},{self.wait[1]}"] if self.wait else []
+        data = live_data({("it",): self.plan}, self.hardware, ["which"])
+        return {"data": data, "factors": self.factors, "compute": self.compute, "removed": removed}
+
+
+machines = st.builds(
+    evolve,
+    hardware(),
+    attention=st.one_of(st.just(0.0), st.floats(1e-3, 1e15)),
+    latencies=st.dictionaries(st.sampled_from(KINDS), st.floats(0, 1e3)),
+    collectives=st.lists(st.tuples(st.floats(0, 1e3), st.floats(1e-3, 1e15)), max_size=2),
+)
+
+
+def neighbours(on: Hardware, count: int) -> Hardware:
+    return evolve(on, neighbours={name: count for name in list(on.shared)[:1] if count})
+
+
+def cases(number: int) -> list[Case]:
+    """Random plans on random machines."""
+    found: list[Case] = []
+    factor = st.floats(1 / 16, 16)
+
+    @settings(max_examples=number, phases=[Phase.generate], database=None)
+    @given(
+        plans(), st.builds(neighbours, machines, st.integers(0, 2)), st.tuples(*[factor] * len(KINDS)), factor
+    )
+    def draw(plan: Plan, on: Hardware, factors: Sequence[float], compute: float) -> None:
+        waits = [(i, n) for i, own in enumerate(plan.waits) for n in own]
+        wait = Random(len(found)).choice(waits) if waits else None
+        found.append(Case(plan, on, factors, compute, wait))
+
+    draw()
+    return found
+
+
+def check(cases: Sequence[Case], folder: Path, exactly: bool = True) -> None:
+    """Times, the critical path, bytes and verdicts of the page are Python's: to the bit, or to the last digits."""
+    shown = results(f"{SIMULATOR}\nconst CASES = {json.dumps([c.data for c in cases])};\n{RUN}", folder)
+    rel = 0 if exactly else 1e-12
+    for case, page in zip(cases, shown, strict=True):
+        plan, broken = case.plan, case.broken
+        timeline = simulate(plan, case.scaled)
+        events = events_of(plan, timeline)
+        assert page["start"] == pytest.approx([e.start for e in events], rel=rel, abs=0)
+        assert page["end"] == pytest.approx([e.end for e in events], rel=rel, abs=0)
+        if exactly:
+            assert (page["after"], page["last"]) == ([*held_up_by(plan, events)], last_of(events))
+        names = case.data["data"]["places"]
+        for most, of in ((page["most"], plan), (page["freed"], broken)):
+            assert dict(zip(names, most, strict=True)) == {x: p.nbytes for x, p in peak_memory(of).items()}
+        assert all(over <= most for over, most in zip(page["over"], page["most"], strict=True))
+        assert page["none"] == []
+        regions = plan.graph.regions
+        assert [(a, b, regions[r]) for a, b, r in page["races"]] == [*races(broken)]
+        assert bool(page["races"]) == bool(case.wait)
+        ends = [e.end for e in events_of(broken, simulate(broken, case.scaled))]
+        assert page["without"] == pytest.approx(ends, rel=rel, abs=0)
+
+
+@needs_browser
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_page_simulates_and_verifies_as_python_does(number: int, tmp_path: Path) -> None:
+    drawn = cases(number)
+    assert len(drawn) >= number * 0.9
+    check(drawn, tmp_path)
+
+
+@needs_browser
+def test_measured_operations_keep_their_pace(tmp_path: Path) -> None:
+    """Their seconds are a ratio to what rates say, so they may differ in the last digit."""
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    ops = {(op.kind, op.flops, op.nbytes): op for op in plan.graph if op.flops}
+    measured = [Measured(*of, seconds=1e-3 * (n + 1)) for n, of in enumerate([*ops][:3])]
+    on = evolve(ROUND, measured=measured)
+    check([Case(plan, on, [1.0] * len(KINDS), 1.0, None)], tmp_path, exactly=False)

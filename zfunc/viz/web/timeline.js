@@ -1,0 +1,1 @@
+start(document, decode(readData(document)));
