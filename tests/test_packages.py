@@ -59,11 +59,11 @@ BUDGETS = {
     "checkpoint": 3_120,
     "engine": 9_867,
     "viz": 1_240,
-    "planner": 3_570,
+    "planner": 3_587,
     "models": 4_426,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 44_420,
+    "tests": 44_470,
     "course": 3_510,
 }
 

@@ -85,7 +85,7 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
     assert free(1, params_on="auto", grads_on="host") == ("host",)
     assert free(1 << 40, recompute="auto") == ("min-cut",)
     assert free(1, recompute="auto") == ("all",)
-    with pytest.raises(ValueError, match="got 'auto' without an example, expected one"):
+    with pytest.raises(ValueError, match="example: got none with params_on='auto', expected a batch"):
         zfunc.compile(segments, device="cpu", params_on="auto")
 
 
@@ -320,8 +320,14 @@ def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fit_to_memory, "available_host_bytes", lambda: needed[0.0] // 2)
     with pytest.raises(OutOfMemory, match="state_on 'device:auto,host'"):
         zfunc.compile(segments, state_on="device:auto,host", **options)
-    with pytest.raises(ValueError, match="got 'auto' without an example"):
-        zfunc.compile(segments, state_on="device:auto,host", device="cpu")
+    both = "got none with tiles='auto' and state_on='device:auto,host', expected a batch"
+    with pytest.raises(ValueError, match=f"example: {both}.*: pass one, or values without 'auto'"):
+        zfunc.compile(segments, state_on="device:auto,host", tiles="auto", device="cpu")
+    for mixed in ("device:auto,disk", "host:auto,disk"):
+        with pytest.raises(
+            ValueError, match=f"got '{mixed}', expected device:auto,host, which leaves nothing"
+        ):
+            zfunc.compile(segments, state_on=mixed, example=data(0), device="cpu")
 
 
 @pytest.mark.parametrize("most", [0.0, 0.03, 0.7, 1.0, None])

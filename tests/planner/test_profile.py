@@ -423,22 +423,28 @@ def test_any_profile_is_written_as_it_reads_and_makes_hardware(profile: Profile,
         ("rtx4090 --world 2", "nodes      2, of 1 device and all the node's memory each; 1 GB/s between"),
         (
             "rtx4090x8 --world 2",
-            "nodes      1, of 2 devices and all the node's memory each; 2.61 GB/s inside",
+            "nodes      1, of 2 devices and all the node's memory; 2.61 GB/s inside",
         ),
-        ("rtx4090 --gpus 2", "nodes      1, of 2 devices and all the node's memory each; 5.99 GB/s inside"),
+        ("rtx4090 --gpus 2", "nodes      1, of 2 devices and all the node's memory; 5.99 GB/s inside"),
         ("rtx4090 --gpus 2", "planned in one machine, rtx4090x2: that of rtx4090 has 1 device"),
         ("rtx4090 --gpus 4", "planned in one machine, rtx4090x8: that of rtx4090 has 1 device"),
         ("rtx4090x2 --gpus 2", "2 ranks of 1 device: "),
         ("rtx4090 --gpus 4 --world 2 --params-on host --stage 3", "2 ranks of 2 devices: "),
+        (
+            "rtx4090",
+            "nodes      1, of 1 device and all the node's memory; 25.2 GB/s from the host to a device",
+        ),
+        (
+            "rtx4090x2 --devices 2 --params-on host --stage 3 --micro-batches 2",
+            "nodes      1, of 2 devices and all the node's memory; 12.6 GB/s from the host to a device",
+        ),
         ("t4 --gpus 4", "nodes      1, of 4 devices"),
         ("rtx4090 --gpus 2 --with count.devices=2 --with bytes_per_s.network_in_node=2e10", "got no figure"),
         ("rtx4090 --gpus 4 --world 4 --devices 2", "--gpus: got 4 with --world 4 and --devices 2, expected"),
         ("rtx4090 --devices 2", "at most the 1 of a node: use more ranks, or the profile rtx4090x2"),
     ],
 )
-def test_a_plan_of_ranks_says_their_nodes_and_link(
-    hardware: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_says_its_nodes_and_link(hardware: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --batch-size 4"
     main(["plan", *flags.split(), "--hardware", *hardware.split()])
     assert said in "".join(capsys.readouterr())

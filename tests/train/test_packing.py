@@ -6,9 +6,11 @@ import itertools
 import json
 import lzma
 import os
+import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from small_trainings import losses, train
 from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, trained, write_jsonl
 
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data import documents
+from zfunc.planner.kept_costs import code_digest
+from zfunc.train.data import documents, packing
 from zfunc.train.data.documents import first_look, holds_tokens, is_held_out, stdlib_files
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
@@ -353,6 +356,28 @@ def test_data_is_packed_once_and_again_after_a_change(tokenizer_file: Path, tmp_
     os.utime(path, ns=(modified, modified + 1))
     assert again(tokenizer=tokenizer) == [*first[:-2], first[-2] + 1, END]
     assert len(list(cache.iterdir())) == 3
+
+
+def test_data_is_packed_again_by_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that was read by older code may have had other tokens."""
+    path = write_jsonl(tmp_path / "a.jsonl", {"text": "free"})
+    sources = shutil.copytree(packing.SOURCES, tmp_path / "sources")
+    monkeypatch.setattr(packing, "SOURCES", sources)
+
+    def folders() -> int:
+        code_digest.cache_clear()  # of a process, whose code stays
+        assert tokens_of(opened(path, tmp_path)) == [*b"free\0"]
+        return len(list((tmp_path / "cache").iterdir()))
+
+    assert (folders(), folders()) == (1, 1)
+    write(sources / "records.py", sources.joinpath("records.py").read_bytes() + b"# changed\n")
+    assert folders() == 2
+    newer = {"transformers": "99", "tokenizers": "99"}
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: newer.get(name) or version(name))
+    assert folders() == 3
+    monkeypatch.undo()
+    code_digest.cache_clear()
 
 
 def test_an_interrupted_packing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -434,8 +434,8 @@ class StepSettings:
         "the disk needs folders, swap",
         "Same result. A bucket's state is read before its update and written after it. Shares are whole buckets, "
         "which are smaller then: the device has those that backward completes last, the host beside the disk those "
-        'that are updated last. "auto", with `example`: on the host if it fits; "device:auto,host": as much on the '
-        "device as fits.",
+        'that are updated last. "auto", with `example`: on the host if it fits, else, with swap, on the disk; '
+        '"device:auto,host": as much on the device as fits, the rest on the host and nothing on the disk.',
         tries=(DEVICE_SHARE, "host", DISK_SHARE, DISK),
         common=True,
     )

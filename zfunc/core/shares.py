@@ -136,11 +136,17 @@ class InTiers(OneOf):
         places = [x for x in self.names if x != AUTO]
         near, _, far = value.partition(",")
         near, _, text = near.partition(":")
+        if text == AUTO and AUTO in self.names and (near, far) != (*places[:2],):
+            fitting = f"{places[0]}:{AUTO},{places[1]}"
+            expected = (
+                f"{fitting}, which leaves nothing for another place, or {AUTO!r}, the nearest place of all"
+            )
+            refuse(name, repr(value), expected, "pass one of them")
         if (near, far) not in pairwise(places):
             known = " or ".join(f"{a}:0.25,{b}" for a, b in pairwise(places))
             expected = f"one of {', '.join(self.names)}, or a share as in {known}"
             refuse(name, repr(value), expected, "pass one of them")
-        if (text, near) == (AUTO, places[0]) and AUTO in self.names:
+        if text == AUTO and AUTO in self.names:
             return value
         try:
             share = float(text or 0.5)

@@ -34,6 +34,7 @@ from zfunc.engine.trace.pass_options import pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments, ends_in_loss
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.trace.vjp import check_device_graphs
+from zfunc.errors import refuse, setting
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import (
     best_precision,
@@ -109,9 +110,9 @@ def compile(
     ranks = ranks_of_stage(_ranks(group), settings.pp)
     automatic = [*settings.automatic, *(["state_on"] if settings.fits_state else [])]
     if automatic and example is None:
-        raise ValueError(
-            f"{', '.join(automatic)}: got 'auto' without an example, expected one: pass a batch to plan memory"
-        )
+        got = " and ".join(setting(name, getattr(settings, name)) for name in automatic)
+        expected = "a batch, whose memory decides what fits"
+        refuse("example", f"none with {got}", expected, "pass one, or values without 'auto'")
     if settings.automatic:
         same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
         make = partial(compile, segments, **same, example=example, patience=patience)

@@ -27,6 +27,7 @@ from zfunc.errors import CheckpointError
 from zfunc.planner.cost_model import StepCosts, Tracer
 
 VARIABLE, OFF = "ZFUNC_CACHE", "off"
+SOURCES = Path(__file__).parent.parent
 MOST, LIMIT = 256, 4 << 20  # files, and bytes of one
 T = TypeVar("T")
 
@@ -38,13 +39,12 @@ def cache_folder() -> Path:
 
 
 @cache
-def _versions() -> str:
-    """Hash of the code that traced costs depend on: versions of Python, torch and others, and zfunc's sources."""
+def code_digest(folder: Path, *packages: str) -> str:
+    """Hash of the code that an answer depends on: versions of Python and `packages`, sources in `folder`."""
     digest = hashlib.sha256(sys.version.encode())
-    for name in ("torch", "transformers", "peft"):
+    for name in packages:
         with suppress(metadata.PackageNotFoundError):
             digest.update(f"{name} {metadata.version(name)}".encode())
-    folder = Path(__file__).parent.parent
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
         digest.update(path.read_bytes())
@@ -55,7 +55,7 @@ def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
     """`answer()`, of type `kind`, or from the disk the value it had for the same `question` in an earlier run."""
     if os.environ.get(VARIABLE) == OFF:
         return answer()
-    asked = json.dumps([*question, _versions()])
+    asked = json.dumps([*question, code_digest(SOURCES, "torch", "transformers", "peft")])
     name = hashlib.sha256(asked.encode()).hexdigest()
     path = cache_folder() / "costs" / f"{name}.json"
     with suppress(OSError, ValueError, TypeError, LookupError, CheckpointError):

@@ -304,13 +304,18 @@ def wrapped(sentence: str, indent: int = 2) -> list[str]:
 
 
 def _nodes(p: Planned) -> Iterator[str]:
-    """A line on the nodes of several ranks, the devices used of each node, and the link between ranks."""
-    if p.profile is not None and p.world > 1:
+    """A line on the nodes that the profile says the step has, the devices used of each node, and the link: between
+    ranks, of one rank that between host and device.
+    """
+    if p.profile is not None:
         local = min(p.world, int(p.profile.value("count", "devices")) // p.devices)
         nodes = -(-p.world // local)
-        link = f"{p.hardware.rates['network'] / 1e9:,.3g} GB/s {'between' if nodes > 1 else 'inside'}"
+        kind, where = ("h2d", "from the host to a device")
+        if p.world > 1:
+            kind, where = "network", "between" if nodes > 1 else "inside"
+        link = f"{p.hardware.rates[kind] / 1e9:,.3g} GB/s {where}"
         devices = counted(local * p.devices, "device")
-        yield f"nodes      {nodes}, of {devices} and all the node's memory each; {link}"
+        yield f"nodes      {nodes}, of {devices} and all the node's memory{' each' * (nodes > 1)}; {link}"
 
 
 def _plan(p: Planned) -> Iterator[str]:

@@ -3,8 +3,8 @@
 Packed documents are a folder of NumPy files, which `np.load` reads: `tokens.npy`, those held out last, with an end
 token after each document; `offsets.npy`, where each document begins and the last one ends; and, where some tokens
 are not learned, `mask.npy`, false for these. They are written once, a few documents in memory at a time, and
-again when a source file, the tokenizer or the format changes. So a batch is a pure function of seed and position,
-as from any other data (`zfunc.train.data.corpus`).
+again when a source file, the tokenizer, or the code that reads them changes. So a batch is a pure function of seed
+and position, as from any other data (`zfunc.train.data.corpus`).
 """
 
 import hashlib
@@ -22,6 +22,7 @@ import numpy as np
 
 from zfunc.checkpoint.durable_files import sync
 from zfunc.models.loss_pieces import IGNORE_INDEX
+from zfunc.planner.kept_costs import code_digest
 from zfunc.train.data.corpus import Corpus, TokenStream
 from zfunc.train.data.documents import (
     DocumentSource,
@@ -37,7 +38,8 @@ from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suf
 from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORMAT = 12  # of the folder, and of what is read as records
+SOURCES = Path(__file__).parent  # what they make of the same files changes with them, and with these packages
+PACKAGES = ("tokenizers", "transformers", "jinja2", "datasets", "pyarrow")
 STDLIB = "Python standard library"
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call
@@ -153,7 +155,8 @@ def _packed(
 ) -> Corpus:
     """The corpus of the documents of `source`, which are tokenized into a folder of `cache` unless one has them."""
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
-    key = repr((FORMAT, vocabulary.digest, stats, source.columns, source.held_out_split, bool(rows)))
+    code = code_digest(SOURCES, *PACKAGES)
+    key = repr((code, vocabulary.digest, stats, source.columns, source.held_out_split, bool(rows)))
     folder = cache / f".packed-{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
     if not folder.is_dir():  # hidden: `cache` may lie in the folder that is read
         cache.mkdir(parents=True, exist_ok=True)
