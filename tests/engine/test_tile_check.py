@@ -84,6 +84,15 @@ def of_the_batch(_: Any, x: Tensor) -> Tensor:
     return scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0].transpose(0, 1)
 
 
+def in_bags(summed: Any) -> Body:
+    """Each token with the sum of three rows of a table, by numbers made of it."""
+
+    def mixed(own: Any, x: Tensor) -> Tensor:
+        return x + summed(own, (x[..., :3].detach() * 50).long() % 11).view(x.shape)
+
+    return Body(mixed, bags=nn.EmbeddingBag(11, 8, mode="sum"))
+
+
 def recurrent() -> Body:
     return Body(lambda own, x: own.rnn(x)[0], rnn=nn.GRU(8, 8, batch_first=True))
 
@@ -145,6 +154,11 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
     ),
     "one for all": (lambda: Body(lambda _, x: x.mean(1)), ROWS, r"a result of shape \[2, 8\]"),
     "one of all": (lambda: Body(lambda _, x: x[:, 0]), ROWS, r"got a result of shape \[2, 8\]"),
+    "bags": (
+        lambda: in_bags(lambda own, n: own.bags(n.flatten(0, 1))),
+        ROWS,
+        "embedding.numbers..sum.-2., or",
+    ),
     "the first twelve": (lambda: Body(the_first), ROWS, "aten.cumsum.default is not known to"),
     "attention to all": (attending, ROWS, "got attention with all tokens"),
     "a mask": (lambda: attending(attn_mask=torch.ones(64, 64).bool()), ROWS, "got attention with a mask"),
@@ -209,6 +223,15 @@ def test_what_tiles_cannot_do_is_refused_by_name(what: str) -> None:
             zfunc.train_step(program, state, (torch.rand(shape), torch.rand(shape[:-1])))
     assert all(map(torch.equal, bits(state), before))
     zfunc.params(program, state)
+
+
+def test_what_is_advised_for_bags_passes_and_is_their_sum() -> None:
+    added = lambda own, n: F.embedding(n, own.bags.weight).sum(-2)  # noqa: E731
+    body, x = in_bags(added), torch.rand(2, 4, 8)
+    assert in_tiles(body, torch.float32)
+    bags = in_bags(lambda own, n: own.bags(n.flatten(0, 1)))
+    bags.load_state_dict(body.state_dict())
+    assert torch.equal(bags(x), body(x))
 
 
 # --- what is tried, whatever it is called -------------------------------------------------------------------

@@ -58,7 +58,9 @@ def live_data(plans: Mapping[Answers, Plan], hardware: Hardware, questions: Sequ
     """
     graphs = {id(plan.graph): plan.graph for plan in plans.values()}
     verbs = [*dict.fromkeys(op.verb for graph in graphs.values() for op in graph)]
-    places: list[Tier] = [*dict.fromkeys((*TIERS, *(r.place for graph in graphs.values() for r in graph.regions)))]
+    places: list[Tier] = [
+        *dict.fromkeys((*TIERS, *(r.place for graph in graphs.values() for r in graph.regions)))
+    ]
     return {
         "kinds": KINDS,
         "unwatched": [KINDS.index(kind) for kind in HOST_CODE],

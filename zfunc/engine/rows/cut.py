@@ -93,6 +93,7 @@ def cut_at_attention(
     *nodes, output = graph.graph.nodes
     given, needs = nodes[len(values) : len(values) + len(leaves)], needs_of(graph.graph)
     rows, depends, constants = [given[i] for i in numbers], known.depends, known.given
+    _refuse_bags(nodes)
     make = part_of_graph(whole, (), [of_row[x] for x in known.free], [of_row[x] for x in constants])
     sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in constants)
     if tiles > 1:
@@ -297,6 +298,15 @@ def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
                     f"got the numbers {numbers} of {a.target} in a tile and a row, expected the same whatever the "
                     "tokens, so no scale or capacity made of their number: use tiles=1"
                 )
+
+
+def _refuse_bags(nodes: Sequence[Node]) -> None:
+    """Raise ValueError for bags: they begin at places in a whole row, so the slice of a tile has other ones."""
+    if bag := next((x for x in nodes if "embedding_bag" in str(x.target)), None):
+        raise ValueError(
+            f"got {bag.target}, whose bags begin at places in a whole row, expected the embedding of each number: "
+            "use embedding(numbers).sum(-2), or .mean or .amax, or tiles=1"
+        )
 
 
 def _refuse_noise(
