@@ -8,6 +8,8 @@ so Adam overlaps with all of the step, and the training is another one. What rea
 `save`, `evaluate`, `flush`) makes the update that is left, and the step after it has that one's parameters from
 the start.
 
+No row of docs/published.md: no time of a step was found with the batch that it had.
+
 Source: Ren et al., "ZeRO-Offload" (2021), section 5.2.
 """
 

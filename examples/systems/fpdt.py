@@ -11,6 +11,7 @@ model so, both ways, inside the operations of a segment.
 
 Published: rows 16 times as long on the same hardware. There several GPUs also share the heads of a row
 (Ulysses), which changes nothing in this picture of one.
+No row of docs/published.md, as times are of such GPUs alone.
 
 Yao et al., "Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer" (2024),
 arXiv 2408.16978.

@@ -6,7 +6,8 @@ a parameter where ZeRO-Offload's carries 4, and no core of the host works: this 
 between Grace and Hopper, or where cores are few.
 
 Published: 15 to 20 GB less of device memory for 0.1 to 0.2 s an iteration, DeepSeek-V3 on GB200. In this
-picture the bus has 20 GB/s each way, and the step is longer than ZeRO-Offload's.
+picture the bus has 20 GB/s each way, and the step is longer than ZeRO-Offload's. No row of docs/published.md:
+that training is expert and pipeline parallel.
 
 Megatron-LM, offloading of optimizer states (pull request 2760). zfunc's setting update_on="device" is this
 recipe.

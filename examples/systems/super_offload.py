@@ -11,6 +11,7 @@ update by arithmetic instead, which needs no copy and is not exact.
 
 Published: up to 2.5 times the throughput of other offloading on one GH200 (abstract), by this and four other
 means: weights kept where they fit, larger buckets, casts on the device, and Adam for the cores of Grace.
+No row of docs/published.md: "up to" 500 or 600 TFLOPS are of several models, without their batches.
 
 Lian et al., "SuperOffload: Unleashing the Power of Large-Scale LLM Training on Superchips" (2025), arXiv
 2509.21271.

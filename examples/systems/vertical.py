@@ -7,7 +7,7 @@ room for the activations of all micro-batches, which wait on the host.
 
 Published: 1.96 times the tokens/s of ZeRO-Infinity, GPT-65B on one A100 (abstract). There the drives bound the
 step, and a part of the update overlaps the next forward (here `defer`); in this picture the bus is never the
-bound, so nothing is gained but the bytes.
+bound, so nothing is gained but the bytes. No row of docs/published.md: the run it is a ratio to is not given.
 
 Yin, Yue and Qian, "GreedySnake: Accelerating SSD-Offloaded LLM Training with Efficient Scheduling and Optimizer
 Step Overlapping" (2025), arXiv 2512.17570.

@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,16 @@ def test_one_is_drawn_with_what_was_published(capsys: Out, tmp_path: Path) -> No
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
     with pytest.raises(SystemExit, match="got 'zero', expected one of zero_offload, "):
         show.main("zero")
+
+
+@pytest.mark.parametrize("name", show.SYSTEMS)
+def test_each_has_rows_of_what_was_published_or_says_why_not(name: str) -> None:
+    """And each row that a file names is on the page."""
+    module = import_module(name)
+    rows = [[cell.strip() for cell in x.strip("| ").split("|")] for x in show.PAGE.read_text().splitlines()]
+    for row in module.PUBLISHED:
+        assert any(len(x) > 7 and show._is(x, row) for x in rows), row
+    assert bool(module.PUBLISHED) != ("No row of docs/published.md" in " ".join(module.__doc__.split()))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda x: x.stem)
