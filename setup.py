@@ -11,6 +11,7 @@ ZFUNC_KERNEL=0 builds none: what plans, verifies, simulates and draws a step is 
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from glob import glob
 from pathlib import Path
@@ -36,9 +37,14 @@ if WITH_KERNEL and too_old:
 OLDEST_PYTHON = (3, 11)
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-COMPILE_ARGS = ["-O3", "-std=gnu11", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
+MAC = (
+    sys.platform == "darwin"
+)  # whose torch brings LLVM's OpenMP runtime; its own clang has no -fopenmp of its own
+OPENMP = ["-Xpreprocessor", "-fopenmp"] if MAC else ["-fopenmp"]
+CALLED = b"__kmpc_fork_call" if MAC else b"GOMP_parallel"  # of that runtime, by the kernel
+COMPILE_ARGS = ["-O3", "-std=gnu11", *OPENMP, "-ffp-contract=off", "-fno-math-errno"]
 # -z now: a missing OpenMP runtime fails the import, where it can be explained, not the first step.
-LINK_ARGS = ["-Wl,-z,now"]
+LINK_ARGS = [] if MAC else ["-Wl,-z,now"]
 
 GET_COMPILER = """gcc 9 or newer, with the headers of the C library
     Debian/Ubuntu: apt install gcc libc6-dev;  Fedora/RHEL: dnf install gcc
@@ -47,7 +53,8 @@ GET_COMPILER = """gcc 9 or newer, with the headers of the C library
 GET_PYTHON = """Python.h, the headers of this Python
     Debian/Ubuntu: apt install python3-dev;  Fedora/RHEL: dnf install python3-devel"""
 GET_OPENMP = """omp.h, the header of OpenMP; gcc brings its own, other compilers do not
-    Debian/Ubuntu: apt install gcc;  Fedora/RHEL: dnf install gcc;  then CC=gcc pip install ."""
+    Debian/Ubuntu: apt install gcc;  Fedora/RHEL: dnf install gcc;  then CC=gcc pip install .
+    macOS: brew install libomp;  then CPATH="$(brew --prefix libomp)/include" pip install ."""
 GET_GCC = """a compiler for GNU's OpenMP runtime, which torch brings; this one compiles for another or for none
     Debian/Ubuntu: apt install gcc;  Fedora/RHEL: dnf install gcc;  then CC=gcc pip install ."""
 UNKNOWN = """Linux, gcc 9 or newer and Cython 3.1 or newer
@@ -66,7 +73,7 @@ def missing(command: list[str]) -> str:
     if not shutil.which(command[0]):
         return f"{GET_COMPILER}\n    ({command[0]} is not there)"
     for source, lacking in PROBES:
-        probe = [*command, "-fopenmp", "-fsyntax-only", "-x", "c", "-"]
+        probe = [*command, *OPENMP, "-fsyntax-only", "-x", "c", "-"]
         if subprocess.run(probe, input=source.encode(), capture_output=True).returncode:
             return f"{lacking}\n    ({command[0]} does not compile: {source})"
     return UNKNOWN
@@ -102,9 +109,9 @@ class BuildKernel(build_ext):
             reason = str(error) if len(str(error)) < 200 else "its compile failed, in the words above"
             raise refusal(reason, missing([*self.compiler.compiler_so, *include])) from error
         built = Path(self.get_ext_fullpath(ext.name))
-        if b"GOMP_parallel" not in built.read_bytes():
+        if CALLED not in built.read_bytes():
             built.unlink()
-            raise refusal(f"{self.compiler.compiler_so[0]} does not call GOMP_parallel", GET_GCC)
+            raise refusal(f"{self.compiler.compiler_so[0]} does not call {CALLED.decode()}", GET_GCC)
 
     def copy_extensions_to_source(self) -> None:
         """Build in place; a build under this Python's own suffix would be imported before the new one."""

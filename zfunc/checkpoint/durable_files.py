@@ -5,7 +5,6 @@ file, the operation and what to do, and refuse links, devices and pipes.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 from attrs import define
 
 from zfunc.errors import USE_ANOTHER, CheckpointError, explain_os_errors, refuse
+from zfunc.runtime import system_calls
 
 log = logging.getLogger("zfunc")
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
@@ -66,7 +66,7 @@ def open_file(path: Path) -> Opened:
     """Open a regular file for reading. Raises CheckpointError for anything else."""
     with os_errors_as(path, "opening it"):
         # Without O_NONBLOCK opening a pipe would block until it has a writer.
-        file = Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), path)
+        file = Opened(os.open(path, os.O_RDONLY | system_calls.UNLINKED), path)
         status = os.fstat(file.fd)
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: got something else than a regular file: {_NEXT[errno.ENOENT]}")
@@ -85,14 +85,14 @@ def bytes_of(buffer: Any) -> memoryview:
 def write_all(fd: int, data: memoryview, offset: int) -> None:
     """Write all bytes of `data` to the file of descriptor `fd`, from byte `offset` on."""
     while data.nbytes:
-        written = os.pwrite(fd, data, offset)
+        written = system_calls.write_at(fd, [data], offset)
         data, offset = data[written:], offset + written
 
 
 def read_all(fd: int, data: memoryview, offset: int) -> None:
     """Fill `data` with the bytes of file `fd` from `offset` on. Raises OSError if the file ends before."""
     while data.nbytes:
-        read = os.preadv(fd, [data], offset)
+        read = system_calls.read_at(fd, [data], offset)
         if not read:
             raise OSError(errno.EIO, "the file ended early")
         data, offset = data[read:], offset + read
@@ -118,7 +118,7 @@ def atomic_replace(
     partial = partial or path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     partial.unlink(missing_ok=True)
     try:
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        fd = os.open(partial, os.O_RDWR | system_calls.NEW, mode)
         with os.fdopen(fd, "w+b") as file:
             yield file
             file.flush()
@@ -160,8 +160,11 @@ def write_durably(path: Path, data: bytes) -> None:
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on the disk."""
     with os_errors_as(path, "waiting until it is on the disk"):
-        file = Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        os.fsync(file.fd)
+        if path.is_dir():
+            system_calls.sync_names(path)
+        else:
+            file = Opened(os.open(path, os.O_RDONLY | system_calls.FOLLOWED))
+            os.fsync(file.fd)
 
 
 def lock(path: Path, *, wait: bool = True) -> int:
@@ -170,15 +173,15 @@ def lock(path: Path, *, wait: bool = True) -> int:
     Waits for the lock, or raises BlockingIOError. On a file system without locks it logs a warning and holds none.
     """
     with os_errors_as(path, "locking it"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = system_calls.open_to_lock(path)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system_calls.lock_descriptor(fd)
         except BlockingIOError:
             if not wait:
                 raise
             log.warning("%s is locked by another process: waiting", path)
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            system_calls.lock_descriptor(fd, wait=True)
     except BaseException as error:
         if not isinstance(error, OSError) or isinstance(error, BlockingIOError):
             os.close(fd)
@@ -190,7 +193,7 @@ def lock(path: Path, *, wait: bool = True) -> int:
 def unlock(fd: int) -> None:
     """Release a lock, also if a child process has inherited the descriptor."""
     with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        system_calls.unlock_descriptor(fd)
     os.close(fd)
 
 
@@ -205,10 +208,15 @@ def locked(path: Path) -> Generator[None, None, None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock on a folder or file; True if that cannot be determined."""
+    """Whether a process holds the lock on a folder or file; True if that cannot be determined.
+
+    False on a system without locks, where `lock` warns that there may be one writer.
+    """
+    if not system_calls.has_locks():
+        return False
     try:
-        file = Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
-        fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask at the same moment
+        file = Opened(os.open(path, os.O_RDONLY | system_calls.UNLINKED))
+        system_calls.lock_descriptor(file.fd, shared=True)  # shared: others may ask at the same moment
     except OSError:
         return True
     return False

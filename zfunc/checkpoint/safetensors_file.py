@@ -31,6 +31,7 @@ from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.strict_json import IN_MEMORY, MAX_INT, Checksum, Count, Refusal, Text, Within, known
 from zfunc.core.dtypes import DTYPES
 from zfunc.errors import USE_ANOTHER, CheckpointError, refuse
+from zfunc.runtime import system_calls
 from zfunc.runtime.direct_io import open_reserved
 
 BYTES = {
@@ -299,5 +300,5 @@ def open_shard(path: Path, shard: Shard) -> ShardReader:
     if shard.places is None and zlib.crc32(header) != shard.header:
         got = f"another header than was written, in bytes 0 to {len(header)}"
         disk.reject(path, got, "that one", f"the checksum differs; {_NEXT}")
-    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # two threads would look like random access
+    system_calls.advise(file.fd, 0, 0, "SEQUENTIAL")  # two threads would look like random access
     return ShardReader(path, shard, file)

@@ -16,6 +16,8 @@ from zfunc.cli.parser import with_flags
 from zfunc.options import Options
 from zfunc.train.events import INTERRUPT, TERMINATED
 
+HANG_UP = getattr(signal, "SIGHUP", None)  # Windows has none
+
 
 def printable(text: str) -> str:
     r"""`text` with control and format characters, which a terminal would obey, spelled out.
@@ -74,7 +76,7 @@ def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
         elif taken.count(number) > 1:
             raise KeyboardInterrupt
         for fd in terminals:
-            if number == signal.SIGHUP and not os.isatty(fd):
+            if number == HANG_UP and not os.isatty(fd):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if message and tell:
             with suppress(OSError):
@@ -83,7 +85,7 @@ def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    hung_up = [x for x in (HANG_UP,) if x is not None and signal.getsignal(x) is not signal.SIG_IGN]
     numbers = (signal.SIGINT, signal.SIGTERM, *hung_up)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:

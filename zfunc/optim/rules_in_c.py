@@ -32,6 +32,7 @@ from typing import Any
 
 from zfunc.optim import rules
 from zfunc.optim.rules import Factors, Rule
+from zfunc.runtime import system_calls
 
 RULES_H = Path(__file__).with_name("csrc") / "_rules.h"
 SPECIAL = "NAN", "INFINITY"  # of math.h
@@ -304,8 +305,7 @@ def _folder() -> Path:
     """The folder of compiled rules in the user's cache, writable by the user alone, as its files are loaded."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zfunc" / "rules"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not system_calls.is_owners_alone(folder.stat()):
         raise PermissionError(f"{folder} is not yours alone: chmod 700 it, or set XDG_CACHE_HOME")
     return folder
 

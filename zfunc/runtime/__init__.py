@@ -9,6 +9,7 @@
     host_memory         how much memory is free; maps pages, allocates and pins host buffers
     blocking_calls      reads and writes on threads; an interrupt does not wait for a drive that hangs
     direct_io           files read and written past the page cache; how fast a drive is
+    system_calls        calls that macOS or Windows lack, each with a plain fallback
     torch_dtypes        torch's names for `core.dtypes`
     collectives         the ranks that train together, their collectives, and noticing that one failed
     stage_ranks         the ranks of a pipeline stage, and what they send to those of others

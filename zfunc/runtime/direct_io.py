@@ -9,7 +9,6 @@ After an interrupt of a drive that hangs it is not; nothing can be done with the
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -27,6 +26,7 @@ from attrs import define, field, frozen
 
 from zfunc.core.extents import BLOCK
 from zfunc.errors import AbandonedCalls, DiskError, explain_os_errors
+from zfunc.runtime import system_calls
 from zfunc.runtime.blocking_calls import LEAVE_AFTER, DaemonThreads, call_each
 from zfunc.runtime.host_memory import HostPages, map_pages
 from zfunc.units import format_bytes
@@ -124,7 +124,7 @@ class DirectFile:
         """Open the file `path`. Raises DiskError if it is no regular file of whole pages, or not writable."""
         with explain_errors(path, "opening it"):
             # Without O_NONBLOCK opening a pipe could block.
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(path, os.O_RDWR | system_calls.UNLINKED)
             return cls._of(path, fd)
 
     @classmethod
@@ -176,7 +176,7 @@ class DirectFile:
             return
         with self._in_use(), _reserving(self.path, nbytes):
             try:
-                os.posix_fallocate(self._fd, self.nbytes, nbytes - self.nbytes)
+                system_calls.reserve(self._fd, self.nbytes, nbytes - self.nbytes)
             except OSError:
                 os.ftruncate(self._fd, self.nbytes)
                 raise
@@ -204,7 +204,7 @@ class DirectFile:
         with self._in_use(), explain_errors(self.path, doing):
             self._call_each("sync", self._sync_data, [self._fd], doing)
             if not self.direct:  # pages are clean now, and can be dropped
-                os.posix_fadvise(self._fd, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
+                system_calls.advise(self._fd, 0, self.nbytes, "DONTNEED")
             if self.named and not os.fstat(self._fd).st_nlink:
                 raise DiskError(
                     f"{self.path}: got a file that was deleted or replaced, expected it to stay: name a folder "
@@ -213,7 +213,7 @@ class DirectFile:
 
     def _sync_data(self, fd: int) -> None:
         with self._in_use(begun=True):
-            os.fdatasync(fd)
+            system_calls.sync_data(fd)
 
     def close(self) -> bool:
         """Close the file when the transfers under way have ended, and return True. A second call does nothing.
@@ -258,7 +258,7 @@ class DirectFile:
                     self._run(direction, requests, f" of {what}" if what else "")
                     if not self.direct:
                         end = requests[-1].offset + requests[-1].nbytes
-                        os.posix_fadvise(self._fd, offset, end - offset, os.POSIX_FADV_DONTNEED)
+                        system_calls.advise(self._fd, offset, end - offset, "DONTNEED")
         finally:
             # A thread may refer to them for a moment more, while the caller already unmaps the memory.
             for request in requests if not self._lost else ():
@@ -317,7 +317,7 @@ class DirectFile:
 
     def _make(self, direction: Direction, request: _Request) -> None:
         """Read or write all bytes of a request; after a short count continue at a page, as O_DIRECT needs."""
-        call = os.preadv if direction == "read" else os.pwritev
+        call = system_calls.read_at if direction == "read" else system_calls.write_at
         done = retries = 0
         while done < request.nbytes:
             left, rest = request.nbytes - done, list(_after(request.pieces, done))
@@ -347,11 +347,11 @@ def open_reserved(path: Path, nbytes: int, flags: int, *, mode: int = 0o600, nam
     `mode` is the file's permissions, by default for its owner alone. A file that is not `named` loses its name
     before it has bytes. Raises OSError if the file exists or the disk has no room; no file is left then.
     """
-    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    fd = os.open(path, flags | system_calls.NEW, mode)
     try:
         if not named:
             path.unlink()
-        os.posix_fallocate(fd, 0, nbytes)
+        system_calls.reserve(fd, 0, nbytes)
     except BaseException:
         os.close(fd)
         with suppress(OSError):
@@ -432,24 +432,22 @@ def _address(area: memoryview) -> int:
 
 
 def _set_direct(fd: int) -> bool:
-    """Set O_DIRECT on descriptor `fd`; False if the file system refuses, at once or at the first transfer."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK
+    """Set O_DIRECT on descriptor `fd`; False if the system or the file system refuses."""
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        direct = system_calls.set_direct(fd, direct=True)
         with closing(map_pages(ALIGNED)) as page:
-            os.preadv(fd, [page], 0)
+            system_calls.read_at(fd, [page], 0)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    return True
+        return system_calls.set_direct(fd, direct=False)
+    return direct
 
 
 _pools: dict[tuple[int, Direction, int], DaemonThreads] = {}
 _told = set[int]()  # devices
 _lock = threading.Lock()
-os.register_at_fork(after_in_child=_pools.clear)  # a child has none of the threads
+system_calls.after_fork_in_child(_pools.clear)  # a child has none of the threads
 
 
 def _threads(device: int, direction: Direction) -> DaemonThreads:

@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zfunc.runtime import system_calls
 from zfunc.runtime.thread_budget import default_nodes, default_threads, local_ranks
 from zfunc.units import format_bytes
 
@@ -34,7 +34,7 @@ _OF_LIBRARIES = 1.4
 LEAST_GIVEN_BACK = 1 << 20  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _CGROUP = Path("/sys/fs/cgroup")
-_libc: Any = ctypes.CDLL(None, use_errno=True)
+_libc: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def available_host_bytes() -> int:
@@ -45,7 +45,7 @@ def available_host_bytes() -> int:
 
     available = psutil.virtual_memory().available
     if (most := address_limit()) is not None:
-        own = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        own = psutil.Process().memory_info().vms
         available = max(0, min(available, (most - own) * local_ranks()))
     try:
         limit, used = (int((_CGROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
@@ -58,8 +58,30 @@ def available_host_bytes() -> int:
 
 def address_limit() -> int | None:
     """The bytes of addresses that this process may have at most (RLIMIT_AS, `ulimit -v`); None without a limit."""
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if most == resource.RLIM_INFINITY else most
+    return system_calls.limit("RLIMIT_AS")
+
+
+def locked_limit() -> int | None:
+    """The bytes that this process may page-lock at most (RLIMIT_MEMLOCK, `ulimit -l`); None without a limit."""
+    return system_calls.limit("RLIMIT_MEMLOCK")
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process, in bytes."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """The most physical memory that this process has had so far, in bytes; what it has now where no system says."""
+    if system_calls.resource is None:
+        import psutil
+
+        now = psutil.Process().memory_info()
+        return getattr(now, "peak_wset", now.rss)  # the former is Windows'
+    peak = system_calls.resource.getrusage(system_calls.resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def check_addresses() -> None:
@@ -94,11 +116,12 @@ class HostPages(mmap.mmap):
 def map_pages(nbytes: int) -> HostPages:
     """Map zeroed pages for `nbytes` > 0, without physical memory yet. Raises MemoryError without room."""
     try:
-        # Shared ones get no huge pages.
-        pages = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Shared ones get no huge pages. Windows has neither.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        pages = HostPages(-1, nbytes, **private)
     except OSError as error:
         raise MemoryError(_refusal(nbytes, error.strerror or str(error))) from error
-    if nbytes >= HUGE_MIN:
+    if nbytes >= HUGE_MIN and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:  # a kernel built without them
@@ -119,7 +142,7 @@ def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = 
 
     def touch_in_turn(n: int) -> None:
         if nodes:
-            os.sched_setaffinity(0, nodes[n % len(nodes)])  # 0 is the thread that calls
+            system_calls.bind(nodes[n % len(nodes)])
         for start in range(n * TURN, size, threads * TURN):
             _populate(base + start, min(TURN, size - start))
 
@@ -129,7 +152,10 @@ def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = 
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Let the system populate pages, by madvise through ctypes, which releases the GIL meanwhile."""
+    """Let Linux populate pages, by madvise through ctypes, which releases the GIL; elsewhere write zeros."""
+    if not sys.platform.startswith("linux"):
+        ctypes.memset(address, 0, nbytes)
+        return
     while _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # before Linux 5.14

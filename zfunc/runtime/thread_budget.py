@@ -16,6 +16,8 @@ from pathlib import Path
 
 from attrs import frozen
 
+from zfunc.runtime import system_calls
+
 ROOT = Path("/")
 log = logging.getLogger("zfunc")
 
@@ -91,8 +93,13 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs this process may use: those of its main thread, as zfunc binds only its other threads."""
-    return frozenset(os.sched_getaffinity(os.getpid()))
+    """The CPUs this process may use: those of its main thread, as zfunc binds only its other threads.
+
+    All CPUs on a system where threads cannot be bound.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(os.getpid()))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 @functools.cache
@@ -135,7 +142,7 @@ def default_nodes() -> tuple[frozenset[int], ...]:
 def bind_to_nodes() -> None:
     """Keep the calling thread on `default_nodes`, and with it the OpenMP team that it opens from now on."""
     if nodes := default_nodes():
-        os.sched_setaffinity(0, {cpu for node in nodes for cpu in node})  # 0 is the thread that calls
+        system_calls.bind({cpu for node in nodes for cpu in node})
 
 
 @functools.cache

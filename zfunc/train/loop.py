@@ -6,7 +6,6 @@ end a training after the step in which they have passed, and changes none before
 
 import logging
 import math
-import resource
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +29,7 @@ from zfunc.errors import CheckpointError
 from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
+from zfunc.runtime.host_memory import peak_resident_bytes, resident_bytes
 from zfunc.train.data.corpus import without_labels
 from zfunc.train.events import (
     INTERRUPT,
@@ -65,7 +65,7 @@ def train_events(
     space that is the checkpoint, of which each commit says how far the run is; it is closed at the end. Raises
     CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
     """
-    host_before = host_bytes()
+    host_before = resident_bytes()
     for device in job.program.memories.values():
         reset_peak(device)
     loop = _Loop(job, stop, start)
@@ -134,7 +134,7 @@ class _Loop:
             metrics=metrics,
             tokens_per_second=settings.batch_size * settings.seq_length / seconds,
             device_bytes=max(map(allocated_bytes, self.program.devices)),
-            host_bytes=host_bytes(),
+            host_bytes=resident_bytes(),
             seconds_left=self._seconds_left(number, seconds),
             held_out=self.held_out,
             epoch=None if settings.epochs is None else self.state.sequences / self.job.sequences_per_epoch,
@@ -357,15 +357,9 @@ def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda
     return tuple(generated)
 
 
-def host_bytes() -> int:
-    """Resident memory of this process."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident * resource.getpagesize()
-
-
 def _peaks(program: Program, before: int) -> dict[str, int]:
     """Measured peaks of the process: in all, and on the host since `before`, when torch was already loaded."""
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    highest = peak_resident_bytes()
     peaks = {"process": highest, "host": max(0, highest - before)}
     if on_accelerator(program.device):
         peaks |= {place: peak_bytes(device) for place, device in program.memories.items()}

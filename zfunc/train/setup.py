@@ -6,7 +6,6 @@ been allocated for the model.
 
 import logging
 import math
-import os
 import platform
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +33,7 @@ from zfunc.planner.traced_costs import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import available_host_bytes
-from zfunc.runtime.thread_budget import cpu_model
+from zfunc.runtime.thread_budget import allowed_cpus, cpu_model
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
@@ -102,7 +101,7 @@ class TrainingJob:
         """The machine, versions and number of ranks of the job, for its run folder."""
         return {
             "cpu": cpu_model() or platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": len(allowed_cpus()),
             "threads": torch.get_num_threads(),
             "gpu": device_name(self.program.device),
             "python": platform.python_version(),

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,8 +69,8 @@ def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
         yield str(thread_budget.choose_threads(os.environ, cpus, on_accelerator=on_accelerator))
 
     def memory() -> Iterator[str]:
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        pinned = "all of it" if limit == resource.RLIM_INFINITY else f"{format_bytes(limit)} (ulimit -l)"
+        limit = host_memory.locked_limit()
+        pinned = "all of it" if limit is None else f"{format_bytes(limit)} (ulimit -l)"
         yield f"{format_bytes(host_memory.available_host_bytes())} free to this process; may be pinned: {pinned}"
 
     def bandwidth() -> Iterator[str]:
