@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_160,
+    "core": 7_180,
     "schedules and ground": 1_450,
     "runtime": 3_620,
     "optim": 2_890,
     "checkpoint": 3_120,
-    "engine": 9_867,
+    "engine": 9_900,
     "viz": 1_240,
     "planner": 3_587,
-    "models": 4_426,
+    "models": 4_760,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 44_620,
+    "tests": 44_967,
     "course": 3_510,
 }
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.errors import PlanError as PlanError
     from zfunc.models import hf as hf
     from zfunc.models.cut.modules import segments as segments
+    from zfunc.models.quantization import quantized as quantized
     from zfunc.optim import learning_rate_schedules as lr  # noqa: F401
     from zfunc.optim.adafactor import Adafactor as Adafactor
     from zfunc.optim.adagrad import Adagrad as Adagrad

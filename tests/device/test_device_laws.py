@@ -14,6 +14,7 @@ import pytest
 import shared_traces
 import torch
 from device_training import compiled, train, weights_of
+from device_training import run as run_steps
 from parity import (
     Row,
     begun,
@@ -26,6 +27,7 @@ from parity import (
     steps,
     varied,
 )
+from quantized_models import BATCH, modules, segments_of
 from small_models import MODELS, Loss
 from table import Scattered
 from torch import Tensor, nn
@@ -502,6 +504,31 @@ def check_peak(device: str, program: Any, batch: Any) -> None:
         measured, planned = torch.accelerator.max_memory_allocated(one) - empty, peaks[place].nbytes
         assert measured <= planned + LIBRARIES[device]
         assert planned <= 1.1 * measured + LIBRARIES[device]
+
+
+@pytest.mark.parametrize("params_on", ["device", "host"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_peak_memory_of_encoded_weights_is_as_planned(device: str, kind: str, params_on: str) -> None:
+    own = zfunc.quantized(segments_of(modules()), kind)
+    settings: dict[str, Any] = {"params_on": params_on, "device": device, "precision": "bf16"}
+    check_peak(device, zfunc.compile(own, **settings), BATCH)
+
+
+def test_adapters_train_on_a_tenth_of_the_models_memory(device: str, controls: Any) -> None:
+    """With the frozen weights in 4 bits on the host, and the bits of a device with room for all of them."""
+    own = zfunc.quantized(segments_of(modules(40, 1024)))
+    rows, made = (
+        {"device": device, "precision": "bf16", "optimizer": zfunc.AdamW(lr=1e-4)},
+        list[list[float]](),
+    )
+    for place in ("device", "host"):
+        program = zfunc.compile(own, **rows, params_on=place)
+        if place == "host":
+            empty = torch.accelerator.memory_allocated()
+            controls.set_capacity(0, empty + 2 * program.layout.num_parameters // 10)
+        made.append([x for x, _ in run_steps(program, lambda _: BATCH)[0]])
+    assert made[0] == made[1]
+    assert made[0][-1] < made[0][0]
 
 
 def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(device: str) -> None:

@@ -21,6 +21,7 @@ from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, cr
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Precision, one_precision
 from zfunc.core.optimizer_state import EMA
+from zfunc.core.spec import FROZEN
 from zfunc.errors import refuse
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -53,8 +54,8 @@ def export_weights(
     These are the bits the device computes with, except for "bf16" of a checkpoint with compact moments: there the
     device has the high half of the master, whose ties are rounded away from zero, and of 2^17 evenly spread values
     one differs, in its last bit. Frozen parameters are converted from the type they are stored in. Modules' buffers
-    that training changed (running statistics) are there in their own type. With `ema` the weights are their moving
-    average.
+    that training changed (running statistics) are there in their own type, encoded weights as their bytes. With
+    `ema` the weights are their moving average.
 
     A tied parameter is in the file once, under the first of its names. Tie it in the model, as for training, and
     load with `safetensors.torch.load_model` or `load_state_dict(..., strict=False)`, which need one copy.
@@ -74,8 +75,8 @@ def export_weights(
     if ema:
         check_averages(checkpoint)
     log.info("export: the weights of %s as %s", checkpoint.path, dtype)
-    buffers = [x for x in manifest.parameters if BUFFER in x.pieces]
-    weights = [x for x in manifest.parameters if BUFFER not in x.pieces]
+    buffers = [x for x in manifest.parameters if _kept_as_stored(manifest, x)]
+    weights = [x for x in manifest.parameters if not _kept_as_stored(manifest, x)]
     tensors = [TensorInfo(x.name, DTYPES[dtype].safetensors, x.shape) for x in weights]
     tensors += [TensorInfo(x.name, _stored_type(manifest, x), x.shape) for x in buffers]
     writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)}, mode=0o666)
@@ -85,7 +86,7 @@ def export_weights(
                 _write(writer, x.name, reader.weights(x.name, 0, x.numel, ema=ema), dtype)
             for x in buffers:
                 raw = bytearray(x.numel * BYTES[_stored_type(manifest, x)])
-                reader.read([(WantedSlice(BUFFER, x.name, 0, x.numel), raw)])
+                reader.read([(WantedSlice(*x.pieces, x.name, 0, x.numel), raw)])
                 writer.write_at(x.name, 0, raw)
         writer.finish()
         _publish(partial, out)
@@ -99,8 +100,15 @@ def export_weights(
 
 
 def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
-    """The dtype in which a checkpoint stores a module's buffer."""
-    return next((manifest.tensor(x).dtype for x in entry.pieces[BUFFER]), DTYPES["fp32"].safetensors)
+    """The dtype in which a checkpoint stores a module's buffer, or a frozen parameter."""
+    (pieces,) = entry.pieces.values()
+    return next((manifest.tensor(x).dtype for x in pieces), DTYPES["fp32"].safetensors)
+
+
+def _kept_as_stored(manifest: Manifest, entry: ParameterEntry) -> bool:
+    """Whether an export copies the elements of an entry unchanged: of a module's buffer, or of encoded weights."""
+    encoded = FROZEN in entry.pieces and _stored_type(manifest, entry) == DTYPES["uint8"].safetensors
+    return BUFFER in entry.pieces or encoded
 
 
 def check_averages(checkpoint: Checkpoint) -> None:

@@ -45,7 +45,9 @@ VERSION = 1
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 BUFFER = "buffer"  # the only kind of state of a module's buffer that forward changes: its values
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
+_FROZEN = tuple(
+    DTYPES[x].safetensors for x in (*PRECISIONS, "uint8")
+)  # of weights, or the bytes of encoded ones
 
 
 # State formats with another name in the file, and what has their own name there.
@@ -165,7 +167,7 @@ class Manifest:
         """By kind of a parameter's state, how many elements it has and which types they may be stored in."""
         if BUFFER in entry.pieces:
             return {BUFFER: (entry.numel, tuple(BYTES))}
-        kinds: dict[str, tuple[int, tuple[str, ...]]] = {FROZEN: (entry.numel, _FLOATS)}
+        kinds: dict[str, tuple[int, tuple[str, ...]]] = {FROZEN: (entry.numel, _FROZEN)}
         if entry.trainable:
             buffers = STATE_FORMATS[self.format_of(entry)]
             kinds = {x.name: (x.numel(entry.numel), (DTYPES[x.dtype].safetensors,)) for x in buffers}

@@ -47,7 +47,8 @@ class SwapIdentity:
     """What the bytes of a swap space mean: buckets and parameters; frozen ones are stored in `precision`.
 
     `state_formats` has the format of each bucket, where they differ; `in_fp32` the numbers of buckets whose
-    parameters are fp32 in any precision; `pp` the number of pipeline stages, if several.
+    parameters are fp32 in any precision, `in_bytes` of those that are bytes; `pp` the number of pipeline stages, if
+    several.
     """
 
     state_format: _Format
@@ -59,6 +60,7 @@ class SwapIdentity:
     state_formats: tuple[_Format, ...] | None = None
     in_fp32: tuple[Count, ...] | None = None
     pp: Count | None = None
+    in_bytes: tuple[Count, ...] | None = None
 
     def layout(self) -> Layout:
         """The layout of buckets and spans that this identity describes, as far as slices of state need it."""
@@ -92,10 +94,12 @@ def swap_identity(layout: Layout, precision: Dtype, pp: int = 1) -> dict[str, An
     spans = [tuple((x.name, x.shape, x.start, x.stop) for x in of) for of in (layout.spans, layout.frozen)]
     several = formats if len(set(formats)) > 1 else None
     fp32 = tuple(x.index for x in layout.all_buckets if x.in_fp32) or None
+    encoded = tuple(x.index for x in layout.all_buckets if x.is_bytes) or None
     stages = pp if pp > 1 else None
     return to_plain(
         SwapIdentity(
-            *(layout.state_format, precision, edges[0], edges[1], spans[0], spans[1]), several, fp32, stages
+            *(layout.state_format, precision, edges[0], edges[1], spans[0], spans[1]),
+            *(several, fp32, stages, encoded),
         )
     )
 
@@ -152,6 +156,7 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     in_fp32 = {b for b in buckets if any(MASTER in _parts(x, b) for x in headers)}  # beside rounded ones
     frozen: dict[int, Dtype] = dict.fromkeys(buckets, identity.precision)
     frozen |= dict.fromkeys((b for b in buckets if b in in_fp32 or layout.all_buckets[b].in_fp32), "fp32")
+    frozen |= dict.fromkeys((b for b in identity.in_bytes or () if b in frozen), "uint8")
     if len(headers) % (pp := identity.pp or 1):
         disk.reject(where, f"{pp} stages of {len(headers)} ranks", "a number that divides them")
     homes = {b: x.rank * pp // x.world for x in headers for b in x.extents} if pp > 1 else {}

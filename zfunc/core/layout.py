@@ -20,9 +20,8 @@ from zfunc.values import of_type, whole
 ALIGNMENT = 64
 LEFT = -1  # the group of parameters that a step does not update
 
-Kind = tuple[
-    str, bool
-]  # of a parameter, one in a bucket: the format of its state, and whether it stays in fp32
+# Of a parameter, one in a bucket: the format of its state, and whether it stays in fp32, or is kept as bytes.
+Kind = tuple[str, bool, bool]
 
 
 @frozen
@@ -52,7 +51,10 @@ class Parameter:
     `group` is the number of the settings that the optimizer has for it (`zfunc.optim.base.Optimizer.group`). A name
     that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both.
 
-    Raises ValueError for a name or a shape that is none.
+    `encodes` is the number of weights that a frozen parameter has the bytes of, which a segment decodes: its
+    elements are uint8 on the device in any precision. 0 for any other parameter.
+
+    Raises ValueError for a name or a shape that is none, and for a trainable parameter of bytes.
     """
 
     name: str = field()
@@ -64,6 +66,14 @@ class Parameter:
     fp32_in: tuple[str, ...] = field(
         default=(), converter=_tuple
     )  # precisions in which it is fp32 on the device
+    encodes: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.encodes and self.trainable:
+            raise ValueError(
+                f"parameter {self.name!r}: got one of bytes that is trained, expected it frozen: pass "
+                "trainable=False"
+            )
 
     @name.validator  # pyright: ignore
     def _check_name(self, _: object, name: Any) -> None:
@@ -94,6 +104,7 @@ class Span:
     stop: int
     group: int = 0
     work: UpdateWork = ELEMENTWISE
+    encodes: int = 0  # as of its parameter
 
     @property
     def numel(self) -> int:
@@ -127,6 +138,11 @@ class Bucket:
     def numel(self) -> int:
         """Number of elements of the bucket, with the padding that aligns every rank's slice."""
         return self.stop - self.start
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the elements of the bucket are bytes of encoded weights."""
+        return any(x.encodes for x in self.spans)
 
     def slice_of(self, rank: int, world: int) -> tuple[int, int]:
         """Start and stop, relative to the bucket, of the slice that `rank` of `world` ranks updates."""
@@ -236,8 +252,9 @@ class Layout:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of the model: the trainable and the frozen ones, tied parameters counted once, no padding."""
-        return self.num_trainable + sum(span.stop - span.start for span in self.frozen)
+        """Elements of the model: the trainable and the frozen ones, tied parameters counted once, no padding; of
+        encoded weights their own number."""
+        return self.num_trainable + sum(x.encodes or x.numel for x in self.frozen)
 
     @cached_property
     def all_buckets(self) -> tuple[Bucket, ...]:
@@ -269,6 +286,7 @@ class Layout:
             span.name: Parameter(
                 *(span.name, span.shape, b.index < len(self.buckets), span.group, b.state_format, span.work),
                 fp32_in=fp32[b.in_fp32],
+                encodes=span.encodes,
             )
             for b in self.all_buckets
             for span in b.spans
@@ -352,7 +370,7 @@ def make_layout(
     contributors = _contributors(segments)
 
     def kind(p: Parameter) -> Kind:
-        return p.state_format if p.trainable else "", p.name in in_fp32
+        return p.state_format if p.trainable else "", p.name in in_fp32, bool(p.encodes)
 
     owned = _owned(segments, kind)
     if not any(p.trainable for own in owned for p in own):
@@ -477,7 +495,7 @@ def _deliveries(
 def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ...], int]:
     spans: list[Span] = []
     for p in parameters:
-        spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.group, p.work))
+        spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.group, p.work, p.encodes))
         offset += _room(p)
     return tuple(spans), offset
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from attrs import evolve, frozen
 
-from zfunc.core.dtypes import DTYPES, Precision
+from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import ELEMENTWISE, Bucket, Layout, UpdateWork
 from zfunc.core.mesh import DeviceMesh
 from zfunc.core.optimizer_state import (
@@ -30,7 +30,7 @@ class BucketPlaces:
     """The places of one bucket's data, and the way of its gradient to the update.
 
     - `numel`: elements of the bucket; `shard_numel`: those of a rank's slice; `dtype`: that of its parameters and
-      gradients on the device.
+      gradients on the device; "uint8" if they are the bytes of encoded weights.
     - `home`: the number of the device, or of the pipeline stage, that has those data of the bucket that are on a
       device; `owned`: the State of this rank has a part of the bucket.
     - `params`: the place of the parameters between passes; `sharded`: each rank keeps only its slice of them.
@@ -51,7 +51,7 @@ class BucketPlaces:
     index: int
     numel: int
     shard_numel: int
-    dtype: Precision
+    dtype: Dtype
     home: int
     owned: bool
     params: Where
@@ -67,7 +67,7 @@ class BucketPlaces:
     deliveries: int = 0
     added: bool = False
     summed: bool = False
-    delivered_dtype: Precision = "fp32"
+    delivered_dtype: Dtype = "fp32"
     apart: bool = False
     waits: bool = False
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from attrs import Attribute, evolve, field, fields, frozen
 
 from zfunc.core.display import brief
-from zfunc.core.dtypes import PRECISIONS, Precision, one_precision
+from zfunc.core.dtypes import PRECISIONS, Dtype, Precision, one_precision
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Bucket, Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
@@ -606,11 +606,12 @@ class StepSettings:
                 expected = f"a glob of names of parameters{did_you_mean(glob, [*names])}"
                 refuse("fp32_params", repr(glob), expected, f"pass such as {next(iter(names))!r}")
             chosen |= matched
-        return chosen if self.precision != "fp32" else set()
+        encoded = {p.name for own in parameters for p in own if p.encodes}
+        return chosen - encoded if self.precision != "fp32" else set()
 
-    def dtype_of(self, bucket: Bucket) -> Precision:
+    def dtype_of(self, bucket: Bucket) -> Dtype:
         """The dtype of a bucket's parameters and gradients on the device."""
-        return "fp32" if bucket.in_fp32 else self.precision
+        return "uint8" if bucket.is_bytes else "fp32" if bucket.in_fp32 else self.precision
 
     def check_shares(self, num_segments: int) -> None:
         """Raise ValueError if a share of `recompute` or `activations_on` has none of the segments."""

@@ -3,6 +3,7 @@
     gpt             GPT-2: its modules and segments
     gpt_config      the size of a GPT-2, without torch
     gpt_costs       what the segments of a GPT-2 cost, without torch: `gpt2.toml` has the operations of their passes
+    quantization    frozen weights in 4 or 8 bits (public as `zfunc.quantized`)
     sequences       several documents in one, and the keys and values of past tokens
     loss            next-token loss: ignored labels, and weights that make the mean exact over parts of a batch
     loss_pieces     how many logits exist at once, without torch

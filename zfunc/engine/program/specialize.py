@@ -26,6 +26,7 @@ from zfunc.engine.trace.vjp import MAX_TRACES, SegmentWeights, differentiated
 from zfunc.errors import PlanError
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 T = TypeVar("T")
 Paths = list[set[str | int]]  # of each output: the names of parameters, and the numbers of inputs, behind it
@@ -248,10 +249,9 @@ def _fake(program: Program, t: Tensor) -> Tensor:
 
 def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
     """The dtype on the device of each parameter of segment `s`, in their order."""
-    in_fp32 = {x.name for bucket in program.layout.all_buckets if bucket.in_fp32 for x in bucket.spans}
-    return tuple(
-        torch.float32 if p.name in in_fp32 else program.dtype for p in program.segments[s].parameters
-    )
+    places, layout = program.spec.places, program.layout
+    own = {x.name: places[bucket.index].dtype for bucket in layout.all_buckets for x in bucket.spans}
+    return tuple(TORCH_DTYPES[own[p.name]] for p in program.segments[s].parameters)
 
 
 def _mixed(program: Program, s: int) -> str:
@@ -259,7 +259,7 @@ def _mixed(program: Program, s: int) -> str:
     if not any(x.in_fp32 for x in program.layout.all_buckets):
         return ""
     own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)
-    names = [repr(p.name) for p, dtype in own if dtype != program.dtype] or ["none of its parameters"]
+    names = [repr(p.name) for p, x in own if x == torch.float32] or ["none of its parameters"]
     kept = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
     given = ",".join(program.settings.fp32_params)
     by = f"fp32_params={given!r}" if given else "the model's class"

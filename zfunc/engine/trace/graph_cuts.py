@@ -9,7 +9,7 @@ in halves by `split_backward`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -24,6 +24,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.engine.trace.tensor_memory import dense_strides, storage_of
@@ -47,6 +48,9 @@ class JointGraph:
 
 
 Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]
+DECODERS = set[
+    Any
+]()  # operations that make a large result of leaves: it lives where it is read, and no longer
 Needs = Mapping[Node, list[Node]]
 
 
@@ -146,6 +150,33 @@ def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
         if not found.isdisjoint(read):
             found.add(node)
     return found
+
+
+def decode_late(graph: Graph, num_forward: int) -> None:
+    """Move each operation of DECODERS to the first node that reads it. Where backward first does, the operation is
+    repeated, with views of its result: no cut keeps that. `num_forward` nodes of `graph` are the forward's."""
+    nodes = list(graph.nodes)
+    made = {x for x in nodes[:num_forward] if x.target in DECODERS and x.users}
+    if not made:
+        return
+    for node in nodes[:num_forward]:
+        if node.target not in DECODERS and _views_one_of(node, made):
+            made.add(node)
+    late = {*nodes[num_forward:-1]}
+    for node in (x for x in reversed(nodes[:num_forward]) if x in made):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE  # for the partitioner
+        if users := [x for x in graph.nodes if x in late and x in node.users]:
+            with graph.inserting_before(users[0]):
+                late.add(again := graph.node_copy(node))
+            for user in users:
+                user.replace_input_with(node, again)
+        if node.users:
+            next(x for x in graph.nodes if x in node.users).prepend(node)
+
+
+def _views_one_of(node: Node, made: Collection[Node]) -> bool:
+    """Whether a node is a view of one of the nodes `made`."""
+    return isinstance(node.target, OpOverload) and node.target.is_view and node.args[0] in made
 
 
 def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:

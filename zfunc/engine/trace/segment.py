@@ -63,6 +63,8 @@ class Segment:
       gets them as parameters, and returns `(y, {short name: new value})`; `evaluate` gets them and returns `y`.
     - `buffer_names` are full names of buffers and constants by short name; the default is `name.short name`.
     - `read_dict`, of the last segment, makes `(inputs, targets)` of a dict, `read_batch` of any batch.
+    - `codes` has, by short name, of each weight that the function decodes: the short name of the parameter of its
+      bytes, their format, and the weight's shape (`zfunc.quantized`).
     - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
     `zfunc.segment` makes a Segment from a module. A Segment from a function:
@@ -91,6 +93,7 @@ class Segment:
     constants: Values = field(factory=dict, kw_only=True)
     buffers: Values = field(factory=dict, kw_only=True)
     buffer_names: dict[str, str] = field(factory=dict, kw_only=True)
+    codes: dict[str, tuple[str, str, tuple[int, ...]]] = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
     _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
     _behaviour: Facts = field(factory=dict, kw_only=True, repr=False)
@@ -195,7 +198,7 @@ class Segment:
         """Whether two segments compute the same function, so that they can share a trace and a compilation."""
         signatures = [
             (
-                *(x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters]),
+                *(x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters], x.codes),
                 *([(name, t.shape, t.dtype) for name, t in own.items()] for own in (x.constants, x.buffers)),
             )
             for x in (self, other)

@@ -26,6 +26,7 @@ from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.engine.trace.graph_cuts import (
     Cut,
     JointGraph,
+    decode_late,
     graph_of,
     keep_as_autograd,
     min_cut,
@@ -497,6 +498,7 @@ def joint_graph(
         ]
         module = graph_of(joint, leaves, tangents)
     number_draws(module.graph, forward_draws)
+    decode_late(module.graph, num_forward)
     *nodes, output = module.graph.nodes
     given, outputs = len(leaves) + len(tangents), list(output.args[0])
     traced = JointGraph(
