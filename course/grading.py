@@ -33,7 +33,8 @@ class Result:
     score: int
     message: str = ""
     picture: Picture | None = None
-    seconds: float | None = None  # for a leaderboard
+    measure: float | None = None  # for a leaderboard
+    unit: str = ""  # of the measure
 
 
 @frozen
@@ -147,7 +148,8 @@ def _results(lab: Lab, lines: list[dict[str, Any]], why: str) -> Iterator[Result
         elif "ended" in line:
             law, message = laws[line["ended"]], line.get("message", "")
             picture = Picture(line["text"], line["svg"]) if "text" in line else None
-            yield Result(law, 0 if message else law.points, message, picture, line.get("seconds"))
+            score = 0 if message else law.points
+            yield Result(law, score, message, picture, line.get("measure"), line.get("unit", ""))
     if not lines or "starts" in lines[-1]:
         yield f"importing it {why or 'told nothing'}"
     elif "begins" in lines[-1]:

@@ -34,10 +34,11 @@ class Broken(Exception):  # noqa: N818
 
 @frozen
 class Kept:
-    """What there is to show of a law that holds: a picture, and seconds for a leaderboard, the fewer the better."""
+    """What there is to show of a law that holds: a picture, and a measure for a leaderboard: less is better."""
 
     picture: Picture
-    seconds: float
+    measure: float
+    unit: str = "seconds"
 
 
 @frozen

@@ -47,7 +47,7 @@ def plan_of(line: Line) -> Plan:
 
 def score(line: Line) -> float:
     """The seconds of the plan of a line. Raises Broken if it is wrong, too large or too slow."""
-    return round(laws().judged(line["puzzle"], plan_of(line), Random(0)).seconds, 9)
+    return round(laws().judged(line["puzzle"], plan_of(line), Random(0)).measure, 9)
 
 
 def lines(path: Path = FILE) -> list[Line]:

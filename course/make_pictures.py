@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+from course import pipelines
 from course.drawing import Cell, table
+from course.forgetful import Drive
 from course.lab import LABS, load
+from course.law import Student
 from course.small_plans import APART, Op, Plan, core_plan, example
 from zfunc.core.plan import build
 from zfunc.core.simulator import simulate
@@ -75,6 +78,26 @@ def lab_5() -> str:
     return table(title, ["", "sign, exponent, mantissa", "value"], rows).svg
 
 
+def lab_7() -> str:
+    """A file that is renamed into place before its bytes are lasting, and the cut that shows it."""
+    laws = load(LABS / "07_commit" / "laws.py", "course_lab_7")
+    path = LABS / "07_commit" / "solutions" / "wrong_rename_unsynced.py"
+    student = Student(load(path, "wrong"), path)
+    drive = Drive()
+    laws.committed(student, drive, [{"weights": b"A"}])
+    drive = laws.quiet(drive)
+    laws.committed(student, drive, [{"weights": b"B"}])
+    moment = drive.past[3]
+    cut = laws.Cut(drive, moment, [x for x in moment.pending if not x.data])
+    return laws.picture(cut).svg
+
+
+def lab_8() -> str:
+    """1F1B with eight micro-batches on four devices."""
+    order = load(LABS / "08_pipelines" / "solutions" / "passes.py", "solution_8").one_f_one_b(4, 8)
+    return pipelines.picture(f"1F1B: four devices idle for {pipelines.idle(order):.1%}", order).svg
+
+
 def pictures() -> Iterator[tuple[Path, str]]:
     """The file and the text of each picture."""
     yield LABS / "01_operations" / "step.svg", lab_1()
@@ -82,6 +105,8 @@ def pictures() -> Iterator[tuple[Path, str]]:
     yield LABS / "03_pencil" / "job_a.svg", lab_3()
     yield LABS / "04_schedules" / "puzzle_3.svg", lab_4()
     yield LABS / "05_adamw" / "rounding.svg", lab_5()
+    yield LABS / "07_commit" / "cut.svg", lab_7()
+    yield LABS / "08_pipelines" / "one_f_one_b.svg", lab_8()
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def draw(report: Report, folder: Path) -> dict[str, Path]:
 def gradescope(report: Report) -> dict[str, Any]:
     """The report in the format that Gradescope's autograder reads from results.json."""
     board = [
-        {"name": f"{result.law.name}, seconds", "value": result.seconds, "order": "asc"}
+        {"name": f"{result.law.name}, {result.unit}", "value": result.measure, "order": "asc"}
         for result in report.results
-        if result.seconds is not None
+        if result.measure is not None
     ]
     return {
         "score": report.score,

@@ -73,7 +73,9 @@ def judge(law: Law, student: Student, seed: str) -> dict[str, Any]:
             "message": f"the law cannot use what your functions returned ({what}): compare its type with the "
             "docstring in the lab's adapters.py; if it is right, tell your instructor"
         }
-    return {"seconds": found.seconds, **drawn(found.picture)} if isinstance(found, Kept) else {}
+    if not isinstance(found, Kept):
+        return {}
+    return {"measure": found.measure, "unit": found.unit, **drawn(found.picture)}
 
 
 def drawn(picture: Picture | None) -> dict[str, str]:

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 from attrs import define, field
 
-BLOCK = 512  # bytes that are written whole or not at all
+from course.forgetful import BLOCK, some
+
 ALIGNED = 4096
 
 
@@ -44,23 +45,8 @@ class Drive:
         return self.left == 0
 
     def some(self, blocks: dict[int, bytes]) -> dict[int, bytes]:
-        """Any subset of blocks: none, all, those before or after one, those of some pages, or of some sectors."""
-        by, keys = self.by, list(blocks)
-        match by.randrange(6):
-            case 0:
-                keep = []
-            case 1:
-                keep = keys
-            case 2:
-                keep = keys[: by.randrange(len(keys) + 1)]
-            case 3:
-                keep = keys[by.randrange(len(keys) + 1) :]
-            case 4:
-                pages = {k // 8 for k in keys if by.random() < 0.5}
-                keep = [k for k in keys if k // 8 in pages]
-            case _:
-                keep = [k for k in keys if by.random() < 0.5]
-        return {k: blocks[k] for k in keep}
+        """Any subset of blocks."""
+        return {k: blocks[k] for k in some(self.by, [*blocks])}
 
     def cut_power(self) -> None:
         """Forget what was not synced, but for a part."""
