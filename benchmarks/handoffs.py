@@ -4,16 +4,19 @@ A chain of operations that do nothing runs on one lane, and in turn on several, 
 the difference is that of the hand-overs. Then the plan of a small GPT's step runs with stages that do nothing, and
 with stages that hold the interpreter lock, each for as long, under Serial, Overlapped and TwoThreads: threads of
 Python have one such lock, so lanes hide no such time, and fewer threads hand over less. Last, the operations that
-torch dispatches in each stage of a real step, of which those that are no views are launches on a device.
+torch dispatches in each stage of a real step, of which those that are no views are launches on a device; and an
+update of few elements, whose buffers are checked in each step (as in debug mode) or once for a State.
 
     python -m benchmarks.handoffs [--num-layers 6] [--json FILE_OR_FOLDER]
 """
 
 import argparse
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,12 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zfunc
 from benchmarks.machine import describe, gpt, make_parser, ratios, write
 from zfunc import schedules
+from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, build
 from zfunc.engine.program.program import rescheduled
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.cost_trace import is_launched
+from zfunc.optim.updates import CheckedState
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 CPU = torch.device("cpu")
@@ -128,6 +133,34 @@ def step_plans(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, tup
     return plans, {verb: (n, dispatched[verb], launched[verb]) for verb, n in counts.items()}
 
 
+def updates(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of an update of 64 elements, and the calls in it, by when its buffers are checked."""
+    optimizer = zfunc.AdamW()
+    every = {name: torch.zeros(64) for name in ("master", "exp_avg", "exp_avg_sq")}
+    decision, grad, out = StepDecision(False, 1.0, 1, optimizer.factors(1)), torch.ones(64), torch.zeros(64)
+
+    def run(state: dict[str, torch.Tensor], times: int = 1000) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            optimizer.host_update(state, grad, decision, group=0, out=out, threads=1)
+        return (time.perf_counter() - start) / times
+
+    ways = {"each step": every, "once a State": CheckedState(every)}
+    taken, calls = in_turns(args.turns, {name: partial(run, state) for name, state in ways.items()}), {}
+    for name, state in ways.items():
+        seen = Counter[str]()
+        sys.setprofile(lambda _, event, __, seen=seen: seen.update([event]))
+        try:
+            run(state, 1)
+        finally:
+            sys.setprofile(None)
+        calls[name] = seen["call"] + seen["c_call"]
+    return {
+        **{name: {"seconds": median(of), "calls": calls[name]} for name, of in taken.items()},
+        "ratio": ratios(taken["once a State"], taken["each step"]),
+    }
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything, as the JSON has it."""
     seconds = chains(args)
@@ -142,7 +175,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "two threads": ratios(taken["TwoThreads"], taken["Overlapped"]),
         }
     sizes = {name: {"operations": len(p.graph), "hand_overs": hand_overs(p)} for name, p in plans.items()}
-    return {"seconds": seconds, "plans": sizes, "steps": steps, "dispatches": verbs}
+    return {"seconds": seconds, "plans": sizes, "steps": steps, "dispatches": verbs, "updates": updates(args)}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -161,6 +194,10 @@ def show(found: dict[str, Any]) -> None:
         print(f"{verb:32}{n:>10}{dispatched / n:>12.1f}{launched / n:>10.1f}")
     n, dispatched, launched = (sum(column) for column in zip(*found["dispatches"].values(), strict=True))
     print(f"{'all':32}{n:>10}{dispatched / n:>12.1f}{launched / n:>10.1f}")
+    of = found["updates"]
+    for name in ("each step", "once a State"):
+        print(f"update, checked {name:16}{of[name]['seconds'] * 1e6:>10.1f} us{of[name]['calls']:>10} calls")
+    print(f"once a State / each step {of['ratio']:.2f}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,6 +3,8 @@
 That a way of training changes no bit of any, and that torch's optimizers do the same, are laws (test_laws.py).
 """
 
+import gc
+import weakref
 from functools import partial
 from importlib import import_module
 from inspect import isabstract
@@ -21,6 +23,7 @@ from parity import (
     NUMBERS,
     TWO,
     WAYS,
+    WHOLE,
     Momentum,
     Row,
     is_matrix,
@@ -43,9 +46,10 @@ from zfunc.core.settings import StepSettings
 from zfunc.core.verifier import verify
 from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, ExecutionError
 from zfunc.optim.base import Optimizer
 from zfunc.optim.groups import GroupedOptimizer
+from zfunc.optim.updates import checked_span
 
 pytestmark = pytest.mark.usefixtures("own_format")
 MUON = zfunc.Muon(0.02, momentum=0.8)
@@ -265,3 +269,54 @@ def test_it_is_made_once_a_step_with_the_flops_of_newton_schulz() -> None:
     each = [MUON.update_work(x.shape, group=0).flops for x in program.layout.spans if len(x.shape) == 2]
     assert flops[1] == sum(each)
     assert max(each) <= flops[2] <= flops[1]
+
+
+CHECKED_ONCE: dict[str, dict[str, Any]] = {
+    **{name: NUMBERS[name] for name in ("fp32", "bf16 in 2, 16 bits", "groups, 8 bits", "a split master")},
+    "whole matrices, 8 bits": NUMBERS["whole matrices, 8 bits"],
+    "whole parameters": {**TWO, "optimizer": WHOLE, "moments": "16bit"},
+    **{name: {**TWO, **WAYS[name]} for name in ("half on the device", "from the host")},
+}
+
+
+@pytest.mark.parametrize("name", CHECKED_ONCE)
+def test_an_update_checks_its_buffers_once_for_a_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again in debug mode, for another State, and where a buffer becomes another, which is refused by its name."""
+    asked = list[str]()
+
+    def checked(name: str, *args: Any, **given: Any) -> Any:
+        asked.append(name)
+        return checked_span(name, *args, **given)
+
+    monkeypatch.setattr("zfunc.optim.updates.checked_span", checked)
+    program, batch = trained.compiled("odd sizes", **adam_of(**{"clip_norm": 1.0, **CHECKED_ONCE[name]}))
+
+    def checks(i: int, state: Any, **how: Any) -> tuple[Any, int]:
+        asked.clear()
+        state, _ = zfunc.train_step(program, state, batch(i), **how)
+        return state, sum(x not in ("acc", "grad") for x in asked)
+
+    state, first = checks(0, zfunc.init(program))
+    state, second = checks(1, state)
+    assert first > 0 == second
+    state, in_debug_mode = checks(2, state, debug=True)
+    other, of_another = checks(0, zfunc.init(program))
+    assert first == in_debug_mode == of_another
+    assert checks(3, state)[1] == 0  # each has its own
+
+    region = next(r for r in other.buffers.memory if r.role == "state" and not r.buffer.startswith("master"))
+    buffer = other.buffers.memory[region]
+    other.buffers.memory[region] = buffer.double()
+    with pytest.raises(ExecutionError, match=rf"{region.buffer}: got float64, expected"):
+        checks(1, other)
+
+
+def test_what_an_update_was_prepared_with_is_freed_with_its_state() -> None:
+    program, batch = compiled(zfunc.AdamW())
+    state, _ = zfunc.train_step(program, zfunc.init(program), batch(0))
+    memory = [weakref.ref(x) for x in state.buffers.memory.values() if isinstance(x, Tensor)]
+    assert program.cache.prepared[state.buffers]
+    del state
+    gc.collect()
+    assert not program.cache.prepared
+    assert not any(x() is not None for x in memory)

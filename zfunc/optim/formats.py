@@ -36,6 +36,7 @@ for a block, the OCP Microscaling formats (2023).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, where
@@ -294,6 +295,7 @@ def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: i
     return dict(zip((*masters[: len(weights)], *(x.name for x in kinds)), (*weights, *packed), strict=True))
 
 
+@cache
 def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
     """A state format as arguments of a compiled kernel with room for `room` moments.
 

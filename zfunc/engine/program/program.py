@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -160,6 +161,8 @@ class ProgramCache:
     )
     said: set[Any] = field(factory=set)  # warnings that have been logged, each once, and of what
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
+    # By State, updates over its buffers and those of staging, which `release` drops.
+    prepared: WeakKeyDictionary[Buffers, dict[Any, Any]] = field(factory=WeakKeyDictionary[Buffers, Any])
     slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
     released: tuple[Region, ...] = ()  # what of it `release` has freed
     swap: SwapSpace | None = None  # of its last State

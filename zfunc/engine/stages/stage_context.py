@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
@@ -59,6 +59,8 @@ class StepContext:
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
     warn: Callable[[str], None] | None = None  # where the first loss is to be compared with those of its rows
+    # Of the State: updates over buffers that were checked, by verb and index.
+    prepared: dict[Any, Any] = field(factory=dict[Any, Any])
 
     def decision(
         self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()

@@ -6,9 +6,11 @@ Muon's updates need whole matrices, of which a rank's slice may have parts. The 
 each orthogonalizes the matrices that its own slice has a part of: equal inputs, so equal bits.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from operator import is_
 from typing import Any
 
+from attrs import frozen
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
@@ -19,8 +21,10 @@ from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.stages.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.engine.state.memory import Flat
 from zfunc.optim.formats import master_weights, unpack_weights
-from zfunc.optim.updates import average_
+from zfunc.optim.updates import CheckedState, average_
 from zfunc.runtime.accelerator import on_accelerator
+
+KEPT = "program", "state", "value"  # lifetimes of regions that an update may hold on to
 
 
 def update(op: Op, mem: Memory, step: StepContext) -> None:
@@ -28,7 +32,7 @@ def update(op: Op, mem: Memory, step: StepContext) -> None:
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
-    copy = mem[op.write("copy")] if op.touches("copy") else _own_slice(op, mem, step)
+    copy = mem[op.write("copy")] if op.touches("copy") else _params(op, mem)
     _update_once(op, mem, step, decision, copy)
 
 
@@ -37,12 +41,13 @@ def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
-    params, high = _own_slice(op, mem, step), state_of(op, mem).get(HIGH_HALF)
+    params, high = _params(op, mem), state_of(op, mem).get(HIGH_HALF)
     if params is None or high is None or params.dtype != high.dtype:
         _update_once(op, mem, step, decision, params)
     else:
         _update_once(op, mem, step, decision, None)
-        params.copy_(high)  # as `to_device` would send it
+        # As `to_device` would send it.
+        step.ranks.own_slice(step.spec.layout.all_buckets[op.index[0]], params).copy_(high)
 
 
 def average(op: Op, mem: Memory, step: StepContext) -> None:
@@ -54,32 +59,81 @@ def average(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision, copy: Tensor | None) -> None:
-    """Update a bucket's optimizer state with the gradient that `op` reads, and set `copy` to the new parameters; if
-    a step that failed made this update already, only set `copy`."""
+    """Update a bucket's optimizer state with the gradient that `op` reads, and set `copy`, a slot or the bucket's
+    parameters, to the new ones; if a step that failed made this update already, only set `copy`."""
     (b,) = op.index
-    optimizer, shard = step.optimizer, step.slice_of(b)
-    state, numel = state_of(op, mem), shard.stop - shard.start
+    optimizer, state = step.optimizer, state_of(op, mem)
     copy = state.pop(PARAMS, copy)
     if b in step.updated:
         if copy is not None:
-            copy[:numel].copy_(master_weights(state, 0, numel))
+            shard, copy = step.slice_of(b), _own(op, step, copy)
+            copy[: shard.stop - shard.start].copy_(master_weights(state, 0, shard.stop - shard.start))
         return
-    grad = gradient_of(op, mem, shard)
-    apply = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
-    bucket, by_parameter = step.spec.layout.buckets[b], step.spec.places[b].by_parameter
-    unused = {*decision.unused}
-    parts = (_parameters if by_parameter else _runs)(bucket, shard, unused)
-    for start, stop, given in parts:
-        own = state_slice(bucket.state_format, state, start, stop)
-        out = None if copy is None else copy[start:stop]
-        if given["group"] != LEFT:
-            apply(own, grad[start:stop], decision, out=out, **given)
-        elif out is not None:  # of a slot, which had another bucket before
-            out.copy_(unpack_weights(own))
-    if by_parameter and copy is not None:  # the padding behind parameters
+    by_parameter = step.spec.places[b].by_parameter
+    update = _prepared(op, mem, step, decision.unused, state, copy, by_parameter=by_parameter)
+    apply = optimizer.device_update if on_accelerator(update.grad.device) else optimizer.host_update
+    for run in update.runs:
+        if run.given["group"] != LEFT:
+            apply(run.state, run.grad, decision, out=run.out, **run.given)
+        elif run.out is not None:  # of a slot, which had another bucket before
+            run.out.copy_(unpack_weights(run.state))
+    for padding in update.padding:
+        padding.zero_()
+
+
+@frozen(eq=False)
+class UpdateRun:
+    """One call of the optimizer in the update of a bucket: slices of its buffers, and the arguments beside them."""
+
+    state: CheckedState
+    grad: Tensor
+    out: Tensor | None
+    given: dict[str, Any]  # group, and shape where a run is a parameter
+
+
+@frozen(eq=False)
+class PreparedUpdate:
+    """The calls of a bucket's update over buffers that were cut and, with the first call, checked once."""
+
+    of: tuple[Any, ...]  # the tensors that were cut, and the parameters that the loss does not reach
+    grad: Tensor
+    runs: list[UpdateRun]
+    padding: list[Tensor]  # of the copy, behind parameters
+
+
+def _prepared(
+    op: Op,
+    mem: Memory,
+    step: StepContext,
+    unused: Collection[str],
+    state: Mapping[str, Tensor],
+    out: Tensor | None,
+    *,
+    by_parameter: bool,
+) -> PreparedUpdate:
+    """The update of a bucket with `state`: that of the last step where its buffers are the very same tensors.
+
+    A State or slot with other memory has other tensors, and its update is prepared, so checked, anew. An update is
+    not kept if it uses memory of the step alone, which has to be freed."""
+    of = (*state.values(), _gradient_memory(op, mem), out, unused)
+    found = step.prepared.get((op.verb, op.index))
+    if found is not None and len(found.of) == len(of) and all(map(is_, found.of, of)):
+        return found
+    (b,) = op.index
+    bucket, shard = step.spec.layout.buckets[b], step.slice_of(b)
+    grad, runs, padding = gradient_of(op, mem, shard), list[UpdateRun](), list[Tensor]()
+    out = None if out is None else _own(op, step, out)
+    for start, stop, given in (_parameters if by_parameter else _runs)(bucket, shard, {*unused}):
+        own = CheckedState(state_slice(bucket.state_format, state, start, stop))
+        runs.append(UpdateRun(own, grad[start:stop], None if out is None else out[start:stop], given))
+    if by_parameter and out is not None:
         covered = ((first, last) for first, last, _ in bucket.spans_within(shard.start, shard.stop))
-        for start, stop in gaps(shard.start, shard.stop, covered):
-            copy[start - shard.start : stop - shard.start].zero_()
+        between = gaps(shard.start, shard.stop, covered)
+        padding = [out[start - shard.start : stop - shard.start] for start, stop in between]
+    made = PreparedUpdate(of, grad, runs, padding)
+    if all(r.lifetime in KEPT for r in op.regions):
+        step.prepared[op.verb, op.index] = made
+    return made
 
 
 def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -103,12 +157,11 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip or b in step.updated:
         return
-    shard, bucket, optimizer = step.slice_of(b), step.spec.layout.buckets[b], step.optimizer
-    grad, state, out = gradient_of(op, mem, shard), state_of(op, mem), mem[op.write("grad_shard")]
-    for start, stop, given in _runs(bucket, shard, decision.unused):
-        slices = state_slice(bucket.state_format, state, start, stop)
-        if given["group"] != LEFT:
-            optimizer.direction(slices, grad[start:stop], decision, out=out[start:stop], **given)  # pyright: ignore
+    out, optimizer = mem[op.write("grad_shard")], step.optimizer
+    update = _prepared(op, mem, step, decision.unused, state_of(op, mem), out, by_parameter=False)
+    for run in update.runs:
+        if run.given["group"] != LEFT:
+            optimizer.direction(run.state, run.grad, decision, out=run.out, **run.given)  # pyright: ignore
 
 
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
@@ -136,8 +189,13 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
     """This rank's slice of the bucket's gradient that operation `op` reads; a slot's memory may be longer."""
+    memory = _gradient_memory(op, mem)
+    return memory[shard] if op.touches("grad") else memory
+
+
+def _gradient_memory(op: Op, mem: Memory) -> Tensor:
     if op.touches("grad"):
-        return mem[op.read("grad")][shard]
+        return mem[op.read("grad")]
     alone = [r for r in op.reads if r.role == "grad_shard"]
     return mem[alone[0]] if alone else mem[op.read("update_slot")].views[GRADIENT]
 
@@ -150,12 +208,15 @@ def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
     return state
 
 
-def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor | None:
-    """This rank's slice of the parameters that operation `op` writes; None where it writes none."""
-    (b,) = op.index
-    if not op.touches("params"):
-        return None
-    return step.ranks.own_slice(step.spec.layout.all_buckets[b], mem[op.write("params")].flat)
+def _params(op: Op, mem: Memory) -> Tensor | None:
+    """The parameters that operation `op` writes; None where it writes none."""
+    return mem[op.write("params")].flat if op.touches("params") else None
+
+
+def _own(op: Op, step: StepContext, out: Tensor) -> Tensor:
+    """This rank's slice of `out`, if that has the parameters that `op` writes; a slot or page as it is."""
+    whole = op.touches("params")
+    return step.ranks.own_slice(step.spec.layout.all_buckets[op.index[0]], out) if whole else out
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:

@@ -41,7 +41,7 @@ def run_on_state(
 ) -> tuple[StepRun, dict[Region, Any]]:
     """Run the plan of update `number` on the memory of `state`, donated or changed in place and on the step's `own`
     regions; waiting ranks are told of a failure. Returns the run, and all regions with what the plan wrote."""
-    step, mem = step_on(program, shaped, state, number)
+    step, mem = step_on(program, shaped, state, number, debug=options.debug)
     mem |= own
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
     try:
@@ -64,7 +64,7 @@ def way_on(program: Program) -> str:
 
 
 def step_on(
-    program: Program, shaped: ShapedProgram, state: State, number: int
+    program: Program, shaped: ShapedProgram, state: State, number: int, *, debug: bool = False
 ) -> tuple[StepContext, dict[Region, Any]]:
     """The constants of the step that makes update `number`, and the memory it begins with: the State's regions, the
     program's staging buffers, and the decision of the step before."""
@@ -91,6 +91,8 @@ def step_on(
         averaged=owner.averaged,
         patience=program.executor.patience,
         warn=partial(warn_once, program) if program.cache.compares_loss else None,
+        # In debug mode buffers are checked in each step.
+        prepared={} if debug else program.cache.prepared.setdefault(state.buffers, {}),
     )
     state.buffers.close()
     decision = Region("decision")

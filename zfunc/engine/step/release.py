@@ -89,6 +89,7 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
 def _free(program: Program, buffers: Buffers) -> None:
     """Free the device memory of a State's released regions, and of the program's staging buffers and constants."""
     cache = program.cache
+    cache.prepared.clear()  # it holds on to both
     buffers.drop(buffers.released)
     cache.released = tuple({*cache.released, *(r for r in cache.staging if r.tier == "device")})
     for r in cache.released:
