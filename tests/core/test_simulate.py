@@ -20,6 +20,7 @@ from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import gpt_costs
 from zfunc.optim.adamw import AdamW
 from zfunc.planner.cost_model import CostModel
+from zfunc.planner.search import SPACE, search
 
 ROUNDING = 1e-9  # additions in another order
 
@@ -251,17 +252,22 @@ SMALL = Hardware(
 )
 
 
+def model_of(size: str, on: Hardware) -> CostModel:
+    layers, hidden = map(int, size.split("x"))
+    heads = 8 if hidden > 256 else 4
+    config = GPTConfig(
+        vocab_size=256, seq_length=64, num_layers=layers, hidden_size=hidden, num_attention_heads=heads
+    )
+    return CostModel(gpt_costs(config, 2, AdamW(lr=1e-5)), on)
+
+
 @pytest.fixture(scope="module")
 def small_steps() -> dict[tuple[str, str], Plan]:
     plans: dict[tuple[str, str], Plan] = {}
     for size in H200:
-        layers, hidden = map(int, size.split("x"))
-        heads = 8 if hidden > 256 else 4
-        config = GPTConfig(
-            vocab_size=256, seq_length=64, num_layers=layers, hidden_size=hidden, num_attention_heads=heads
+        step = model_of(size, SMALL).step(
+            StepSettings(precision="bf16", bucket_size=1 << 18, schedule="Serial")
         )
-        model = CostModel(gpt_costs(config, 2, AdamW(lr=1e-5)), SMALL)
-        step = model.step(StepSettings(precision="bf16", bucket_size=1 << 18, schedule="Serial"))
         plans |= {(size, x): make_schedule(x, SMALL)(step.graph) for x in H200[size]}
     return plans
 
@@ -295,6 +301,21 @@ def test_two_threads_save_hand_overs_of_a_step_that_python_bounds(
     overlapped = small_steps[size, "Overlapped"]
     two = make_schedule("TwoThreads")(overlapped.graph)
     assert 0.95 < simulate(two, SMALL).seconds / simulate(overlapped, SMALL).seconds < 0.98
+
+
+@pytest.mark.parametrize(("size", "best"), [("6x768", "TwoThreads"), ("4x256", "Serial")])
+def test_a_search_tries_fewer_threads_where_python_bounds_the_step(size: str, best: str) -> None:
+    """And nowhere else: where no time to issue is known, these never win."""
+
+    def tried(on: Hardware) -> tuple[str, set[str]]:
+        model, settings = model_of(size, on), StepSettings(precision="bf16", bucket_size=1 << 18)
+        found = search(model.step, settings, {"schedule": SPACE["schedule"]})
+        return found.step.settings.schedule_name, {x.settings.schedule_name for x in found.tried}
+
+    chosen, names = tried(SMALL)
+    assert chosen == best
+    assert {"TwoThreads", "Serial"} <= names
+    assert not {"TwoThreads", "Serial"} & tried(evolve(SMALL, issue={}))[1]
 
 
 def test_a_thread_comes_to_a_copy_behind_the_update_before_it() -> None:

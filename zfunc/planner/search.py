@@ -57,6 +57,7 @@ NEARER: dict[str, tuple[Tier, str, tuple[Tier, ...]]] = {
 Space = Mapping[str, tuple[Any, ...]]
 Changes = dict[str, Any]
 Coordinate = Callable[[PlannedStep, Space, bool], Iterator[Changes]]  # of the best step, in the first round
+FEW_THREADS = "TwoThreads", "Serial"  # schedules of no gain but for steps that Python bounds
 VALUES: Space = {f.name: f.metadata[TRIES] for f in fields(StepSettings) if f.metadata[TRIES]}
 SPACE: Space = {name: values for name, values in VALUES.items() if name not in NUMBERS}
 """What a search varies: the settings that change how a step runs and not its result, with the values to try."""
@@ -343,6 +344,14 @@ def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
             yield {"accumulate": x}
 
 
+def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
+    """Each schedule in the space; where Python's lock is known to bound lanes, those with fewer threads as well."""
+    if "schedule" in space:
+        yield from (
+            {"schedule": x} for x in (*space["schedule"], *(FEW_THREADS if best.hardware.issue else ()))
+        )
+
+
 # --- orders of several devices -------------------------------------------------------------------------------
 
 
@@ -362,7 +371,7 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values("micro_batches", lambda x: x.settings.devices == 1),
     _values("precision"),
     _values("moments"),
-    _values("schedule"),
+    _schedules,
     _places,
     _tiers,
     _nearer,
