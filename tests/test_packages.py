@@ -54,16 +54,16 @@ INTERPRETERS = (
 BUDGETS = {
     "core": 7_180,
     "schedules and ground": 1_450,
-    "runtime": 3_620,
-    "optim": 2_890,
+    "runtime": 3_630,
+    "optim": 3_105,
     "checkpoint": 3_120,
-    "engine": 9_900,
+    "engine": 9_970,
     "viz": 1_240,
     "planner": 3_587,
     "models": 4_760,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 45_050,
+    "tests": 45_275,
     "course": 4_790,
 }
 

@@ -4,6 +4,7 @@
     elementwise           what zfunc's own have in common, fields of settings; `Elementwise`: a state and a rule
     rules                 the frame of an element-wise step, its scalars and floors
     rules_in_c            the C of the rules, printed from them, and compiled for a rule of one's own
+    rules_in_cuda         one CUDA kernel of a rule, for updates on a device
     adamw                 `AdamW`
     sgd                   `SGD`
     lion                  `Lion`

@@ -111,10 +111,10 @@ def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> d
 
 
 class Printer:
-    """Prints Values as C code on the `vector` type of csrc/_vectors.h, or on single floats."""
+    """Prints Values as C code on the `vector` type of csrc/_vectors.h, or on single floats, of a device too."""
 
-    def __init__(self, *, vector: bool = False) -> None:
-        self.vector = vector
+    def __init__(self, *, vector: bool = False, on_device: bool = False) -> None:
+        self.vector, self.on_device = vector, on_device
         self.names: dict[Value, str] = {}
 
     def text(self, x: Value) -> str:
@@ -130,7 +130,9 @@ class Printer:
             floor = args[1] if x.args[1].op == "floor" else f"(int32_t)zf_bits({args[1]})"
             return f"zf_flush({args[0]}, {floor})"
         if x.op == "sqrt":
-            return f"{'v_sqrt' if self.vector else 'sqrtf'}({args[0]})"
+            return f"{'v_sqrt' if self.vector else '__fsqrt_rn' if self.on_device else 'sqrtf'}({args[0]})"
+        if x.op == "/" and self.on_device:
+            return f"__fdiv_rn({args[0]}, {args[1]})"
         if x.op == "signed":
             return f"zf_signed({args[0]}, {args[1]})"
         pairs = zip(x.args, args, strict=True)
@@ -163,10 +165,10 @@ def bits_of(x: float) -> int:
     return struct.unpack("I", struct.pack("f", x))[0]
 
 
-def plain_loop(rule: Rule) -> str:
-    """The C loop of a rule over some elements, with moments in float arrays."""
+def plain_loop(rule: Rule, *, on_device: bool = False) -> str:
+    """The C loop of a rule over some elements, with moments in float arrays; `on_device`, of a CUDA kernel."""
     k: Any = Factors._make(name(f"k.{x}") for x in Factors._fields)
-    o, printer, g, p = _Names(), Printer(), name("g"), name("p[i]")
+    o, printer, g, p = _Names(), Printer(on_device=on_device), name("g"), name("p[i]")
     change, *new = rule.update(o, k, g, *(name(f"{x}[i]") for x in rule.state))
     names, moved = printer.text, name("change")
     body = [
@@ -215,7 +217,7 @@ def staged(rule: Rule) -> str:
     return "\n".join(lines)
 
 
-def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
+def header(printed: Sequence[Rule], vectors: Rule | None = None, *, on_device: bool = False) -> str:
     """The text of a C header with the rules `printed`: their numbers, factors, floors, loops and a switch."""
     names = [str(x.name) for x in printed]
     floors = (
@@ -234,7 +236,7 @@ def header(printed: Sequence[Rule], vectors: Rule | None = None) -> str:
         "#define ZF_FACTORS(each) \\\n    " + " \\\n    ".join(f"each({x})" for x in Factors._fields),
         "#define ZF_AS_FLOAT(name) float name;\ntypedef struct { ZF_FACTORS(ZF_AS_FLOAT) } zf_factors;",
         "\n".join(floors),
-        *(plain_loop(x) for x in printed),
+        *(plain_loop(x, on_device=on_device) for x in printed),
         "/* The rule of a call, over the elements of a block: of p and moments m, with gradients g. */\n"
         "#define ZF_APPLY(a, p, m, g, n) \\\n    " + " \\\n    ".join(calls),
         "#endif",

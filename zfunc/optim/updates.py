@@ -30,6 +30,7 @@ from zfunc.optim.formats import first_dither, kernel_layout, pack, unpack_moment
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32, checked_step
 from zfunc.optim.rules_in_c import compiled
+from zfunc.optim.rules_in_cuda import device_kernel, launch
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import whole
@@ -111,6 +112,9 @@ def device_update_(
     update_spans(step.state_format, state, grad, out, device=None, weights=step.rule.weights)
     checked_step(step.number)
     step = step._replace(factors=as_float32(step.factors))
+    if (kernel := device_kernel(step, grad, out)) is not None:
+        launch(kernel, step, state, grad, out)
+        return
     count = sum(x.shared == 1 for x in moment_buffers(step.state_format))
 
     def update(parts: Mapping[str, Tensor], grad: Tensor, out: Tensor | None) -> None:

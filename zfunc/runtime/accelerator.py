@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
@@ -357,6 +357,8 @@ def unplanned_bytes(device: torch.device) -> int:
 # ---- what torch has no neutral call for ------------------------------------------------------------
 
 
+Compile = Callable[[str, str, Sequence[str]], Callable[..., None]]
+"""Compiles CUDA source: text, name of a function in it, options; to be called with grid, block and args."""
 Pin = Callable[[torch.device, int, int], Callable[[], object]]
 
 
@@ -368,16 +370,35 @@ class Vendor:
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
     prepare_deterministic: Callable[[torch.device], None] | None = None
     unplanned: int = LIBRARIES
+    compile_kernel: Callable[[torch.device], Compile | None] | None = None  # see `compiler_of`
 
 
 def _vendor(device: torch.device) -> Vendor:
     return VENDORS.get(device.type, Vendor())
 
 
+def compiler_of(device: torch.device) -> Compile | None:
+    """The compiler of kernels for `device` from CUDA source; None where torch has none."""
+    compile_kernel = _vendor(device).compile_kernel
+    return None if compile_kernel is None else compile_kernel(device)
+
+
 def delay_stream(device: torch.device, seconds: float) -> None:
     """Keep the device's current stream busy for `seconds`; a no-op for device types without such a call."""
     if delay := _vendor(device).delay:
         delay(device, seconds)
+
+
+def _compiler_cuda(device: torch.device) -> Compile | None:
+    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)  # from torch 2.9 on
+    if compile_kernel is None or torch.version.hip:
+        return None
+
+    def compiled(source: str, name: str, options: Sequence[str]) -> Callable[..., None]:
+        with torch.cuda.device(device):
+            return compile_kernel(source, name, nvcc_options=[*options])
+
+    return compiled
 
 
 def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], object]:
@@ -427,5 +448,6 @@ VENDORS: dict[str, Vendor] = {
         pin=_pin_cuda,
         delay=_delay_cuda,
         prepare_deterministic=_fix_cublas_workspace,
+        compile_kernel=_compiler_cuda,
     )
 }

@@ -6,9 +6,15 @@
 #ifndef ZFUNC_NUMBER_FORMATS_H
 #define ZFUNC_NUMBER_FORMATS_H
 
+#ifdef __CUDACC__ /* part of a kernel for a device: zfunc/optim/rules_in_cuda.py */
+#define ZF_INLINE static __device__ __forceinline__
+#define restrict __restrict__
+#else
+#define ZF_INLINE static inline __attribute__((always_inline))
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -17,15 +23,19 @@
 
 enum { ZF_BASELINE = 0, ZF_AVX2 = 1, ZF_AVX512 = 2, ZF_NUM_ISA = 3 }; /* instruction sets */
 
-#define ZF_INLINE static inline __attribute__((always_inline))
 #ifndef ZF_INLINED /* a build with sanitizers leaves operations of vectors as calls: it takes a quarter of the time */
 #define ZF_INLINED __attribute__((always_inline))
 #endif
 
 /* ---- floats of 16 and 32 bits ----------------------------------------------------------------------- */
 
+#ifdef __CUDACC__
+ZF_INLINE uint32_t zf_bits(float x) { return __float_as_uint(x); }
+ZF_INLINE float zf_float(uint32_t b) { return __uint_as_float(b); }
+#else
 ZF_INLINE uint32_t zf_bits(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 ZF_INLINE float zf_float(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
+#endif
 
 /* 0 if |x| is below the floor. Compared as integers: NaN and inf are above every floor, and the result
  * does not depend on the CPU's denormal modes. */
