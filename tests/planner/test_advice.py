@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zfunc.cli.catalogue import COMMANDS
-from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
+from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model, plan_text
 from zfunc.cli.parser import make_parser
 from zfunc.options import as_flag
 from zfunc.planner.plan_step import KNEE, SOLD
@@ -120,6 +120,23 @@ def test_a_larger_batch_is_advised_where_and_as_it_gains_most(name: str) -> None
             assert not other.fits or other.step_seconds * KNEE > advised.step.seconds
 
 
+@pytest.mark.parametrize(
+    ("given", "bought"),
+    [
+        ("--with bytes.host=5e8", "host=1.6e10: fits, [0-9.]+ MiB of host memory short: 16 GB"),
+        (
+            "--state-on disk --with bytes.disk=1e8",
+            "disk=1e12: fits, [0-9.]+ GiB of disk memory short: 1,000 GB",
+        ),
+    ],
+)
+def test_the_memory_that_one_would_buy_is_named(given: str, bought: str) -> None:
+    flags = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 256 --vocab-size 5000"
+    answer = check_typed(f"{flags} --batch-size 2 --hardware rtx4090 {given}")
+    assert not answer.planned.fits
+    assert re.search(f"--with bytes.{bought}", plan_text(answer))
+
+
 def test_lengths_beside_the_most_are_of_whole_tiles() -> None:
     flags = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 100 --batch-size 1 --tiles 12"
@@ -127,3 +144,6 @@ def test_lengths_beside_the_most_are_of_whole_tiles() -> None:
     answer = planned(f"{flags} --hardware h100 --with bytes.context=1e6 --with bytes.device=5e6 --max length")
     assert len(answer.knee) > 1
     assert all(tokens % 12 == 0 for tokens, _ in answer.knee)
+    said = "; ".join(f"{tokens:,}: {speed:,.0f}" for tokens, speed in answer.knee)
+    assert f"\n  tokens/s by tokens of a sequence: {said}\n" in plan_text(answer)
+    assert answer.knee[-1] == (answer.settings.seq_length, answer.planned.tokens_per_second)
