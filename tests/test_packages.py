@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_630,
     "optim": 3_105,
     "checkpoint": 3_120,
-    "engine": 9_970,
+    "engine": 9_911,
     "viz": 1_240,
     "planner": 3_587,
     "models": 4_760,

@@ -12,10 +12,9 @@ from torch import Tensor
 from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Parameter, make_layout
 from zfunc.core.slots import Ring
-from zfunc.engine.program.specialize import _paths  # pyright: ignore
 from zfunc.engine.stages.stages import _weights, pack  # pyright: ignore
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.trace.vjp import SegmentWeights
+from zfunc.engine.trace.vjp import SegmentWeights, paths_of, pull_of
 
 FEW, MANY = 1_000, 4_000  # four times as much, with the square sixteen times
 MOST = 9
@@ -61,7 +60,7 @@ def finding_paths(n: int) -> Callable[[], Any]:
         return x
 
     weights = SegmentWeights({f"w{i}": torch.zeros(1) for i in range(n)}, {}, "s")
-    return lambda: _paths(function, weights, (torch.zeros(1),))
+    return lambda: paths_of(pull_of(function, True, False), weights, (torch.zeros(1),))
 
 
 @pytest.mark.parametrize("make", [reading_weights, packing, taking_slots, passing_through, finding_paths])

@@ -190,6 +190,24 @@ def test_what_changes_no_operation_is_accepted(make: Callable[[], nn.Module]) ->
     assert step(program_of(make())) > 0
 
 
+@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
+def test_a_trace_calls_forward_three_times(recompute: str) -> None:
+    """Twice to see that both calls are alike, once for the graphs of all passes; and in no later step."""
+    calls: list[str] = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        calls.append("")
+        return torch.tanh(self.inner(x))
+
+    segments = [zfunc.segment(name, Apply(forward, inner=nn.Linear(8, 8))) for name in ("one", "other")]
+    program = zfunc.compile(
+        [*segments, zfunc.segment("loss", Loss(8))], recompute=recompute, device="cpu", precision="fp32"
+    )
+    for _ in range(2):
+        step(program)
+        assert len(calls) == 2 * 3, "two traces, as backward of the first gives no gradient of its input"
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.standard_normal])
 def test_another_thread_may_draw(draw: Callable[[], float]) -> None:
     program, stop = program_of(nn.Tanh()), threading.Event()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.pipeline import PASSES
@@ -19,6 +19,7 @@ from zfunc.engine.program.program import Program, ShapedProgram, make_plan, warn
 from zfunc.engine.stages.outputs import aux_names, check_aux_names
 from zfunc.engine.trace.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
 from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
+from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.trace.purity import check_deterministic, first_change, read_outside
 from zfunc.engine.trace.tensor_memory import layouts
@@ -29,7 +30,6 @@ from zfunc.runtime.executor import prepare_plan
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 T = TypeVar("T")
-Paths = list[set[str | int]]  # of each output: the names of parameters, and the numbers of inputs, behind it
 
 SHOWN = 3  # names in an error
 SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
@@ -174,9 +174,8 @@ def _trace_all(
 ) -> tuple[list[Trace], frozenset[int], list[str]]:
     """Trace every segment on its predecessor's output, equal segments once. Returns the traces, the segments that
     draw random numbers, and the trained parameters that no path from the loss leads to."""
-    seen: dict[Any, tuple[Trace, Paths]] = {}
+    seen: dict[Any, Trace] = {}
     traces: list[Trace] = []
-    paths: list[Paths] = []
     random: set[int] = set()
     x = tree_map_only(Tensor, lambda t: _fake(program, t), micro[0])
     targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1:])
@@ -187,36 +186,11 @@ def _trace_all(
         key = id(call.passes), structure, layouts(leaves), _dtypes(program, s)
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
-        made, own = seen[key]
+        made = seen[key]
         traces.append(made)
-        paths.append(own)
         random |= {s} if made.random else set()
         x = made.out
-    return traces, frozenset(random), _unused(program, paths)
-
-
-def _paths(function: Callable[..., Any], weights: SegmentWeights, inputs: tuple[Any, ...]) -> Paths:
-    """The parameters and inputs that autograd's graph connects to each differentiated output of a segment. Values
-    would not tell: a gradient may be zero, and a parameter detached."""
-    leaves, structure = tree_flatten(inputs[0])
-    floating = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-    with torch.enable_grad():
-        trained = {short: t.detach().requires_grad_() for short, t in weights.trained.items()}
-        moved = {i: leaves[i].detach().requires_grad_() for i in floating}
-        x = tree_unflatten([moved.get(i, leaf) for i, leaf in enumerate(leaves)], structure)
-        outputs = differentiated(function({**trained, **weights.fixed}, x, *inputs[1:]))
-    names: dict[int, str | int] = {id(t): short for short, t in trained.items()}
-    names |= {id(moved[i]): n for n, i in enumerate(floating)}
-    found: Paths = []
-    for y in outputs:
-        nodes = [torch.autograd.graph.get_gradient_edge(y).node] if y.requires_grad else []
-        known = {*nodes}
-        for node in nodes:  # which grows
-            further = {x for x, _ in node.next_functions if x is not None} - known
-            nodes += further
-            known |= further
-        found.append({names[id(x.variable)] for x in nodes if id(getattr(x, "variable", None)) in names})
-    return found
+    return traces, frozenset(random), _unused(program, [x.paths for x in traces])
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
@@ -269,9 +243,7 @@ def _mixed(program: Program, s: int) -> str:
     )
 
 
-def _trace_one(
-    program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool
-) -> tuple[Trace, Paths]:
+def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Trace:
     segment, call, device = program.segments[s], program.calls[s], program.device
     dtypes = _dtypes(program, s)
     values = {
@@ -280,7 +252,6 @@ def _trace_one(
     }
     fixed = {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers}
     weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
-    paths: Paths = []
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
         """The segment's output, computed and checked once for each layout of its input."""
@@ -291,15 +262,14 @@ def _trace_one(
             program.cache.facts.setdefault(id(call.passes), (segment, facts))
             if call.buffers:
                 copy_buffers(clone_buffers({x: params[x] for x in call.buffers}), y[1].tensors)
-            known[key] = y, _paths(call.function, weights, inputs)
-        y, paths[:] = known[key]
-        return y
+            known[key] = y
+        return known[key]
 
     before, FAKE_LOG.disabled = FAKE_LOG.disabled, True  # 25 lines before the message below
     try:
         passes = call.plain, call.options, weights, inputs
         how: Any = {"device": device, "guess": output, "of_accelerator": of_accelerator}
-        return trace(*passes, **how, buffers=call.buffers, fake=program.cache.fake), paths
+        return trace(*passes, **how, buffers=call.buffers, fake=program.cache.fake)
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

@@ -25,6 +25,7 @@ from zfunc.engine.rows.keys import Part, keys_like
 from zfunc.engine.rows.tile_attention import Attended, View, attend_tile, pull_tile, tile_numbers
 from zfunc.engine.trace.host_keys import WAIT
 from zfunc.engine.trace.tensor_memory import layouts
+from zfunc.engine.trace.vjp import paths_of, pull_of
 from zfunc.runtime.rng import seeded_part
 
 
@@ -63,14 +64,15 @@ class Tiled:
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of both halves of a tile now, not in the first step."""
+        """Trace forward and backward of both halves of a tile now, not in the first step. Returns the paths."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
         split, leaves = self.split(weights, inputs)
         leaves = [x[:, : split.tile] if i in split.rows else x for i, x in enumerate(leaves)]
         y = self._forward(split, weights, leaves, 1)
         given = [torch.empty_like(t) for t in floats_of(y)]
-        return self._backward(split, weights, leaves, given, 1)
+        self._backward(split, weights, leaves, given, 1)
+        return paths_of(pull_of(self.function, self.wrt_input, False), weights, inputs)
 
     # --- the passes ---------------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class TiledLoss:
         return _rounded(sums, weights.trained), below
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of a tile now, not in the first step."""
+        """Trace forward and backward of a tile now, not in the first step. Returns the paths."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
     def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:

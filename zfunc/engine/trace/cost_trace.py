@@ -21,6 +21,7 @@ from zfunc.core.layout import round_up
 from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost
 from zfunc.core.traffic import Traffic
+from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_strided
@@ -298,6 +299,7 @@ def is_launched(func: Any) -> bool:
 @frozen
 class Trace:
     """Costs of a segment's passes for one micro-batch, and its output `out` on the meta device, of `output_bytes`.
+    `paths` lead to the output from weights and inputs.
 
     `cost.input_bytes` is 0 here, and the workspace of backward includes the gradients that backward returns.
     """
@@ -306,6 +308,7 @@ class Trace:
     output_bytes: int
     cost: SegmentCost
     random: bool  # whether a pass draws random numbers
+    paths: Paths
 
 
 def trace(
@@ -333,7 +336,7 @@ def trace(
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
         trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
         weights, inputs = SegmentWeights(*trees[:2]), trees[2]
-        passes.prepare(weights, inputs, guess(weights, inputs))
+        paths = passes.prepare(weights, inputs, guess(weights, inputs))
 
         first = trackers.pop(F)
         with first, keys_in(first.host if options.keys_on_host else None):
@@ -370,7 +373,7 @@ def trace(
             keeps_output=passes.keeps and keeps_output,
             key_bytes=max(x.host.nbytes for x in (first, *trackers.values())),
         )
-        return Trace(out, output_bytes, cost, any(x.random for x in (first, *trackers.values())))
+        return Trace(out, output_bytes, cost, any(x.random for x in (first, *trackers.values())), paths)
 
 
 def _moved(t: Tensor) -> tuple[int, int]:

@@ -30,6 +30,9 @@ from torch.utils.flop_counter import flop_registry
 from zfunc.engine.trace.tensor_memory import dense_strides, storage_of
 from zfunc.runtime.rng import is_draw_node, number_draws
 
+# Of each differentiated output: short names of weights, and numbers of floating-point inputs, behind it.
+Paths = list[set[str | int]]
+
 
 @frozen(eq=False)
 class JointGraph:
@@ -45,6 +48,7 @@ class JointGraph:
     forward_draws: int  # draws of random numbers in forward
     out_spec: Any  # of the results
     strides: list[tuple[int, ...]]  # of the cotangents
+    paths: Paths
 
 
 Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]

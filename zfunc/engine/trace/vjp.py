@@ -7,7 +7,7 @@ last segment never repeats its whole forward, because its backward follows at on
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.engine.trace.graph_cuts import (
     Cut,
     JointGraph,
+    Paths,
     decode_late,
     graph_of,
     keep_as_autograd,
@@ -80,7 +81,7 @@ def differentiated(y: Any) -> list[Tensor]:
     return [t for t in tree_leaves(y, is_leaf=lambda x: isinstance(x, Detached)) if _floating(t)]
 
 
-Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
+Pull = Callable[..., tuple[Any, Callable[..., Grads]]]
 
 
 def _unsplit(*_: Any) -> Any:
@@ -104,13 +105,13 @@ class SegmentVJP:
       if `backward` recomputes them itself.
     - `keeps` is False if residuals of `forward` are always None, because backward recomputes.
     - `prepare(weights, inputs, y)` traces for the shapes of its arguments now; a `y` of the right shapes saves a
-      second trace.
+      second trace. Returns the paths to the segment's output.
     """
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., Grads]
     keeps: bool
-    prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
+    prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], Paths] = lambda _weights, _inputs, _y: []
     backward_input: Callable[..., tuple[list[Tensor], Pending]] = _unsplit
     recompute: Callable[..., Any] = lambda _weights, _inputs: None
 
@@ -143,8 +144,9 @@ def make_vjp(
     recompute, last, moving = options.recompute, options.last, options.moving
     pull = pull_of(function, options.wrt_input, last)
     traced = partial(_Traced, partial(joint_graph, pull, joints), options)
-    keeping = SegmentVJP(pull, lambda _w, _i, residuals, c: residuals(c), keeps=True)
-    again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), keeps=False)
+    pulled, eager = lambda _w, _i, residuals, c: residuals(c), partial(paths_of, pull)
+    keeping = SegmentVJP(pull, pulled, keeps=True, prepare=eager)
+    again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), False, eager)
     runs = f"segment {name!r} runs with"
     if keeps := recompute == "none" or (last and recompute == "min-cut"):
         graphs = traced(keeping, f"{runs}out being traced", keep_as_autograd)
@@ -161,12 +163,15 @@ def make_vjp(
 
 def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
     """`(weights, inputs) -> (y, pullback)` of `function`, by `vjp`: of weights and, if `wrt_input`, of the input.
+    With a list `paths` as third argument, the paths to each output are appended to the list.
 
     Raises ValueError for a function without a floating-point output, and for the `last` segment's, which returns
     the loss, if the loss depends on no tensor that is differentiated.
     """
 
-    def pull(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
+    def pull(
+        weights: SegmentWeights, inputs: tuple[Any, ...], paths: Paths | None = None
+    ) -> tuple[Any, Callable[..., Grads]]:
         leaves, spec = tree_flatten(inputs[0])
         moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
 
@@ -190,12 +195,16 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
                     "got a loss without a gradient, expected one that depends on parameters or the input: leave "
                     "out detach(), item() and torch.no_grad()"
                 )
+            if paths is not None:
+                paths.extend(paths_to(outputs, {**trained, **dict(enumerate(moved))}))
             return outputs, [t for t in tree_leaves(output) if isinstance(t, Tensor)]
 
         # Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
         with torch.enable_grad(), redirected():
             if not weights.trained and not moving:
                 call({}, [])
+                if paths is not None:
+                    paths.extend(set[str | int]() for _ in differentiated(output))
                 return output, lambda _: ({}, [])
             _, pullback, tensors = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
         outer = iter(tensors)  # of `vjp`, in place of its inner ones
@@ -213,6 +222,29 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
         return y, pull_back
 
     return pull
+
+
+def paths_of(pull: Pull, weights: SegmentWeights, inputs: tuple[Any, ...], _: Any = None) -> Paths:
+    """The paths to the output of a segment, of an eager call of its `pull`."""
+    paths = Paths()
+    pull(weights, inputs, paths)
+    return paths
+
+
+def paths_to(outputs: Sequence[Tensor], leaves: Mapping[Any, Tensor]) -> Paths:
+    """Which of the `leaves`, by key, autograd's graph connects to each of the `outputs`. Values would not tell: a
+    gradient may be zero, and a parameter detached."""
+    keys, found = {id(t): key for key, t in leaves.items()}, Paths()
+    for y in outputs:
+        nodes = [y.grad_fn] if y.grad_fn is not None else []
+        known = {*nodes}
+        for node in nodes:  # which grows
+            further = {x for x, _ in node.next_functions if x is not None} - known
+            nodes += further
+            known |= further
+        ends = [y, *(getattr(x, "variable", None) for x in nodes)]
+        found.append({keys[id(t)] for t in ends if id(t) in keys})
+    return found
 
 
 def _use_here(grads: list[Tensor]) -> None:
@@ -303,9 +335,9 @@ class _Traced:
         with torch.enable_grad():
             return list(run(*given, *laid_out))
 
-    def _prepare(self, weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
-        if self._graphs(weights, inputs, y)[1] is None:
-            self.fallback.prepare(weights, inputs, y)
+    def _prepare(self, weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> Paths:
+        _, found = self._graphs(weights, inputs, y)
+        return self.fallback.prepare(weights, inputs, y) if found is None else found[0].paths
 
     def _graphs(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
@@ -473,12 +505,14 @@ def joint_graph(
         return joints[key]
     num_forward = forward_draws = num_out = 0
     out_spec: Any = None
+    paths: Paths = []
 
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
         nonlocal num_forward, forward_draws, num_out, out_spec
         # 1. Forward, and whether its output is the one that the cotangents are for.
         trained, fixed, inputs = tree_unflatten(primals, spec)
-        y, pullback = pull(SegmentWeights(trained, fixed), inputs)
+        paths.clear()
+        y, pullback = pull(SegmentWeights(trained, fixed), inputs, paths)
         with disable_proxy_modes_tracing():
             if (actual := cotangents_of(y)) != cotangents:
                 raise _OtherOutputError(actual)
@@ -512,6 +546,7 @@ def joint_graph(
         forward_draws=forward_draws,
         out_spec=out_spec,
         strides=[t.stride() for t in tangents],
+        paths=paths,
     )
     return traced if joints is None else joints.setdefault(key, traced)
 
