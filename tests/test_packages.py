@@ -57,14 +57,14 @@ BUDGETS = {
     "runtime": 3_630,
     "optim": 3_105,
     "checkpoint": 3_120,
-    "engine": 9_911,
+    "engine": 9_990,
     "viz": 1_240,
     "planner": 3_587,
     "models": 4_760,
     "train": 4_826,
     "cli": 2_530,
-    "tests": 45_310,
-    "course": 4_790,
+    "tests": 45_350,
+    "course": 10,
 }
 
 

@@ -186,16 +186,41 @@ QUANTIZED: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.usefixtures("without_advice")
 def test_quantized_weights_are_planned_as_they_are_trained(capsys: Out) -> None:
-    answers: set[str] = set()
-    for n, more in enumerate(({}, *({"quantization_config": x} for x in QUANTIZED))):
-        config = str(write(f"{n}.json", TINY | more))
-        assert main(["plan", "--hf-config", config, "--hardware", "h100", *SHORT]) == 0
-        answers.add(capsys.readouterr().out)
-    (answer,) = answers
-    assert "it fits" in answer
+    """All of one model have equal segments; so one of them has the answer of all."""
+    files = [
+        write(f"{n}.json", TINY | more)
+        for n, more in enumerate(({}, *({"quantization_config": x} for x in QUANTIZED)))
+    ]
+    plain, *others = (
+        [(s.parameters, s.constants.keys(), [*map(type, s.module.modules())]) for s in segments]
+        for _, segments in map(zfunc.hf.describe, files)
+    )
+    assert all(x == plain for x in others)
+    assert [main(["plan", "--hf-config", str(x), "--hardware", "h100", *SHORT]) for x in files[:2]] == [0, 0]
+    out = capsys.readouterr().out
+    assert out[: len(out) // 2] == out[len(out) // 2 :]
+    assert "it fits" in out
 
 
-@pytest.mark.usefixtures("without_advice")
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs of the first model are those of all: for tests of whether a model is read, not of what it costs."""
+    found: list[Any] = []
+
+    def priced(*given: Any) -> Any:
+        costs = traced_costs(*given)
+
+        def trace(*asked: Any) -> Any:
+            if not found:
+                found.append(costs.trace(*asked))
+            return found[0]
+
+        return evolve(costs, trace=trace)
+
+    monkeypatch.setattr("zfunc.planner.traced_costs.traced_costs", priced)
+
+
+@pytest.mark.usefixtures("without_advice", "traced_once")
 def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZFUNC_CACHE", "on")
     write("model/config.json", TINY | {"tie_word_embeddings": True})
@@ -225,7 +250,7 @@ def test_a_second_plan_needs_no_model_and_says_the_same(capsys: Out, monkeypatch
     assert answer()[1] == 1
 
 
-@pytest.mark.usefixtures("without_advice")
+@pytest.mark.usefixtures("without_advice", "traced_once")
 def test_what_takes_long_is_told_on_a_terminal(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     write("config.json", TINY)
     for terminal in (True, False):
