@@ -64,7 +64,7 @@ BUDGETS = {
     "train": 4_826,
     "cli": 2_530,
     "tests": 45_350,
-    "course": 10,
+    "course": 4_790,
 }
 
 
