@@ -43,7 +43,7 @@ def _line(texts: Sequence[str], widths: Sequence[int], gap: int) -> str:
 def _svg(title: str, head: Sequence[str], cells: list[list[Cell]], widths: list[int], gap: int) -> str:
     between = GAP if gap else 0
     lefts = [20 + sum(w * LETTER + between for w in widths[:n]) for n in range(len(widths))]
-    width = round(max(lefts[-1] + widths[-1] * LETTER + 20, len(title) * 8.3 + 40))
+    width = round(max(lefts[-1] + widths[-1] * LETTER + 20, len(title) * 9.2 + 40))
     height = 64 + ROW * len(cells) + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

@@ -1,12 +1,13 @@
-"""The leaderboard of lab 4: `python -m course.leaderboard --adapters PATH --name NAME` adds the plans of a file.
+"""Leaderboards of labs: `python -m course.leaderboard --lab 4 --adapters PATH --name NAME` adds what a file has.
 
-A line of the leaderboard has a whole plan, so anybody can score it again, and a test does. Seconds are those of the
-machine of puzzles.py. Without arguments, prints the table.
+A line of lab 4 has a whole plan, one of another lab the whole file, so anybody can score it again, and a test does.
+Seconds are those of the machine of puzzles.py. Without a file, prints the table.
 """
 
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -14,7 +15,8 @@ from typing import Any
 
 from attrs import evolve
 
-from course.lab import LABS, load, load_lab, load_student
+from course.grading import grade
+from course.lab import LABS, Lab, load, load_lab, load_student
 from course.law import Broken
 from zfunc.core.plan import Plan, build
 from zfunc.units import format_seconds
@@ -73,30 +75,76 @@ def table(board: list[Line]) -> str:
     return "\n".join(rows)
 
 
+def measures(lab: Lab, code: str) -> dict[str, float]:
+    """What the laws of a lab measure of an adapters file, by the name of a law. Raises Broken if a law is."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "adapters.py"
+        path.write_text(code, encoding="utf-8")
+        report = grade(lab, path)
+    if report.broken:
+        raise Broken(
+            f"got a file that breaks {', '.join(report.broken)}, expected one that passes: grade it first"
+        )
+    return {x.law.name: x.measure for x in report.results if x.measure is not None}
+
+
+def table_of_files(board: list[Line]) -> str:
+    """The files of a leaderboard by what is measured of each, the best first."""
+    rows: list[str] = []
+    for name in board[0]["measures"] if board else ():
+        found = sorted((line["measures"][name], line["name"]) for line in board)
+        rows += [name, *(f"  {measure:>8.4g}  {who}" for measure, who in found)]
+    return "\n".join(rows) or "no lines yet"
+
+
+def add_plans(board: list[Line], path: Path, name: str) -> int:
+    """Add the plans of a file for lab 4; 1 if one did not pass."""
+    student, left_out = load_student(path, load_lab(4)), 0
+    for number, puzzle in laws().PUZZLES.puzzles().items():
+        try:
+            plan = laws().right_plan(number, getattr(student, f"puzzle_{number}")(puzzle.graph))
+            board.append(line_of(name, number, plan))
+        except Broken as broken:
+            left_out = _refuse(broken)
+    return left_out
+
+
+def add_file(board: list[Line], path: Path, name: str, lab: Lab) -> int:
+    """Add a whole file; 1 if it did not pass."""
+    code = path.read_text(encoding="utf-8")
+    try:
+        board.append({"name": name, "measures": measures(lab, code), "code": code})
+    except Broken as broken:
+        return _refuse(broken)
+    return 0
+
+
+def _refuse(broken: Broken) -> int:
+    print(broken.message.splitlines()[0], file=sys.stderr)
+    return 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Add what passes, and print the table; 1 if a puzzle did not."""
-    parser = argparse.ArgumentParser(
-        prog="python -m course.leaderboard", description="The leaderboard of lab 4."
-    )
+    """Add what passes, and print the table; 1 if something did not."""
+    parser = argparse.ArgumentParser(prog="python -m course.leaderboard", description="Leaderboards of labs.")
+    parser.add_argument("--lab", type=int, default=4, help="by default 4")
     parser.add_argument(
-        "--adapters", type=Path, metavar="PATH", help="the file that you filled, to add its plans"
+        "--adapters", type=Path, metavar="PATH", help="the file that you filled, to add what it has"
     )
     parser.add_argument("--name", default="you", help="the name in the table")
-    parser.add_argument("--file", type=Path, default=FILE, help="the leaderboard, a plan a line")
+    parser.add_argument("--file", type=Path, help="the leaderboard; by default leaderboard.jsonl of the lab")
     arguments = parser.parse_args(argv)
-    board, left_out = lines(arguments.file), 0
+    lab, left_out = load_lab(arguments.lab), 0
+    file = arguments.file or lab.folder / FILE.name
+    board = lines(file)
     if arguments.adapters:
-        student = load_student(arguments.adapters, load_lab(4))
-        for number, puzzle in laws().PUZZLES.puzzles().items():
-            try:
-                plan = laws().right_plan(number, getattr(student, f"puzzle_{number}")(puzzle.graph))
-                board.append(line_of(arguments.name, number, plan))
-            except Broken as broken:
-                print(broken.message.splitlines()[0], file=sys.stderr)
-                left_out = 1
+        if lab.number == 4:
+            left_out = add_plans(board, arguments.adapters, arguments.name)
+        else:
+            left_out = add_file(board, arguments.adapters, arguments.name, lab)
         text = "".join(json.dumps(line) + "\n" for line in board)
-        arguments.file.write_text(text, encoding="utf-8")
-    print(table(board))
+        file.write_text(text, encoding="utf-8")
+    print(table(board) if lab.number == 4 else table_of_files(board))
     return left_out
 
 

@@ -78,6 +78,21 @@ def lab_5() -> str:
     return table(title, ["", "sign, exponent, mantissa", "value"], rows).svg
 
 
+def lab_6() -> str:
+    """Eight second moments of a page, from the smallest on, in plain int8 and by logarithm."""
+    folder = LABS / "06_format"
+    page = load(folder / "laws.py", "course_lab_6").random_page(Random(0))[1]
+    ways = [load(folder / "solutions" / f"{x}.py", f"solution_6_{x}") for x in ("wrong_linear", "passes")]
+    linear, log = (way.decode(way.encode(page, False), False) for way in ways)
+    rows: list[list[Cell | str]] = []
+    for i in page.argsort(kind="stable")[31::64]:
+        wrong = "wrong" if abs(linear[i] / page[i] - 1) > 0.25 else "kept"
+        cells = Cell(f"{linear[i]:.3g}", wrong), Cell(f"{log[i]:.3g}", "right")
+        rows.append([f"{i}", f"{page[i]:.3g}", *cells])
+    title = "Eight second moments of a page, from the smallest on"
+    return table(title, ["element", "moment", "plain int8", "8 bits, logarithm"], rows).svg
+
+
 def lab_7() -> str:
     """A file that is renamed into place before its bytes are lasting, and the cut that shows it."""
     laws = load(LABS / "07_commit" / "laws.py", "course_lab_7")
@@ -105,6 +120,7 @@ def pictures() -> Iterator[tuple[Path, str]]:
     yield LABS / "03_pencil" / "job_a.svg", lab_3()
     yield LABS / "04_schedules" / "puzzle_3.svg", lab_4()
     yield LABS / "05_adamw" / "rounding.svg", lab_5()
+    yield LABS / "06_format" / "format.svg", lab_6()
     yield LABS / "07_commit" / "cut.svg", lab_7()
     yield LABS / "08_pipelines" / "one_f_one_b.svg", lab_8()
 

@@ -11,7 +11,8 @@ from zfunc.schedules import OneFOneB, ZeroBubble
 
 from course import pipelines
 from course.forgetful import Drive
-from course.lab import LABS, load
+from course.lab import LABS, load, load_lab
+from course.leaderboard import lines, main, measures
 from zfunc.core.pipeline import Pass, passes_in, passes_listed
 from zfunc.errors import PlanError
 from zfunc.optim.adamw import adam_update_
@@ -137,3 +138,21 @@ def test_the_times_of_lab_8_are_those_of_zfunc_and_its_orders_pass_there() -> No
         f"device {d}  {'  '.join(f'{way}{m}' for way, m, _ in own)}" in page
         for d, own in enumerate(lab.BROKEN)
     )
+
+
+def test_every_file_of_the_leaderboard_of_lab_6_measures_as_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = LABS / "06_format"
+    for line in lines(folder / "leaderboard.jsonl"):
+        assert measures(load_lab(6), line["code"]) == line["measures"], line["name"]
+    wrong = [
+        "--lab",
+        "6",
+        "--adapters",
+        str(folder / "solutions" / "wrong_scales.py"),
+        "--file",
+        str(tmp_path / "b"),
+    ]
+    assert main(wrong) == 1
+    assert "breaks " in capsys.readouterr().err

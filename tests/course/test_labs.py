@@ -15,7 +15,7 @@ from course.leaderboard import lines, main, score
 from course.make_pictures import pictures
 
 ROOT = LABS.parents[1]
-TORCH_FREE = (1, 2, 3, 4)
+TORCH_FREE = (1, 2, 3, 4, 7, 8)
 HIDDEN = ("torch", "numpy", "fcntl", "resource")  # not there, or not on every system
 PAIRS = [(n, path) for n in numbers() for path in solutions(n)]
 
@@ -79,10 +79,19 @@ def test_the_first_labs_need_no_torch_nor_what_only_linux_has(tmp_path: Path) ->
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
     for number in {*TORCH_FREE} & {*numbers()}:
         passes = load_lab(number).folder / "solutions" / "passes.py"
-        command = [sys.executable, "-m", "course.grade", str(number), "--adapters", str(passes), "--out", "."]
+        command = [
+            sys.executable,
+            "-m",
+            "course.grade",
+            str(number),
+            "--adapters",
+            str(passes),
+            "--out",
+            str(number),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())  # of lab 4
+    results = json.loads((tmp_path / "4" / "results.json").read_text())
     board = [(x["name"], x["order"]) for x in results["leaderboard"]]
     assert board == [(f"puzzle_{n}, seconds", "asc") for n in range(1, 7)]
-    assert (tmp_path / "lab4-puzzle_3.svg").exists()
+    assert (tmp_path / "4" / "lab4-puzzle_3.svg").exists()
