@@ -32,6 +32,7 @@ const click = (x, y) => (pointer("pointerdown", x, y), pointer("pointerup", x, y
 const chosen = () => el("detail").querySelector("h2")?.firstChild.textContent.trim() ?? "";
 const pressed = () => [...el("legend").children].map((chip) => chip.getAttribute("aria-pressed") === "true");
 const rest = () => new Promise((done) => setTimeout(done, 400));
+window.requestAnimationFrame = (paint) => setTimeout(paint, 16); // without a screen there are few frames
 picture.setPointerCapture = () => {}; // a html-up pointer cannot be captured
 """
 

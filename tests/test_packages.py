@@ -62,8 +62,8 @@ BUDGETS = {
     "planner": 3_587,
     "models": 4_760,
     "train": 4_826,
-    "cli": 2_530,
-    "tests": 45_370,
+    "cli": 2_600,
+    "tests": 45_560,
     "course": 5_210,
 }
 

@@ -221,6 +221,11 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
         "--schedule: got all with --compare, expected Serial beside one",
     ),
     ("draw --schedule Seriall", "did you mean 'Serial'?"),
+    (
+        "draw --live --out x.svg",
+        "--out: got x.svg with --live, which is a page, expected a name that ends in .html",
+    ),
+    ("draw --live --compare Serial", "--compare: got Serial with --live, whose page compares its plans"),
     ("draw --format svg", "'--format', which is gone: the suffix of --out says it: .svg, .html, .json for"),
     ("draw --out x.png", "expected a name that ends in .svg or .html or .json or .txt"),
     ("draw --out no/x.svg", "--out: got no/x.svg, expected a file in a folder that exists"),

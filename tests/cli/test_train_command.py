@@ -344,6 +344,7 @@ def test_draw_prints_text(capsys: Out) -> None:
         "--out step.svg": {"step.svg": "<svg"},
         "--out link.svg": {"target.svg": "<svg"},
         "--out step.html --hardware rtx4090": {"step.html": "<!doctype html>"},
+        "--live --num-layers 1": {"live.html": "<!doctype html>"},
         "--out step.json --schedule all": {
             f"step-{name}.json": '{"' for name in ("serial", "overlapped", "interleaved")
         },

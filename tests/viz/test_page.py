@@ -18,11 +18,13 @@ from table import plan_of, plans
 from zfunc.cli.report_page import report_page
 from zfunc.core.critical_path import critical_path_of
 from zfunc.core.graph import Graph
+from zfunc.core.hardware import ROUND
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
 from zfunc.train.run_history import read_history
 from zfunc.viz.legend import PALETTE, colour_of, lanes_of
+from zfunc.viz.live import live_page
 from zfunc.viz.timeline_html import data, page
 
 
@@ -74,11 +76,16 @@ def step_page(_folder: Path) -> str:
     return page(simulate(plan), plan=plan)
 
 
+def live(_folder: Path) -> str:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    return live_page({("a",): plan}, ROUND, questions=["which"])
+
+
 def run_page(folder: Path) -> str:
     return report_page(read_history(written(folder, STEPS, step=True, ended="steps", sample="text")))
 
 
-@pytest.mark.parametrize("make", [step_page, run_page])
+@pytest.mark.parametrize("make", [step_page, live, run_page])
 def test_a_page_needs_nothing_else_and_runs_its_own_script_and_styles_alone(
     make: Callable[[Path], str], tmp_path: Path
 ) -> None:
@@ -93,8 +100,8 @@ def test_a_page_needs_nothing_else_and_runs_its_own_script_and_styles_alone(
     (policy,) = (of["content"] for of, _ in elements.all("meta") if "http-equiv" in of)
     scripts = [text for of, text in elements.all("script") if not of]
     styles = [text for _, text in elements.all("style")]
-    assert (len(scripts), len(styles)) == ((1, 1) if make is step_page else (0, 2))
-    assert make is step_page or not elements.all("script")
+    assert (len(scripts), len(styles)) == ((0, 2) if make is run_page else (1, 1))
+    assert make is not run_page or not elements.all("script")
     script, *style = (
         "".join(f" 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in of)
         for of in (scripts, styles)

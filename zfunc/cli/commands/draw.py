@@ -2,12 +2,13 @@
 
 A step that was not run is planned from shapes and simulated: no parameter is allocated and no GPU is needed. Beside
 it another schedule's plan is explained. Of a run, the plan that ran is simulated beside the measured step, on the
-hardware of the flags.
+hardware of the flags. With --live the page has several plans of the job, and simulates them itself.
 """
 
 import shutil
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import attrs
@@ -18,11 +19,13 @@ from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.simulated_model import SimulatedFlags, simulated_model
 from zfunc.cli.terminal import printable
 from zfunc.core.explain import explain
+from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
-from zfunc.core.settings import BY_DEVICE, schedule_for
+from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
+from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
 from zfunc.errors import refuse
@@ -33,10 +36,14 @@ from zfunc.train.settings import DRAWN, STEP, check_together, step_flags, step_s
 from zfunc.units import format_bytes
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.compare import table
+from zfunc.viz.live import Answers, live_page
 from zfunc.viz.timeline_html import page
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.timeline_text import text
 
+QUESTIONS = ("State on", "Elements of a bucket", "Schedule")  # that tell the plans of a live page apart
+# What a live page may have, and what an operation takes there: of a graph, and of each of its plans.
+LIVE_BYTES, OP_BYTES, PLANNED_BYTES = 1_300_000, 170, 12
 UNDRAWN = ("compile_segments", "deterministic")  # settings without a flag here
 OF_STEP = ("data", "model", "step", "how it runs", "offload", "buffers")  # groups that a run has decided
 
@@ -68,8 +75,25 @@ class DrawSettings(DrawnStepFlags):
         file_to_write(".svg", ".html", ".json", ".txt", ""),
     )
 
+    live: bool = _picture(
+        False,
+        "write a page that simulates the step by itself: change the machine, choose a schedule, bucket size or "
+        "tier, remove a wait and see the race (default of `out`: live.html)",
+    )
+
     def __attrs_post_init__(self) -> None:
         check_together(self)
+        if self.live and self.compare is not None:
+            refuse(
+                "compare",
+                f"{self.compare} with `live`, whose page compares its plans",
+                "one of them",
+                "leave one out",
+            )
+        if self.live and self.out is not None and self.out.suffix != ".html":
+            refuse(
+                "out", f"{self.out} with `live`, which is a page", "a name that ends in .html", "name it so"
+            )
         if self.compares_schedules and self.schedule == "all":
             other = f"{self.compare} beside one schedule, such as Overlapped"
             refuse("schedule", "all with `compare`", other, "name it, or leave one out")
@@ -94,6 +118,9 @@ class DrawSettings(DrawnStepFlags):
 def run_draw(settings: DrawSettings) -> int:
     """Run `zfunc draw`: print the picture of a step, or write a file."""
     out = settings.out
+    if settings.live:
+        write_file(out or Path("live.html"), live_step(settings))
+        return EXIT_OK
     if settings.compares_schedules:
         other, drawn = draw_simulated_step(settings).values()
         both = tuple(evolve(x.timelines[0], source=x.schedule) for x in (other, drawn))
@@ -135,34 +162,78 @@ class DrawnStep:
     schedule: str = ""  # of a step that was not run
 
 
+class _Job:
+    """The model of a command's settings, its step, and the hardware that it is simulated on."""
+
+    def __init__(self, settings: DrawSettings) -> None:
+        from zfunc.planner.cost_model import precision_for
+
+        precision = precision_for(settings.profile or ROUND, settings.precision)
+        self.hardware = settings.profile.hardware(precision) if settings.profile else ROUND
+        self.step = step_settings(settings, precision=precision, schedule="Serial")
+        self.step.check_folders()
+        self.model = simulated_model(settings)
+        self._costs = self.model.cost_model(
+            evolve(ROUND, unified=True), settings.batch_size, settings.seq_length
+        )
+        self.words = f"one step of a {self.model.name}, batch {settings.batch_size} x {settings.seq_length}"
+
+    def graph(self, step: StepSettings) -> Graph:
+        """The operations of the job's step with the settings `step`."""
+        from zfunc.planner.candidate import operations_of
+
+        return operations_of(self.spec(step))
+
+    def spec(self, step: StepSettings) -> StepSpec:
+        """The step of the job with the settings `step`, as of a CPU: every schedule takes its operations."""
+        return evolve(self._costs.spec(step), commit=False)
+
+
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     """Simulated steps by the name of their schedule: of the settings' one, or of every schedule, slowest first; of
     two that are compared, the settings' one last."""
-    from zfunc.planner.candidate import operations_of
-    from zfunc.planner.cost_model import precision_for
-
-    profile = settings.profile
-    precision = precision_for(profile or ROUND, settings.precision)
-    step = step_settings(settings, precision=precision, schedule="Serial")
-    step.check_folders()
-    model = simulated_model(settings)
-    costs = model.cost_model(evolve(ROUND, unified=True), settings.batch_size, settings.seq_length)
-    graph = operations_of(evolve(costs.spec(step), commit=False))  # of a CPU: every schedule takes them
-    on = profile.hardware(precision) if profile else ROUND
+    job = _Job(settings)
+    graph, on = job.graph(job.step), job.hardware
     chosen = schedule_for(settings.schedule, on_cpu=on.unified)
     beside = [str(settings.compare)] if settings.compares_schedules else []
     if beside == [chosen]:
         others = ", ".join(x for x in schedules.__all__ if x != chosen)
         refuse("compare", f"{chosen}, which is drawn already", "another", f"one of {others}")
     names = schedules.__all__ if chosen == "all" else [*beside, chosen]
-    job = f"one step of a {model.name}, batch {settings.batch_size} x {settings.seq_length}"
     plans = {name: plan_with(make_schedule(name, on), graph) for name in names}
     steps = {
-        name: DrawnStep(f"{name}: {job}", plan, on, (simulate(plan, on),), name)
+        name: DrawnStep(f"{name}: {job.words}", plan, on, (simulate(plan, on),), name)
         for name, plan in plans.items()
     }
     slowest_first = sorted(steps.items(), key=lambda item: -item[1].timelines[0].seconds)
     return steps if beside else dict(slowest_first)
+
+
+def live_step(settings: DrawSettings) -> str:
+    """The live page of the settings' step, with plans of other schedules, bucket sizes and tiers of the state, as
+    many as keep the page small; the settings' own plan is shown first."""
+    job = _Job(settings)
+    largest = max(bucket.numel for bucket in job.spec(job.step).layout.buckets)
+    own = min(job.step.bucket_size or largest, largest)
+    chosen = schedule_for(settings.schedule, on_cpu=job.hardware.unified)
+    names = sorted(schedules.__all__, key=lambda name: name != chosen)
+    plans: dict[Answers, Plan] = {}
+    graphs: list[Graph] = []
+    for bucket, tier in product((own, own // 4, own * 4), (job.step.state_on, "host", "device", "disk")):
+        try:
+            step = evolve(job.step, bucket_size=bucket, state_on=tier, swap=())  # no drive is opened
+            graph = job.graph(step)
+        except ValueError:  # settings that exclude each other
+            continue
+        size = sum(len(g) * (OP_BYTES + len(names) * PLANNED_BYTES) for g in (*graphs, graph))
+        if graph in graphs or (graphs and size > LIVE_BYTES):
+            continue
+        graphs.append(graph)
+        for name in names:
+            plans[tier, f"{bucket / 1e6:,.4g} million", name] = plan_with(
+                make_schedule(name, job.hardware), graph
+            )
+    return live_page(plans, job.hardware, questions=QUESTIONS, title=f"Live: {job.words}")
 
 
 def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
@@ -213,8 +284,8 @@ COMMAND = Command(
     """
     # as text, under every schedule
     zfunc draw --schedule all
-    # as a page to look into, on a V100
-    zfunc draw --hardware v100-32gb --out step.html
+    # as a page in which you change the machine and the plan
+    zfunc draw --live --hardware v100-32gb
     # two schedules in one picture, and why one is faster
     zfunc draw --schedule Overlapped --compare Serial
     # what a run measured, beside what was planned for this machine

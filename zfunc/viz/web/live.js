@@ -51,9 +51,9 @@ function live(document) {
     shown.bytes = bytesOverTime(plan, places, start, end);
     shown.model = timedBy(shown.frame, [{ source: "simulated", from: start, to: end, after, last }]);
     shown.seconds = seconds;
-    root.dataset.simulated = (performance.now() - began).toFixed(1);
     if (page) page.show(shown.model);
     tell();
+    root.dataset.frame = (performance.now() - began).toFixed(1);
     clearTimeout(later);
     if (el.all.open) later = setTimeout(compare, 200);
     return shown.model;
@@ -73,8 +73,8 @@ function live(document) {
 
   function tell() {
     const { seconds, came, model } = shown;
-    const change = Math.round(100 * (seconds / came - 1));
-    const beside = Math.abs(seconds / came - 1) < 1e-9 ? "" : `; as the page came ${inWords(came)}, so ${change < 0 ? "" : "+"}${change}%`;
+    const change = 100 * (seconds / came - 1), size = rounded(Math.abs(change), 2);
+    const beside = Math.abs(change) < 0.005 ? "" : `, ${size}% ${change < 0 ? "less" : "more"} than the ${inWords(came)} it came with`;
     el.time.replaceChildren(node("b", inWords(seconds)), ` a step${beside}. The critical path is ${path(model.timelines[0])}.`);
     const lacks = lacking(shown.most);
     el.fits.className = lacks.length ? "error" : "";
@@ -199,7 +199,7 @@ function live(document) {
     context.beginPath();
     context.rect(place.gutter, 0, place.plot, place.height);
     context.clip();
-    context.strokeStyle = context.fillStyle = error;
+    context.strokeStyle = error;
     context.setLineDash([5, 3]);
     context.lineWidth = 2;
     for (const [before, after] of shown.races.slice(0, 20)) {
@@ -213,9 +213,13 @@ function live(document) {
       context.moveTo(a.x, a.y);
       context.lineTo(b.x, b.y);
       context.stroke();
+      const x = Math.min(place.width - 34, Math.max(place.gutter + 18, (a.x + b.x) / 2)), y = (a.y + b.y) / 2 - (a.y === b.y) * 22;
+      context.fillStyle = colour.track;
+      context.fillRect(x - 17, y - 8, 34, 16);
+      context.fillStyle = error;
       context.font = `600 12px ${colour.font}`;
       context.textAlign = "center";
-      context.fillText("race", Math.min(place.width - 24, Math.max(place.gutter + 16, (a.x + b.x) / 2)), (a.y + b.y) / 2 + (a.y === b.y ? -22 : 4));
+      context.fillText("race", x, y + 4);
     }
     context.restore();
   }

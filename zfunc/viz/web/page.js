@@ -16,7 +16,7 @@ function start(document, first, own = {}) {
   // --- painting ---
 
   function repaint() {
-    if (!asked) requestAnimationFrame(paint);
+    if (!asked) requestAnimationFrame(() => asked && paint());
     asked = true;
   }
 
@@ -331,7 +331,8 @@ function start(document, first, own = {}) {
     if (others) showLegend();
     search();
     detail();
+    paint();
   }
 
-  return { show, choose, closeUp, alongLane, acrossLanes, repaint, state, el };
+  return { show, choose, closeUp, alongLane, state };
 }
