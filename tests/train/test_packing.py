@@ -535,6 +535,7 @@ REFUSED: dict[
         ({"prompt": "a"}, f"{LINE}: got an object with prompt, expected"),
         ({"text": 5}, f"{LINE}, 'text': got 5, expected a string"),
         ({"prompt": None, "completion": ""}, "'prompt': got None, expected a string"),
+        ({"prompt": "a", "completion": [USER]}, "expected a string: write both of the pair as texts or as"),
         ('{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
         ({"text": "a\ud800"}, f"{LINE}: got invalid JSON .*surrogates"),
         ('{"text": "a"} {"text": "b"}', "Extra data"),

@@ -184,11 +184,14 @@ def _check_params(program: Program, params: Mapping[str, Tensor]) -> None:
         shapes |= {s.buffer_name(short): tuple(t.shape) for short, t in s.buffers.items()}
     for name, value in params.items():
         if name not in shapes:
+            near = did_you_mean(name, list(shapes))
             raise ValueError(
-                f"params: got {name!r}, which the program does not have{did_you_mean(name, list(shapes))}"
+                f"params: got {name!r}, which the program does not have{near}, expected names of zfunc.params: "
+                "correct it"
             )
         if not isinstance(value, Tensor) or value.is_complex():
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"params: got {name!r} as {got}, expected a tensor of real numbers: convert it")
         if tuple(value.shape) != shapes[name]:
-            raise ValueError(f"params: got {name!r} of shape {tuple(value.shape)}, expected {shapes[name]}")
+            got = f"{name!r} of shape {tuple(value.shape)}"
+            raise ValueError(f"params: got {got}, expected {shapes[name]}: reshape it, or leave it out")

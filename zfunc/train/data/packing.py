@@ -349,9 +349,9 @@ def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]
     for document in documents:
         for name, value in document.values.items():
             if not isinstance(value, str):
-                raise ValueError(
-                    f"{document.where}, {name!r}: got {value!r:.60}, expected a string: put the text in quotes"
-                )
+                mixed = name != "text" and isinstance(value, list)
+                do = "write both of the pair as texts or as messages" if mixed else "put the text in quotes"
+                raise ValueError(f"{document.where}, {name!r}: got {value!r:.60}, expected a string: {do}")
     pairs = [("", *x.values.values())[-2:] for x in documents]  # a prompt, or none, and what follows it
     pairs = [pair for pair in pairs if any(pair)]
     located = tokenizer.locate([prompt + text for prompt, text in pairs])
