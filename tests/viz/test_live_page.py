@@ -266,6 +266,12 @@ def test_a_wait_is_removed_by_key_and_click_and_the_race_is_named(tmp_path: Path
         result.left = chosen();
         key("Enter");
         result.focus = document.activeElement.id;
+        const tab = new KeyboardEvent("keydown", { key: "Tab", bubbles: true, cancelable: true });
+        result.goes = el("detail").dispatchEvent(tab);
+        el("detail").querySelector("button.remove").focus();
+        document.activeElement.click();
+        await rest();
+        result.stays = document.activeElement.id;
         key("Escape", el("detail"));
         result.picture = document.activeElement.id;
         """.replace("OP", json.dumps(op)),
@@ -287,7 +293,12 @@ def test_a_wait_is_removed_by_key_and_click_and_the_race_is_named(tmp_path: Path
     ]
     assert found["clicked"] == found["deleted"]
     assert found["right"] == plan.graph.ops[lane_after(plan, waits[0])].name
-    assert (found["focus"], found["picture"]) == ("detail", "picture")
+    assert (found["focus"], found["goes"], found["stays"], found["picture"]) == (
+        "detail",
+        True,
+        "detail",
+        "picture",
+    )
 
 
 def lane_after(plan: Plan, op: int) -> int:

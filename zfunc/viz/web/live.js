@@ -51,8 +51,10 @@ function live(document) {
     shown.bytes = bytesOverTime(plan, places, start, end);
     shown.model = timedBy(shown.frame, [{ source: "simulated", from: start, to: end, after, last }]);
     shown.seconds = seconds;
+    const inside = [el.detail, el.race].find((part) => part.contains(document.activeElement));
     if (page) page.show(shown.model);
     tell();
+    if (inside && !inside.contains(document.activeElement)) (inside.hidden ? el.picture : inside).focus(); // its button is gone
     root.dataset.frame = (performance.now() - began).toFixed(1);
     clearTimeout(later);
     if (el.all.open) later = setTimeout(compare, 200);
@@ -321,7 +323,7 @@ function live(document) {
     const time = view.t0 + ((offsetX - gutter.gutter) / gutter.plot) * (view.t1 - view.t0);
     el.memory.title = time < view.t0 ? "" : `at ${inWords(time, 4)}: ${held(bytesAt(time))}`;
   };
-  el.detail.onkeydown = (event) => event.key === "Escape" && el.picture.focus();
+  el.detail.addEventListener("keydown", ({ key }) => key === "Escape" && el.picture.focus());
 
   const keys = {
     ArrowLeft: () => page.alongLane(-1), ArrowRight: () => page.alongLane(1),
