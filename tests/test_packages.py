@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_180,
+    "core": 7_210,
     "schedules and ground": 1_450,
     "runtime": 3_630,
     "optim": 3_105,
     "checkpoint": 3_120,
-    "engine": 9_990,
+    "engine": 10_010,
     "viz": 1_240,
     "planner": 3_587,
     "models": 4_760,
     "train": 4_826,
     "cli": 2_600,
-    "tests": 45_560,
+    "tests": 45_600,
     "course": 5_210,
 }
 

@@ -86,11 +86,11 @@ def test_what_ctrl_c_left_untried_is_not_said_to_gain_nothing(capsys: Out, monke
     assert json.loads(capsys.readouterr().out)["advice"] is None
 
 
-@pytest.mark.parametrize("last", [3, 9])
+@pytest.mark.parametrize("last", [1, 3, 9])
 def test_ctrl_c_ends_the_search_for_the_most_with_the_most_so_far(
     last: int, tmp_path: Path, capsys: Out, monkeypatch: Any
 ) -> None:
-    """While candidates are tried, and while shorter sequences are timed after them."""
+    """While candidates are tried, and while shorter sequences are timed after them; at once before one fits."""
     told: list[str] = []
 
     def begins(self: Watch, tried: int, about: int, best: str) -> None:
@@ -101,8 +101,12 @@ def test_ctrl_c_ends_the_search_for_the_most_with_the_most_so_far(
     monkeypatch.setattr(Watch, "begins", begins)
     room = with_room(tmp_path / "small.toml", device=60e6)
     flags = ["--max", "length", "--activations-on", "auto", "--hardware", str(room), "--json"]
-    assert main(["plan", *TINY, *flags]) == 0
+    code = main(["plan", *TINY, *flags])
     out, err = capsys.readouterr()
+    if last == 1:
+        assert (code, out) == (130, "")
+        return
+    assert code == 0
     answer = json.loads(out)
     assert (answer["fits"], answer["advice"], answer["knee"]) == (True, None, [])
     assert f"{answer['seq_length']:,} tokens" in told

@@ -1,15 +1,18 @@
 """Plans of several devices: the search against trying everything, and what is said of each device."""
 
 import json
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 from attrs import evolve
+from zfunc.schedules import RoundPipe
 
 import zfunc
 from zfunc.cli.commands.plan import PlanSettings, plan_model
 from zfunc.cli.main import main
+from zfunc.core.bucketing import in_buckets
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
@@ -164,6 +167,33 @@ def test_few_of_the_orders_of_many_layers_are_timed(monkeypatch: pytest.MonkeyPa
         fastest = min(seconds for (_, n), seconds in every.items() if n == m)
         first = next(x["order"] for x in found if x["micro_batches"] == m)
         assert every[first, m] <= fastest / (1 - pipelines.WORTH)
+
+
+def test_a_step_is_the_same_whatever_was_planned_before() -> None:
+    """Layouts, meshes and places are found once for all steps that share them."""
+    costs = partial(gpt_costs, EQUAL, ROWS, zfunc.AdamW(), 1)
+    host = {"params_on": "host", "micro_batches": 2, "order": "RoundPipe"}
+    tried: list[dict[str, Any]] = [
+        host,
+        host | {"activations_on": "host"},
+        host | {"state_on": "disk", "defer": True},
+        host | {"moments": "8bit"},
+        host | {"bucket_size": 1 << 16, "update_on": "host,device"},
+        {"micro_batches": 4, "order": "ZeroBubble:2,2,1,1", "params_on": "host"},
+    ]
+    model = CostModel(costs(), ROOM)
+    for changes in (*tried, *tried):
+        settings = StepSettings(**{**GIVEN, **changes})
+        spec, alone = model.spec(settings), CostModel(costs(), ROOM).spec(settings)
+        assert (spec, spec.places) == (alone, alone.places)
+        assert candidate.operations_of(spec) == candidate.operations_of(alone)
+        for other in (model.spec(StepSettings(**{**GIVEN, **x})) for x in tried):
+            moved = evolve(spec, order=other.order, **in_buckets(other.layout, other.settings))
+            assert (moved.places, moved.mesh.listed) == (other.places, other.mesh.listed)
+    with pytest.raises(PlanError, match="expected one"):
+        evolve(
+            model.spec(StepSettings(**{**GIVEN, **host})), order=RoundPipe(), settings=StepSettings(**GIVEN)
+        )
 
 
 @pytest.mark.slow

@@ -623,6 +623,21 @@ def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
     assert most_that_fit(layers, 3) == 3, "what is more is not tried"
 
 
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_ctrl_c_leaves_the_largest_that_was_found_to_fit(after: int) -> None:
+    planned = list[int]()
+
+    def layers(count: int) -> PlannedStep:
+        if len(planned) == after:
+            raise KeyboardInterrupt
+        planned.append(count)
+        return step_of(family(count), START, BALANCED)
+
+    watch = Watch(lambda _: None)
+    assert most_that_fit(layers, 40, watch) == max(planned, default=0)
+    assert watch.stopped
+
+
 # --- what a search does not simulate, and who waits for it -----------------------------------------------
 
 

@@ -12,8 +12,14 @@ FEW_RANKS = 16
 MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
 
 
-def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
-    """The layout of `parameters` by segment in buckets of the size set, or smaller with partial offload.
+def lay_out(
+    parameters: Sequence[Sequence[Parameter]],
+    settings: StepSettings,
+    world: int,
+    known: dict[Any, Layout] | None = None,
+) -> Layout:
+    """The layout of `parameters` by segment in buckets of the size set, or smaller with partial offload; `known`
+    are those that were made of these parameters for other settings.
 
     Raises ValueError where each of several ranks would keep all of its parameters off the device.
     """
@@ -24,14 +30,17 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
     size = settings.bucket_size or default_bucket_size(world)
     if "," in settings.state_on or "," in settings.update_on:  # shares are whole buckets
         size = max(1, min(size, -(-sum(trainable.values()) // MIN_PARTIAL_BUCKETS)))
-    return make_layout(
-        parameters,
-        bucket_size=size,
-        world=world,
-        within_segments=settings.streams or settings.group_size > 1 or settings.stages > 1,
-        persistent=settings.persistent(parameters),
-        in_fp32=settings.in_fp32(parameters),
-    )
+    options: dict[str, Any] = {
+        "bucket_size": size,
+        "world": world,
+        "within_segments": settings.streams or settings.group_size > 1 or settings.stages > 1,
+        "persistent": frozenset(settings.persistent(parameters)),
+        "in_fp32": frozenset(settings.in_fp32(parameters)),
+    }
+    known, key = {} if known is None else known, (*options.values(),)
+    if key not in known:
+        known[key] = make_layout(parameters, **options)
+    return known[key]
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:

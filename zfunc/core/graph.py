@@ -173,12 +173,17 @@ class Op:
 
     @device.default  # pyright: ignore
     def _device(self) -> int:
+        for r in self.reads + self.writes:
+            if getattr(r, "device", 0):  # `Graph` checks what they are
+                break
+        else:
+            return 0  # nearly always
         of_ranks = self._of_ranks
         if self.joint or not (of_ranks or self.kind in OF_DEVICE):
             return 0
         read, written = (
             {r.device for r in regions if of_ranks or getattr(r, "tier", None) == "device"} - {EVERY}
-            for regions in (self.reads, self.writes)  # `Graph` checks what they are
+            for regions in (self.reads, self.writes)
         )
         # Over the network it may write another's memory.
         found = read if read and self.kind == "network" else read | written
@@ -211,8 +216,9 @@ class Op:
     @property
     def resource(self) -> str:
         """The resource the operation occupies: its kind; on the second device "compute:1", of stages "host@1"."""
-        mark = "@" if self._of_ranks else ":"
-        return f"{self.kind}{mark}{self.device}" if self.device else self.kind
+        if not self.device:
+            return self.kind
+        return f"{self.kind}{'@' if self._of_ranks else ':'}{self.device}"
 
     def __str__(self) -> str:
         return self.name

@@ -16,8 +16,7 @@ from zfunc.core.regions import BF16, Regions
 from zfunc.core.spec import GRADIENT, PARAMS, StepSpec
 
 
-@frozen
-class Item:
+class Item(NamedTuple):
     """A bucket's data, or a segment's data of a micro-batch, about to move to tier `to` of a step."""
 
     spec: StepSpec

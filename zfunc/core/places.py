@@ -4,9 +4,9 @@ Recipes, operations, regions, engine and planner read the fields of `StepSpec.pl
 """
 
 from collections.abc import Collection, Iterable
-from typing import Literal
+from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import ELEMENTWISE, Bucket, Layout, UpdateWork
@@ -152,19 +152,19 @@ def make_places(
         b, trainable = bucket.index, bucket.index < len(layout.buckets)
         stays = settings.params_on == "device" or b in resident or bucket.persistent
         on_disk = settings.params_on == "disk" and (b in paged or not trainable)
-        made = BucketPlaces(
+        return BucketPlaces(
             b,
             bucket.numel,
             bucket.numel // world,
-            settings.dtype_of(bucket),
+            (dtype := settings.dtype_of(bucket)),
             home=(home := min(mesh.homes.get(b, (0,)))),
             owned=mesh.stage in (None, home),
             params="device" if stays else "disk" if on_disk else "host",
             sharded=settings.stage == 3 and world > 1 and not bucket.persistent,
+            **(trained(bucket, dtype) if trainable else {}),
         )
-        return trained(made, bucket) if trainable else made
 
-    def trained(made: BucketPlaces, bucket: Bucket) -> BucketPlaces:
+    def trained(bucket: Bucket, dtype: Dtype) -> dict[str, Any]:
         b, barrier = bucket.index, settings.waits_for_norm
         state = "device" if b in resident else "disk" if b in paged else "host"
         update = word_of(settings.update_on, b, len(layout.buckets))
@@ -181,22 +181,21 @@ def make_places(
         else:
             gradient = "disk" if settings.grads_on == "disk" and barrier and once else "host"
         summed = sums and gradient != "device"
-        return evolve(
-            made,
-            state=state,
-            buffers=STATE_FORMATS[bucket.state_format],
-            weights=weight_buffers(bucket.state_format),
-            moments=moment_buffers(bucket.state_format),
-            update=update,
-            matrices=updates_matrices(bucket.state_format),
-            work=bucket.work(world),
-            gradient=gradient,
-            deliveries=deliveries,
-            added=added,
-            summed=summed,
-            delivered_dtype="fp32" if summed else made.dtype,
-            apart=deliveries > settings.micro_batches > 1 and not summed,
-            waits=waits,
-        )
+        return {
+            "state": state,
+            "buffers": STATE_FORMATS[bucket.state_format],
+            "weights": weight_buffers(bucket.state_format),
+            "moments": moment_buffers(bucket.state_format),
+            "update": update,
+            "matrices": updates_matrices(bucket.state_format),
+            "work": bucket.work(world),
+            "gradient": gradient,
+            "deliveries": deliveries,
+            "added": added,
+            "summed": summed,
+            "delivered_dtype": "fp32" if summed else dtype,
+            "apart": deliveries > settings.micro_batches > 1 and not summed,
+            "waits": waits,
+        }
 
     return tuple(map(places, layout.all_buckets))

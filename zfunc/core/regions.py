@@ -21,6 +21,7 @@ BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
 # One is copied while a pass uses the other. Rows in tiles have one slot: they take far longer than their copies.
 ACTIVATION_SLOTS = 2
+USED_WHOLLY = ("weight_slot", "sum_slot")  # rings on a device all of whose slots a step uses
 
 Index = tuple[int, ...]
 
@@ -206,9 +207,9 @@ def _once(make: Method) -> Method:
     @wraps(make)
     def made(self: "Regions", *args: Any) -> Any:
         known = self.made[make]
-        if args not in known:
-            known[args] = make(self, *args)
-        return known[args]
+        if (found := known.get(args)) is None:
+            found = known[args] = make(self, *args)
+        return found
 
     return cast("Method", made)
 
@@ -295,8 +296,8 @@ class Regions:
 
     @_once
     def _rings_of(self, device: int) -> dict[str, Ring]:
-        rings = {ring.region.buffer: ring for ring in _rings(self, device)}
-        return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in rings.items()}
+        own = {ring.region.buffer: ring for ring in rings(self, device)}
+        return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in own.items()}
 
     def slots(self, buffer: str, device: int) -> Region:
         """A slot of `buffer` without number and size, from which `Ring` makes its slots."""
@@ -459,9 +460,9 @@ def _open_sums(spec: StepSpec, device: int) -> int:
     return most
 
 
-def _rings(at: Regions, device: int) -> Iterator[Ring]:
-    """The rings of slots of `device`: bytes of each item that passes through, and how many items in a row have
-    slots of their own. Rings on a device have the items of its passes."""
+def rings(at: Regions, device: int) -> Iterator[Ring]:
+    """The rings of slots of `device`, those of `USED_WHOLLY` first: bytes of each item that passes through, and how
+    many items in a row have slots of their own. Rings on a device have the items of its passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
     slots = settings.slots
 
@@ -497,15 +498,16 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
 
     # Parameters, sums and states stay in their slots until another item needs one.
     streamed = [x for x in places if x.streamed]
-    own = [x for x in streamed if any(x.index in group for group in used)]
+    fetched, made = {*chain(*used)}, {*chain(*pulled)}
+    own = [x for x in streamed if x.index in fetched]
     weights = {x.index: x.numel * x.element_bytes for x in own}
     yield reused("weight_slot", weights, used, slots, dtypes)
+    added = (x for x in leaving if x.summed and x.index in made)
+    sums = {x.index: x.shard_numel * FP32 for x in added}
+    yield reused("sum_slot", sums, pulled, max(slots, _open_sums(spec, device)))
     on_disk = (x for x in off_device(own, streamed) if x.params == "disk")
     pages = {x.index: whole_blocks(x.weight_bytes) for x in on_disk}
     yield reused("weight_page", pages, [layout.weights_of(s) for s in segments], slots)
-    added = (x for x in leaving if x.summed and any(x.index in group for group in pulled))
-    sums = {x.index: x.shard_numel * FP32 for x in added}
-    yield reused("sum_slot", sums, pulled, max(slots, _open_sums(spec, device)))
     states = {x.index: spec.extents[x.index].nbytes for x in (offloaded if spec.swaps else ())}
     yield reused("state_slot", states, [[b] for b in states], settings.state_slots)
     staged = [x.index for x in at_home if x.staged]
@@ -518,7 +520,7 @@ def _rings(at: Regions, device: int) -> Iterator[Ring]:
     backward = reversed(segments[layout.first_trainable :])
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
-    packed = (places[b] for b in sorted({*chain(*pulled)}) if settings.stage != 1)
+    packed = (places[b] for b in sorted(made) if settings.stage != 1)
     yield passing(
         "grad_slot",
         {x.index: x.numel * x.element_bytes for x in packed},

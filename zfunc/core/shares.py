@@ -47,6 +47,7 @@ def part_of(text: str, n: int, count: int) -> int:
     return next(k for k, end in enumerate(_ends(text)) if n * end.denominator < end.numerator * count)
 
 
+@cache
 def word_of(text: str, n: int, count: int) -> str:
     """The word of `text` for item `n` of `count`.
 

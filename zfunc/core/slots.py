@@ -84,7 +84,7 @@ class Ring:
         """
         groups, classes = [*groups], list[SizeClass]()
         for items in size_classes(sizes, dtypes):
-            together = max(len({*items}.intersection(group)) for group in groups)
+            together = max(map(len, map({*items}.intersection, groups)))
             classes.append((items, min(len(items), depth * together), sizes[items[0]]))
         return cls(region, classes, stays=True, dtypes=dtypes)
 
@@ -128,9 +128,10 @@ class Ring:
 
     def give(self, item: int) -> Region:
         """Give `item` a slot: the next of its class, or the slot that it has if the ring's items stay."""
-        slots, kept = self._class_of[item], [self._held[x].index for x in self.kept]
-        slot = next((x for x in slots if x.index not in kept), next(iter(slots)))
-        slot = self._held.get(item, slot) if self.stays else slot
+        slots, slot = self._class_of[item], self._held.get(item) if self.stays else None
+        if slot is None:
+            kept = {self._held[x].index for x in self.kept}
+            slot = next((x for x in slots if x.index not in kept), next(iter(slots)))
         if self._held.get(other := self._last.get(slot, item)) is slot:
             del self._held[other]
         slots.move_to_end(slot)

@@ -23,6 +23,8 @@ HOP = 10_000  # FLOPs of a device while a byte comes from another, about
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
 GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
+# Fields that decide which device makes a pass, and where data is.
+PLACING = "layout", "settings", "world", "resident", "paged", "order", "stage", "buffer_bytes"
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
 
 
@@ -102,6 +104,7 @@ class StepSpec:
       step reads them.
     - `order`: the passes on several devices.
     - `stage`: the pipeline stage of this rank, whose State has its part; None has all of it.
+    - `like`: a spec whose mesh and places, once checked, are those of this one, too, if all of `PLACING` are.
 
     Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown format of the
     state or an unknown bucket.
@@ -125,6 +128,7 @@ class StepSpec:
     frozen_averages: frozenset[int] = frozenset()
     order: Order | None = None
     stage: int | None = None
+    like: "StepSpec | None" = field(default=None, eq=False, repr=False)
 
     def __repr__(self) -> str:
         return brief(self)
@@ -147,19 +151,28 @@ class StepSpec:
             if unknown := given - known:
                 got, expected = f"buckets {sorted(unknown)}", f"some of {sorted(known)}"
                 refuse(name, got, expected, "make it with zfunc.core.bucketing")
-        if self.mesh.made_on:
+        if self.mesh.made_on and self._placed is None:
             stay = {s for s, place in enumerate(self.activations) if place == "device"}
             self.mesh.check(stay, self.stateful, {x.index for x in self.places if x.fetched_anywhere})
             self.mesh.check_sums(self.passes)  # whose devices do not wait for each other
 
     @cached_property
+    def _placed(self) -> "StepSpec | None":
+        """The spec `like` if it has the very objects that decide which device makes a pass and where data is."""
+        return self.like if all(getattr(self.like, x, None) is getattr(self, x) for x in PLACING) else None
+
+    @cached_property
     def mesh(self) -> DeviceMesh:
         """The devices of the step, and which passes each of them makes."""
+        if self._placed is not None:
+            return self._placed.mesh
         return DeviceMesh(self.layout, self.settings, self.world, self.order, self.stage)
 
     @cached_property
     def places(self) -> tuple[BucketPlaces, ...]:
         """Where the data of each bucket is, trainable or frozen, by its index."""
+        if self._placed is not None:
+            return self._placed.places
         return make_places(self.layout, self.settings, self.mesh, self.resident, self.paged)
 
     @cached_property

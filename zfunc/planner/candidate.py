@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise, product, takewhile
 from typing import TypeVar
 
 from attrs import asdict, evolve, frozen
@@ -41,7 +41,7 @@ from zfunc.core.memory_model import (
 )
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
-from zfunc.core.regions import Regions
+from zfunc.core.regions import USED_WHOLLY, Regions, rings
 from zfunc.core.settings import DISK, StepSettings
 from zfunc.core.simulator import seconds_alone, simulate
 from zfunc.core.spec import StepSpec
@@ -192,8 +192,8 @@ class PlannedStep:
         nbytes = Counter[Tier]()
         for r in kept:
             nbytes[r.place] += r.nbytes
-        for at.device in range(spec.settings.devices):
-            for ring in map(at.ring, ("weight_slot", "sum_slot")):  # all of whose slots are used
+        for device in range(spec.settings.devices):
+            for ring in takewhile(lambda x: x.region.buffer in USED_WHOLLY, rings(at, device)):
                 nbytes[ring.region.place] += sum(count * room for _, count, room in ring.classes)
 
         work = Counter[tuple[Kind, int]]()
@@ -285,26 +285,21 @@ class PlannedStep:
         """Sums, by key, that `measure` takes over the operations of the step, or over their seconds."""
         return measure(self) if self.repetition is None else self.repetition.total(measure)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The plan of the step, with all its micro-batches."""
-        return self._full[0]
+        return plan_with(make_schedule(self.settings.schedule, self.hardware), self.graph)
 
-    @property
+    @cached_property
     def timeline(self) -> Timeline:
         """The simulated timeline of the step, with all its micro-batches."""
-        return self._full[1]
+        return simulate(self.plan, self.hardware)
 
     def on(self, lane: str) -> Iterator[Placed]:
         """The events of a lane, each with its operation's verb and whether that has predecessors."""
         for e in self.timeline.on(lane):
             i = self.graph.position[e.op]
             yield e, self.graph.ops[i].verb, bool(self.graph.predecessors[i])
-
-    @cached_property
-    def _full(self) -> tuple[Plan, Timeline]:
-        plan = plan_with(make_schedule(self.settings.schedule, self.hardware), self.graph)
-        return plan, simulate(plan, self.hardware)
 
     @cached_property
     def seconds_without_compute(self) -> float:
@@ -324,7 +319,7 @@ class PlannedStep:
 
     def forget_operations(self) -> None:
         """Drop the step's graph, plan and timeline; they are made again when read."""
-        for name in ("graph", "_few", "_full", "_from_few"):
+        for name in ("graph", "_few", "plan", "timeline", "_from_few"):
             self.__dict__.pop(name, None)
 
     # --- many micro-batches from a few -------------------------------------------------------------------

@@ -17,7 +17,7 @@ from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.engine.program.step_spec import make_spec, with_moments
+from zfunc.engine.program.step_spec import OptimizedParameters, make_spec, with_moments
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
@@ -64,17 +64,24 @@ class SegmentCosts:
     buffer_bytes: Sequence[int] = ()
     tile_counts: Sequence[int] = (1,)
     resized: Callable[[int], "SegmentCosts"] | None = None
+    _optimized: list[OptimizedParameters] = field(init=False, factory=list[OptimizedParameters])
 
     def untraced(self, settings: StepSettings, *, on_gpu: bool) -> StepSpec:
         """The StepSpec of the segments under `settings`, with costs of 0."""
+        optimizer = with_moments(self.optimizer, settings)
+        known = next((x for x in self._optimized if x.optimizer == optimizer), None)
+        if known is None:
+            known = OptimizedParameters(self.parameters, optimizer, self.world)
+            self._optimized.append(known)
         return make_spec(
             self.parameters,
-            with_moments(self.optimizer, settings),
+            optimizer,
             settings,
             world=self.world,
             on_gpu=on_gpu,
             constant_bytes=self.constant_bytes,
             buffer_bytes=self.buffer_bytes,
+            optimized=known,
         )
 
     def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
@@ -118,6 +125,7 @@ class CostModel:
             target_bytes=traced[0].target_bytes,
             aux=traced[0].aux,
             commit=spec.swaps and settings.commit_every == 1,  # a step like most
+            like=spec,
         )
 
     def _on_gpu(self, settings: StepSettings) -> bool:

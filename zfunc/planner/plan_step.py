@@ -266,13 +266,13 @@ def _same_for_any_rows(step: PlannedStep) -> float:
 
 
 def most_that_fit(
-    step_of: Callable[[int], PlannedStep],
+    planned: Callable[[int], PlannedStep],
     most: int,
     watch: Watch | None = None,
     told: Callable[[int], str] = str,
 ) -> int:
-    """The largest count from 1 to `most`, of layers, sequences or tokens, whose step fits; 0 if none does. If
-    `watch` is stopped, the largest count found to fit so far; `told(count)` is the watch's text for a count.
+    """The largest count from 1 to `most`, of layers, sequences or tokens, whose planned step fits; 0 if none does.
+    If `watch` is stopped, the largest that was found to fit; `told(count)` is the watch's text for a count.
 
     The step of the result was planned and fits; the step of one more was planned and does not, or is above `most`.
     A step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count is
@@ -283,7 +283,7 @@ def most_that_fit(
     def fits(count: int) -> bool:
         if watch is not None:
             watch.begins(len(known) + 1, 2 + GUESSES, told(low) if known else "none")
-        known[count] = step_of(count).without_operations()
+        known[count] = planned(count).without_operations()
         return known[count].fits
 
     def too_much(count: int) -> bool:
@@ -293,11 +293,10 @@ def most_that_fit(
         needed = {tier: n + (at_b[tier] - n) * (count - a) // (b - a) for tier, n in at_a.items()}
         return bool(known[a].hardware.lacking(needed))
 
-    low, high = 1, most + 1  # fits, and does not
-    if not fits(1):
-        return 0
+    low, high = 0, most + 1  # fits, and does not
     with watched(watch):
-        while high - low > 1:
+        low = int(fits(1))
+        while low and high - low > 1:
             count = (low + high) // 2
             if len(known) < 2:
                 count = 2

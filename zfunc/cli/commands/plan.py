@@ -236,7 +236,6 @@ def _most(
     """The largest model, batch or length (as `max` says) that fits with "auto" places anywhere, in any number
     of tiles; the least if nothing fits. Then what else bounds it, if anything does, and the settings that fit."""
     from zfunc.planner.plan_step import most_that_fit, search_start
-    from zfunc.planner.search import watched
 
     placed = [
         search_start(x).scheduled(on_cpu=hardware.unified) for x in step.placed(settings.world, disk=True)
@@ -263,12 +262,10 @@ def _most(
 
     found, fitting = 0, placed[0]
     for way in placed:
-        with watched(watch if found else None):  # Ctrl-C before anything fits leaves nothing to tell
-            if (
-                not _stopped(watch)
-                and (n := most_that_fit(partial(step_of, way=way), most, watch, told)) > found
-            ):
-                found, fitting = n, way
+        if not _stopped(watch) and (n := most_that_fit(partial(step_of, way=way), most, watch, told)) > found:
+            found, fitting = n, way
+    if _stopped(watch) and not found:
+        raise KeyboardInterrupt  # before anything fits there is nothing to tell
     limit = "Ctrl-C" if _stopped(watch) else ""
     if found == most:
         limit = f"{told(most)}, beyond which none are tried"

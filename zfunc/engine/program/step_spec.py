@@ -2,13 +2,15 @@
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
 
-from attrs import evolve, fields
+from attrs import evolve, field, fields, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Region
-from zfunc.core.layout import ELEMENTWISE, Parameter
+from zfunc.core.layout import ELEMENTWISE, Layout, Parameter
 from zfunc.core.optimizer_state import Moments, updates_matrices, updates_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
@@ -25,6 +27,27 @@ from zfunc.schedules import make_order
 DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 
+@frozen(eq=False)
+class OptimizedParameters:
+    """The parameters of each segment on `world` ranks as `optimizer` has them, and the layouts made of these."""
+
+    segments: Sequence[Sequence[Parameter]]
+    optimizer: Optimizer
+    world: int
+    _layouts: dict[Any, Layout] = field(init=False, factory=dict[Any, Layout])
+
+    @cached_property
+    def parameters(self) -> list[list[Parameter]]:
+        """The parameters with group, state format and update work; refuses those that the optimizer cannot have."""
+        if isinstance(self.optimizer, GroupedOptimizer):
+            self.optimizer.check_parameters(p for own in self.segments for p in own)
+        return [[_in_group(p, self.optimizer, self.world) for p in own] for own in self.segments]
+
+    def layout(self, settings: StepSettings) -> Layout:
+        """The layout of the parameters under `settings`; equal ones are made once."""
+        return lay_out(self.parameters, settings, self.world, self._layouts)
+
+
 def make_spec(
     segments: Sequence[Sequence[Parameter]],
     optimizer: Optimizer,
@@ -35,18 +58,18 @@ def make_spec(
     stage: int | None = None,
     constant_bytes: int = 0,
     buffer_bytes: Sequence[int] | None = None,
+    optimized: OptimizedParameters | None = None,
 ) -> StepSpec:
     """The StepSpec of one rank of `world`, for the parameters of each segment; costs are 0 until a batch is known.
 
     In a pipeline over ranks, `stage` is the rank's pipeline stage, and `world` the number of ranks in that stage.
 
     `constant_bytes` is the device memory of the segments' constants, which are not parameters; `buffer_bytes` that
-    of the module buffers that the forward of each segment changes.
+    of the module buffers that the forward of each segment changes. `optimized` are the same segments and optimizer,
+    with the layouts of other settings.
     """
-    if isinstance(optimizer, GroupedOptimizer):
-        optimizer.check_parameters(p for own in segments for p in own)
-    parameters = [[_in_group(p, optimizer, world) for p in own] for own in segments]
-    layout, order = lay_out(parameters, settings, world), make_order(settings.order)
+    optimized = optimized or OptimizedParameters(segments, optimizer, world)
+    layout, order = optimized.layout(settings), make_order(settings.order)
     largest = max(b.numel for b in layout.buckets) // world
     averaging = 2 * 4 * min(largest, EMA_PIECE)  # bytes that `updates.average_` takes on an accelerator
     return StepSpec(
