@@ -24,7 +24,7 @@ from zfunc.optim.formats import master_weights, unpack_weights
 from zfunc.optim.updates import CheckedState, average_
 from zfunc.runtime.accelerator import on_accelerator
 
-KEPT = "program", "state", "value"  # lifetimes of regions that an update may hold on to
+KEPT = "program", "state"  # lifetimes of regions that an update may hold on to
 
 
 def update(op: Op, mem: Memory, step: StepContext) -> None:
@@ -131,7 +131,7 @@ def _prepared(
         between = gaps(shard.start, shard.stop, covered)
         padding = [out[start - shard.start : stop - shard.start] for start, stop in between]
     made = PreparedUpdate(of, grad, runs, padding)
-    if all(r.lifetime in KEPT for r in op.regions):
+    if all(r.lifetime in KEPT or r.buffer == "decision" for r in op.regions):
         step.prepared[op.verb, op.index] = made
     return made
 
