@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 4_760,
     "train": 4_826,
     "cli": 2_600,
-    "tests": 45_610,
+    "tests": 45_640,
     "course": 5_210,
 }
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from trained import adam_of
 
 import zfunc
+from zfunc.engine.program.specialize import specialize
 
 
 class Body(nn.Module):
@@ -36,6 +37,11 @@ class Loss(nn.Module):
 
     def forward(self, x: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         return F.mse_loss(self.out(torch.tanh(x[0])), targets)
+
+
+class LossOfRows(Loss):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return super().forward((x, x), targets)
 
 
 UNUSED = ["body.cut", "body.idle", "body.ignored.bias", "body.ignored.weight", "body.long"]
@@ -101,6 +107,15 @@ def test_a_batch_whose_path_uses_one_updates_it_with_bits_of_any_other_way() -> 
                 assert torch.equal(zfunc.params(program, state)["body.long"], before) == (width == 4)
         seen.append(bits(zfunc.flush(program, state)))
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_rows_in_tiles_use_what_whole_rows_do(tiles: int) -> None:
+    modules = {"below": nn.Linear(4, 4), "body": nn.Linear(4, 8), "loss": LossOfRows()}
+    modules["body"].idle = nn.Parameter(torch.ones(4))
+    segments = [zfunc.segment(name, m) for name, m in modules.items()]
+    program = zfunc.compile(segments, tiles=tiles, device="cpu", precision="fp32")
+    assert specialize(program, (torch.zeros(2, 8, 4), torch.zeros(2, 8, 1))).spec.unused == ("body.idle",)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "16bit"])

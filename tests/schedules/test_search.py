@@ -149,7 +149,7 @@ def test_a_search_never_returns_worse_than_its_start(
 
 
 @given(machines())
-@settings(max_examples=settings.default.max_examples // 13, deadline=None)
+@settings(max_examples=settings.default.max_examples // 20, deadline=None)
 def test_a_suggestion_makes_a_step_fit_or_faster(on: Hardware) -> None:
     """As it was planned; where nothing is enough it is said what is still lacking."""
     step, plan = planning(on)
