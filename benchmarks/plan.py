@@ -50,8 +50,8 @@ MANY = {  # flags of `zfunc plan`
 }
 COMMANDS = (
     {},
-    {"accumulate": "vertical"},
-    {"params_on": "host", "accumulate": "horizontal"},
+    {"order": "vertical"},
+    {"params_on": "host", "order": "horizontal"},
     {"params_on": "host"},
 )
 TARGET_COMMAND = 10.0  # seconds
@@ -179,14 +179,14 @@ def measure_many() -> dict[str, float]:
     plan_model(PlanSettings(num_layers=1, hidden_size=64, num_attention_heads=2))  # imports
     seconds = {
         f"{order}{', streamed' if place == 'host' else ''}": plan_many(
-            accumulate=order, params_on=place, activations_on=place
+            order=order, params_on=place, activations_on=place
         )
         for place in PLACES
         for order in ("horizontal", "vertical")
     }
     seconds["search"] = plan_many(schedule="auto", params_on="auto", activations_on="auto")
     with patch.object(candidate, "MANY", math.inf):
-        seconds["horizontal, in full"] = plan_many(accumulate="horizontal")
+        seconds["horizontal, in full"] = plan_many(order="horizontal")
     for name, value in seconds.items():
         print(f"{name:>22}{value:>12.1f} s")
     print(f"{'ratio of horizontal':>22}{seconds['horizontal, in full'] / seconds['horizontal']:>12.1f}")

@@ -136,8 +136,8 @@ def read_rows() -> tuple[list[Row], dict[str, str]]:
     rows: list[Row] = []
     for source in data["source"]:
         for own in source.pop("rows"):
-            accumulate = {"accumulate": own.pop("accumulate")} if "accumulate" in own else {}
-            way = source.get("way", {}) | own.pop("way", {}) | accumulate
+            order = {"order": own.pop("order")} if "order" in own else {}
+            way = source.get("way", {}) | own.pop("way", {}) | order
             said = [*source.get("facts", ()), *([own.pop("note")] if "note" in own else ())]
             rows.append(Row(**source | own | {"way": way, "facts": said}))
     return rows, data["apart"]

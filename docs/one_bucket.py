@@ -90,7 +90,7 @@ RECIPES = {
 TWO_RANKS = graph_of(world=2, clip_norm=None)
 HALVES = {"tokens": TOKENS // 2, "micro_batches": 2}
 ON_HOST = HALVES | {"params_on": "host", "state_format": "fp32-split"}
-STREAMED = graph_of(accumulate=2, **ON_HOST)
+STREAMED = graph_of(order=2, **ON_HOST)
 
 
 # --- the bucket ------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def places_table() -> str:
     """Parameters on the device and on the host, micro-batches one by one and together."""
     cases = {
         "device, horizontal": graph_of(**HALVES),
-        "host, horizontal": graph_of(accumulate=1, **ON_HOST),
+        "host, horizontal": graph_of(order=1, **ON_HOST),
         "host, vertical": STREAMED,
     }
     rows: list[tuple[str, ...]] = []

@@ -80,10 +80,10 @@ for name, settings in MODES.items():
 # ## What it costs
 #
 # Parameters cross the bus before forward and again before backward, where the new ones crossed once before. The two
-# micro-batches pass a segment together, so they share a copy: `accumulate="horizontal"` copies for each of them.
+# micro-batches pass a segment together, so they share a copy: `order="horizontal"` copies for each of them.
 
 print(f"\n{'kB over the bus':<24} {'up':>8} {'down':>8} {'ms':>8}")
-together, apart = MODES["parameters on the host"], {"params_on": "host", "accumulate": "horizontal"}
+together, apart = MODES["parameters on the host"], {"params_on": "host", "order": "horizontal"}
 for name, plan in {**plans, "one by one": planned(24, **apart)}.items():
     up, down = (plan.bus_bytes[bus] / 1e3 for bus in ("h2d", "d2h"))
     print(f"{name:<24} {up:8.0f} {down:8.0f} {plan.step_seconds * 1e3:8.1f}")

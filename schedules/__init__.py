@@ -24,8 +24,8 @@ from typing import Any
 import attrs
 
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.pipeline import Order
-from zfunc.core.settings import BY_DEVICE, Schedule, schedule_for
+from zfunc.core.pipeline import InGroups, Order
+from zfunc.core.settings import BY_DEVICE, ONE_DEVICE, Schedule, schedule_for
 from zfunc.options import one_of
 
 from .critical_path import CriticalPath
@@ -44,21 +44,28 @@ ORDERS = {x.__name__: x for x in _ORDERS}
 __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "SharedCores", "TwoThreads"]
 
 
-def make_order(order: str | Order) -> Order:
-    """The order of passes on several devices: the class of `ORDERS` with the name `order`, or the file if `order`
-    ends in .csv; an order object is returned as it is.
+def make_order(order: str | int | Order) -> Order:
+    """The order of passes: the class of `ORDERS` with the name `order`, or the file if `order` ends in .csv; one
+    device's, by name or number, in groups of micro-batches; an order object is returned as it is. "by-device" is
+    that of several devices.
 
     After a name and a colon come the numbers of segments of the stages, for RoundPipe forward/backward.
 
     >>> make_order("OneFOneB:5,4"), make_order("RoundPipe:2,2/1,2,2").backward
     (OneFOneB(cut=(5, 4)), (1, 2, 2))
     """
+    if isinstance(order, int):
+        return InGroups(order)
     if not isinstance(order, str):
         return order
+    if order in ONE_DEVICE:
+        return InGroups(ONE_DEVICE[order])
+    if order == BY_DEVICE:
+        return OneFOneB()
     if order.endswith(".csv"):
         return FromCSV(order)
     name, _, cuts = order.partition(":")
-    one_of(tuple(ORDERS))("order", name)
+    one_of((*ORDERS, *ONE_DEVICE))("order", name)
     kind: Any = ORDERS[name]
     names = [f.name for f in attrs.fields(kind) if f.name != "stages"]
     parts = cuts.split("/") if cuts else []
@@ -69,14 +76,16 @@ def make_order(order: str | Order) -> Order:
     return kind(**given)
 
 
-def order_name(order: str | Order) -> str:
+def order_name(order: str | int | Order) -> str:
     """Text of an order of passes: the text from which `make_order` makes the same order, if there is one.
 
     >>> order_name(OneFOneB((5, 4))), order_name(ZeroBubble(2))
     ('OneFOneB:5,4', 'ZeroBubble(stages=2, cut=())')
     """
-    if isinstance(order, str) or type(order) not in ORDERS.values():
-        return order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__)
+    if isinstance(order, str | int):
+        return "OneFOneB" if order == BY_DEVICE else str(order)
+    if type(order) not in ORDERS.values():
+        return getattr(order, "__name__", type(order).__name__)
     values: list[Any] = [x for x in attrs.astuple(order) if isinstance(x, tuple)]
     cuts = [",".join(map(str, x)) for x in values if x]
     name = ":".join([type(order).__name__, *(["/".join(cuts)] if cuts else [])])

@@ -69,7 +69,7 @@ SETTINGS: dict[str, list[Any]] = {
     "activations_on": ["device", "host", "disk"],
     "state_on": ["host", "disk", "device:0.5,host", "device"],
     "grads_on": ["host", "disk"],
-    "accumulate": ["auto", "vertical", 2],
+    "order": ["by-device", "vertical", 2],
     "ema": [None, 0.9],
     "norms": [False, True],
     "defer": [False, True],

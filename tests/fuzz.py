@@ -52,7 +52,7 @@ SETTINGS: dict[str, list[Any]] = {
     "state_on": ["host", "host", "device:0.5,host", "device", "disk", "host:0.5,disk"],
     "grads_on": ["host", "disk"],
     "commit_every": [1, 2],
-    "accumulate": ["auto", "auto", "horizontal", "vertical", 2],
+    "order": ["by-device", "by-device", "horizontal", "vertical", 2],
     "persistent_params": [0, 0, 20, 100],
     "defer": [False, False, True],
     "schedule": ["Overlapped", "Serial", "Interleaved", "CriticalPath", Scattered(0), Scattered(1, 3)],
@@ -84,7 +84,7 @@ def case(seed: int) -> Case:
     if settings["params_on"] != "device":
         settings["stage"] = 3
     if settings["stage"] == 1:
-        settings["accumulate"] = "auto"
+        settings["order"] = "by-device"
     return Case(model, {k: v for k, v in settings.items() if v != {**SETTINGS, **OPTIMIZER}[k][0]})
 
 

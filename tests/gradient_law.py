@@ -19,7 +19,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "half on the device": {"state_on": "device:0.5,host"},
     "all on the device": {"state_on": "device", "clip_norm": None},
     "moments in 16 bits": {"moments": "16bit"},
-    "vertical": {"accumulate": "vertical"},
+    "vertical": {"order": "vertical"},
     "some in fp32": {"fp32_params": IN_FP32, "clip_norm": None},
     "some in fp32, stage 1": {"fp32_params": IN_FP32, "stage": 1},
     "some in fp32, stage 3": {

@@ -184,17 +184,17 @@ WAYS: dict[str, Settings] = {
         **{"update_on": "device", "grads_on": "host", "defer": True, "bucket_size": 500},
     },
     "on the disk, updated on the device": {**ALL_ON_DISK, "update_on": "device", "commit_every": 2},
-    "vertical": {"accumulate": "vertical", "bucket_size": 100},
-    "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},
-    "four at a time": {"accumulate": 4, "keys_on": "host"},
-    "half of the activations on the host": {"activations_on": "device,host,device", "accumulate": "vertical"},
+    "vertical": {"order": "vertical", "bucket_size": 100},
+    "two at a time, activations on the host": {"order": 2, "activations_on": "host"},
+    "four at a time": {"order": 4, "keys_on": "host"},
+    "half of the activations on the host": {"activations_on": "device,host,device", "order": "vertical"},
     "from the host": {"params_on": "host", "bucket_size": 100_000},
     "large ones from the host": {"params_on": "host", "persistent_params": 40, "defer": True},
     "half from the host, two at a time": {
-        **{"params_on": "host", "slots": 1, "state_on": "device:0.5,host", "accumulate": 2},
+        **{"params_on": "host", "slots": 1, "state_on": "device:0.5,host", "order": 2},
     },
     "all from the host, one slot": {
-        **{"params_on": "host", "activations_on": "host", "accumulate": "horizontal", "slots": 1},
+        **{"params_on": "host", "activations_on": "host", "order": "horizontal", "slots": 1},
         **{"defer": True, "keys_on": "host"},
     },
     "stage 3": {"stage": 3},
@@ -202,14 +202,13 @@ WAYS: dict[str, Settings] = {
         **{"stage": 3, "params_on": "host", "activations_on": "host", "defer": True, "persistent_params": 40},
     },
     "stage 3, horizontal": {
-        **{"stage": 3, "accumulate": "horizontal", "bucket_size": 500, "persistent_params": 20},
+        **{"stage": 3, "order": "horizontal", "bucket_size": 500, "persistent_params": 20},
     },
     "two devices": {"devices": 2},
     "two devices, all forwards first": {
         "devices": 2,
         "order": "GPipe",
         "bucket_size": 500,
-        "accumulate": "vertical",
     },
     "two devices, from the host": {
         "devices": 2,
@@ -285,7 +284,7 @@ WAYS: dict[str, Settings] = {
     "all on the disk": {**ALL_ON_DISK, "activations_on": "disk", "defer": True, "bucket_size": 300},
     "all on the disk, one slot": {
         **{**ALL_ON_DISK, "slots": 1},
-        **{"accumulate": "horizontal", "activations_on": "host,disk"},
+        **{"order": "horizontal", "activations_on": "host,disk"},
     },
 }
 TIED = ("pairs", "GPT with dropout", "tied GPT")

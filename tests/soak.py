@@ -44,14 +44,14 @@ STEPS, EVERY, KEEP = 60, 2, 2  # of a training; from one save to the next; check
 LIVES: tuple[dict[str, Any], ...] = (  # settings of one life after the other: none changes the training
     {},
     {"stage": 3, "params_on": "host", "activations_on": "host"},
-    {"defer": True, "accumulate": "vertical"},
-    {"defer": True, "stage": 3, "params_on": "host", "accumulate": "horizontal"},
+    {"defer": True, "order": "vertical"},
+    {"defer": True, "stage": 3, "params_on": "host", "order": "horizontal"},
 )
 ON_DISK: dict[str, Any] = {"state_on": "disk", "params_on": "disk", "stage": 3, "slots": 1}
 LIVES_ON_DISK: tuple[dict[str, Any], ...] = (
     {"grads_on": "disk", "activations_on": "disk"},
-    {"grads_on": "disk", "activations_on": "host,disk", "defer": True, "accumulate": "vertical"},
-    {"slots": 1, "accumulate": "horizontal"},
+    {"grads_on": "disk", "activations_on": "host,disk", "defer": True, "order": "vertical"},
+    {"slots": 1, "order": "horizontal"},
 )
 PASSES = (
     "load",

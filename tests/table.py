@@ -91,7 +91,7 @@ def spec(
     settings = StepSettings(
         recompute=",".join("all" if x else "min-cut" for x in recompute) or "all",
         clip_norm=1.0 if barrier else None,
-        accumulate=group_size,
+        **({} if {"devices", "pp"} & given.keys() else {"order": group_size}),
         **{name: given.pop(name) for name in fields_dict(StepSettings) if name in given},
     )
     layout = make_layout(
@@ -308,7 +308,6 @@ SPECS: dict[str, StepSpec] = {
         chain(*[(8, 8)] * 5),
         devices=3,
         micro_batches=4,
-        group_size=4,
         barrier=True,
         resident={0, 3},
         update_workspace=30,
@@ -320,6 +319,7 @@ SPECS: dict[str, StepSpec] = {
         order="Interleaved1F1B",
         micro_batches=3,
         params_on="host",
+        grads_on="host",
         activations_on="host,disk,device",
         world=2,
         stage=3,
@@ -342,6 +342,7 @@ SPECS: dict[str, StepSpec] = {
         order=RecomputeAhead(ZeroBubble()),
         micro_batches=3,
         params_on="host",
+        grads_on="host",
         activations_on="host,disk,device",
         recompute=[True, False] * 2,
         world=2,
@@ -349,7 +350,7 @@ SPECS: dict[str, StepSpec] = {
         save=True,
     ),
     "two devices, backward split, sums on the device": spec(
-        FROZEN_BETWEEN, devices=2, order="ZeroBubble", micro_batches=4, group_size=4, params_on="host"
+        FROZEN_BETWEEN, devices=2, order="ZeroBubble", micro_batches=4, params_on="host"
     ),
     "down a V and up": spec(
         FROZEN, devices=2, order="DualPipeV", micro_batches=4, update_on="device", buffer_bytes=(8, 0, 16, 32)
@@ -360,6 +361,7 @@ SPECS: dict[str, StepSpec] = {
         order="RoundPipe",
         micro_batches=4,
         params_on="host",
+        grads_on="host",
         activations_on="host",
         save=True,
     ),
@@ -393,6 +395,7 @@ SPECS: dict[str, StepSpec] = {
         order="Interleaved1F1B",
         micro_batches=2,
         params_on="host",
+        grads_on="host",
         activations_on="host,disk,device",
         world=2,
         stage=3,

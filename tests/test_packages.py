@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_210,
+    "core": 7_226,
     "schedules and ground": 1_450,
     "runtime": 3_630,
     "optim": 3_105,

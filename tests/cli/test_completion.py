@@ -36,7 +36,7 @@ ASKED = {
     "zfunc train --device ": set(DEVICES),
     "zfunc train --stage ": {"1", "2", "3"},
     "zfunc plan --params-on ": {*PLACES, "disk", "auto"},
-    "zfunc train --accumulate v": {"vertical"},
+    "zfunc train --order v": {"vertical"},
     "zfunc plan --hardware h": {name for name in profiles() if name.startswith("h")},
     "zfunc train --data n": {"notes.txt"},
     "zfunc train --data texts/": {"texts/a.txt"},

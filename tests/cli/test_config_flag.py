@@ -107,9 +107,9 @@ def test_hugging_faces_file_for_stage_3_trains_as_stage_2_does(capsys: pytest.Ca
     out = capsys.readouterr().out
     assert re.search('"auto" is zfunc\'s default, or what was passed: .*stage3_prefetch_bucket_size', out)
     assert "stage3_gather_16bit_weights_on_model_save: `zfunc export" in out
-    names = ("stage", "params_on", "slots", "activations_on", "accumulate")
+    names = ("stage", "params_on", "slots", "activations_on", "order")
     settings = config("host")["settings"]
-    assert [settings[name] for name in names] == [3, "host", 2, "device", "auto"]
+    assert [settings[name] for name in names] == [3, "host", 2, "device", "by-device"]
     assert small_trainings.losses("host") == small_trainings.losses("device")
 
 

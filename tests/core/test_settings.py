@@ -45,7 +45,6 @@ OTHERS: dict[str, Any] = {
     "micro_batches": 2,
     "clip_norm": 0.5,
     "norms": True,
-    "accumulate": "vertical",
     "devices": 2,
     "pp": 2,
     "order": "GPipe",

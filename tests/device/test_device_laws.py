@@ -189,7 +189,7 @@ def test_losses_are_the_cpus_within_tolerance(model: str, precision: str, tolera
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"micro_batches": 3, "accumulate": "vertical", "state_on": "device:0.5,host"}]
+    "more", [{}, {"micro_batches": 3, "order": "vertical", "state_on": "device:0.5,host"}]
 )
 def test_norms_of_parameters_and_auxiliary_outputs_are_the_hosts(device: str, more: dict[str, Any]) -> None:
     seen = []

@@ -47,6 +47,8 @@ SEVERAL = {"devices": 2, "micro_batches": 2, "example": (X, X[:, 0])}
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedule": "Overlaped"}, ValueError, "schedule: got 'Overlaped'.*did you mean 'Overlapped'"),
     ({"schedule": 3}, TypeError, "schedule: got a int, expected a callable"),
+    ({"order": None}, TypeError, "order: got a NoneType, expected a callable"),
+    ({"accumulate": 2}, TypeError, "accumulate: got a setting that is gone, .*: pass it as `order`"),
     (
         {"optimizer": torch.optim.SGD([torch.zeros(1)])},
         TypeError,
@@ -84,13 +86,11 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
         "recompute: got 'all,.* for 2 segments, expected shares that have a segment each",
     ),
     ({"stage": 1, "params_on": "host"}, "stage: got 1 with params_on='host'"),
-    ({"stage": 1, "accumulate": 2, "micro_batches": 2}, "stage: got 1 with accumulate=2"),
-    (
-        {"accumulate": "diagonal"},
-        "accumulate: got 'diagonal', expected auto, horizontal, vertical, or a number",
-    ),
-    ({"accumulate": None}, "accumulate: got None, expected a whole number of at least 1"),
-    ({"accumulate": 0}, "accumulate: got 0"),
+    ({"stage": 1, "order": 2, "micro_batches": 2}, "stage: got 1 with order=2"),
+    ({"order": "diagonal"}, "order: got 'diagonal', expected one of GPipe, .*, horizontal, vertical"),
+    ({"order": 0}, "order: got 0, expected a whole number of at least 1"),
+    ({"order": "2", "devices": 2}, "order: got 2 with devices=2, expected an order of several devices"),
+    ({"order": "vertical", "pp": 2}, "order: got 'vertical' with pp=2, expected an order of several devices"),
     ({"persistent_params": "pairs,"}, "persistent_params: got 'pairs,', expected names of segments or"),
     ({"fp32_params": "pairs,"}, "fp32_params: got 'pairs,', expected globs joined by commas"),
     ({"fp32_params": "*.norm", "precision": "fp32"}, r"fp32_params: got '\*.norm', expected a glob of names"),

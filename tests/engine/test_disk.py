@@ -35,7 +35,7 @@ ON_DISK: dict[str, dict[str, Any]] = {
     "everything": {"params_on": "disk", "grads_on": "disk", "activations_on": "disk", "defer": True},
     "everything, one slot": {
         **{"params_on": "disk", "grads_on": "disk", "slots": 1},
-        **{"accumulate": "horizontal", "schedule": "CriticalPath", "activations_on": "host,disk"},
+        **{"order": "horizontal", "schedule": "CriticalPath", "activations_on": "host,disk"},
     },
 }
 PLACED = [x for x in ON_DISK if x != "state"]  # which is there in "everything, one slot"

@@ -164,7 +164,7 @@ def lora_llama() -> tuple[Any, Any]:
 
 TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tied": (tied_gpt, {"precision": "fp32"}),
-    "micro-batches": (tied_gpt, {"precision": "fp32", "micro_batches": 3, "accumulate": 2}),
+    "micro-batches": (tied_gpt, {"precision": "fp32", "micro_batches": 3, "order": 2}),
     "frozen": (frozen_gpt, {"precision": "fp32", "micro_batches": 2, "params_on": "host"}),
     "LoRA": (lora_llama, {"precision": "fp32", "micro_batches": 2, "activations_on": "host"}),
     "bf16": (tied_gpt, {"precision": "bf16", "micro_batches": 2}),

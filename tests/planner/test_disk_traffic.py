@@ -98,7 +98,7 @@ def test_wear_and_rates_follow_from_the_bytes() -> None:
     assert disk.written == (3 * disk.step_bytes["write"] + disk.commit_bytes["write"]) / 4
     assert disk.busy == pytest.approx(sum(disk.needed[x] / disk.available[x] for x in DRIVES))
     assert planned(state_on="host").disk is None
-    spilled = planned(state_on="host", activations_on="disk", micro_batches=2, accumulate="vertical")
+    spilled = planned(state_on="host", activations_on="disk", micro_batches=2, order="vertical")
     assert spilled.disk is not None
     assert {*spilled.disk.step_bytes.values(), *spilled.disk.commit_bytes.values()} == {
         spilled.memory["disk"]

@@ -26,7 +26,7 @@ SLOW_COPIES = evolve(ON, rates={**ON.rates, "d2h": 1e8})
 CLIPPED = {"clip_norm": 1.0}
 FOUR = {**CLIPPED, "segments": 4}
 LARGE_INPUTS = {**CLIPPED, "input_bytes": 1 << 24}  # to copy one takes longer than forward, not than backward
-VERTICAL = {"accumulate": "vertical", "micro_batches": 2 * MANY}
+VERTICAL = {"order": "vertical", "micro_batches": 2 * MANY}
 TWO = {"devices": 2, "micro_batches": 2 * MANY}
 LONGER = {**VERTICAL, "micro_batches": 4 * MANY}
 BEHIND = {"schedule": "Interleaved", "activations_on": "host", "micro_batches": 40}
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "stage 1": ({"stage": 1}, CLIPPED, ON, True),
     "saving": ({}, {"save": True, **CLIPPED}, ON, True),
     "residuals": ({"recompute": "min-cut"}, {}, ON, True),
-    "in groups": ({"accumulate": 2, "micro_batches": MANY * 2}, CLIPPED, ON, True),
-    "streamed in groups": ({"accumulate": 2, "micro_batches": MANY * 2, **ON_DISK}, CLIPPED, ON, False),
+    "in groups": ({"order": 2, "micro_batches": MANY * 2}, CLIPPED, ON, True),
+    "streamed in groups": ({"order": 2, "micro_batches": MANY * 2, **ON_DISK}, CLIPPED, ON, False),
     "vertical": (VERTICAL, {}, ON, False),
     "vertical, params": ({**VERTICAL, "params_on": "host"}, CLIPPED, ON, False),
     "vertical, activations": ({**VERTICAL, "activations_on": "disk,host"}, CLIPPED, ON, False),
@@ -106,7 +106,7 @@ def test_a_few_micro_batches_say_what_all_do(name: str) -> None:
     fields = {**fields}
     given = {"micro_batches": MANY, **given, "clip_norm": fields.pop("clip_norm", None)}
     settings = StepSettings(bucket_size=1 << 18, **given)
-    if settings.accumulate != "vertical":
+    if settings.order != "vertical":
         settings = evolve(settings, micro_batches=settings.micro_batches + 3)
     spec = many(settings, **fields)
     few, full = step_of(spec, settings, on), in_full(spec, settings, on)
@@ -139,11 +139,11 @@ DRAWN = (2, 13, 20, 25, 32)
 )
 def test_jobs_at_random_are_extrapolated_right_or_not_at_all(seed: int) -> None:
     draw = Random(seed)
-    accumulate = draw.choice([1, 1, 2, 3, 4])
+    group = draw.choice([1, 1, 2, 3, 4])
     settings = StepSettings(
         bucket_size=draw.choice([1 << 14, 1 << 16, 1 << 18]),
-        accumulate=accumulate,
-        micro_batches=accumulate * draw.randint(9, 60) + accumulate // 2,
+        order=group,
+        micro_batches=group * draw.randint(9, 60) + group // 2,
         schedule=draw.choice(["Overlapped", "Interleaved", "CriticalPath"]),
         params_on=draw.choice(["device", "host"]),
         activations_on=draw.choice(["device", "host", "disk"]),

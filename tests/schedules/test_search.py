@@ -572,7 +572,7 @@ def test_what_is_not_planned_would_not_have_been_advised(
     values: dict[str, tuple[Any, ...]] = {
         "recompute": ("min-cut", "none"),
         "micro_batches": (max(1, setup.micro_batches // 2),),
-        "accumulate": ("vertical",),
+        "order": ("vertical",),
         **dict.fromkeys(("grads_on", "activations_on"), ("host",)),
         **{
             place: ("device",) for place in ("params_on", "activations_on") if getattr(setup, place) == "host"

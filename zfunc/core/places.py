@@ -146,7 +146,7 @@ def make_places(
     """The places of every bucket of a layout: those in `resident` have their state on the device, those in `paged`
     on the disk."""
     world = mesh.world
-    sums = 1 < settings.micro_batches <= settings.group_size and mesh.one_sum_at_a_time
+    sums = settings.sums_on_device and mesh.one_sum_at_a_time
 
     def places(bucket: Bucket) -> BucketPlaces:
         b, trainable = bucket.index, bucket.index < len(layout.buckets)

@@ -23,7 +23,7 @@ Update = Callable[[StepSpec, OpBuilder, int], Iterator[Op]]
 # fmt: off
 PLAIN = {
     "micro_batches", "clip_norm", "precision", "schedule", "recompute", "compile_segments", "deterministic",
-    "bucket_size", "slots", "moments", "accumulate",
+    "bucket_size", "slots", "moments", "order",
 }
 # fmt: on
 

@@ -49,8 +49,7 @@ DEVICE_SHARE, DISK_SHARE = (
 UPDATE_SHARES = ("host", "host:0.75,device", "host,device", "host:0.25,device", "device")
 # The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
 CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all"), "update_on": UPDATE_SHARES, "tiles": (1,)}
-BY_DEVICE = "by-device"  # the schedule, unless one is named
-ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
+BY_DEVICE = "by-device"  # the schedule and the order, unless one is named
 
 SHARES = (
     'Several are for shares of the segments, from the first: "host:0.25,device"; without numbers equal ones.'
@@ -62,6 +61,7 @@ SHORTEST_TILE = (
 )
 MOST_DEVICES = 1024
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
+ONE_DEVICE = {"horizontal": 1, "vertical": MOST_MICRO_BATCHES}  # its orders: micro-batches of a group
 OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
 
 _WITH_NORM = "pass defer, which hides the host with the same bits"
@@ -77,11 +77,13 @@ GONE = {
     **dict.fromkeys(("update_slots", "state_slots"), "pass `slots`, of which the state has one more"),
     "offload_ratio": "pass the device's share of the state, which is the rest, as `state_on='device:0.25,host'`",
     "disk_ratio": "pass the host's share of the state, which is the rest, as `state_on='host:0.25,disk'`",
+    "accumulate": "pass it as `order`, that of one device; several add up on the host with `grads_on=host`",
     "moments": "pass it to the optimizer, as optimizer=zfunc.AdamW(moments='8bit')",
 }
 OF_OPTIMIZER = ("moments",)  # fields that `zfunc.compile` has from the optimizer; plans vary them, too
 
 _names = ", ".join
+ORDER_SIGNATURE = "(devices, segments, micro_batches) -> passes"
 _count = partial(whole, least=1)
 
 
@@ -139,6 +141,14 @@ def _callable(signature: str, name: str, value: Any) -> Any:
         do = "pass a name or an object of zfunc.schedules"
         refuse(name, f"a {type(value).__name__}", f"a callable {signature}", do, SettingTypeError)
     return value
+
+
+def _order(name: str, value: Any) -> Any:
+    """Check `order`: a name, a callable, or a number of micro-batches, also as text."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    check = _count if isinstance(value, int) else partial(_callable, ORDER_SIGNATURE)
+    return check(name, value)
 
 
 def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
@@ -299,16 +309,6 @@ class StepSettings:
         "report the norm of every parameter's gradient",
         "In `metrics.norms`, by name, before clipping; measured with the global norm, which keeps its bits.",
     )
-    accumulate: str | int = _setting(
-        AUTO,
-        _word_or(ORDERS, "a number of micro-batches", _count),
-        "step",
-        "order of micro-batches: horizontal (one by one), vertical (all pass a segment, then the next), or so many",
-        "Same result. Vertical moves parameters once a pass, whatever the number of micro-batches, and keeps what "
-        "every one of them leaves for backward. Automatic is vertical where parameters are not on the device.",
-        metavar=f"{AUTO}|horizontal|vertical|N",
-        tries=("horizontal", "vertical", 2, 4, 8),
-    )
     devices: int = _setting(
         1,
         partial(_count, most=MOST_DEVICES),
@@ -324,14 +324,19 @@ class StepSettings:
         "A pipeline, in the order of `order`, with the bits of one stage at the same `micro_batches`. The ranks of "
         "a stage follow one another, and the n-th of each get the same rows.",
     )
-    order: str | Order = _setting(
-        "OneFOneB",
-        partial(_callable, "(devices, segments, micro_batches) -> passes"),
+    order: str | int | Order = _setting(
+        BY_DEVICE,
+        _order,
         "step",
-        "order of the passes on several devices, which places the segments",
-        "The name of a class in `zfunc.schedules.ORDERS`, an object of one, a CSV file of "
-        "torch.distributed.pipelining, or a function `(devices, segments, micro_batches)` that returns for each "
-        "device its passes.",
+        "order of passes: horizontal (micro-batches one by one), vertical (all pass a segment, then the next) or "
+        "so many at a time; of several devices one that also places the segments, such as OneFOneB",
+        "Same result. Vertical moves parameters once a pass, whatever the number of micro-batches, and keeps what "
+        "every one of them leaves for backward. By device: on one horizontal, or vertical where parameters are not "
+        "on the device; on several `OneFOneB`. Of several, the name of a class in `zfunc.schedules.ORDERS`, an "
+        "object of one, a CSV file of torch.distributed.pipelining, or a function `(devices, segments, "
+        "micro_batches)` that returns for each device its passes.",
+        metavar="horizontal|vertical|NAME|N",
+        tries=("horizontal", "vertical", 2, 4, 8),
     )
     stage: int = _setting(
         2,
@@ -457,7 +462,8 @@ class StepSettings:
         f"where gradients wait for the norm or for a deferred update: {_names(TIERS_OF['grads_on'])}; "
         "the last with state_on disk",
         "Same result. Those of updates on the host wait in its memory at the nearest. Sums that the host makes, of "
-        'several micro-batches or of tied parameters, wait there. "auto", with `example`: the nearest that fits.',
+        "several micro-batches or of tied parameters, wait there. Several devices add up micro-batches themselves "
+        'where parameters are fetched, unless this is host. "auto", with `example`: the nearest that fits.',
         tries=TIERS_OF["grads_on"],
     )
     swap: tuple[str, ...] = _setting(
@@ -663,17 +669,27 @@ class StepSettings:
         return self.group_size if self.stages == 1 else self.micro_batches
 
     @property
+    def sums_on_device(self) -> bool:
+        """Whether a device may add up the gradients of all micro-batches: one device if all pass a segment before
+        the next, several where parameters are fetched, unless gradients wait on the host."""
+        if self.stages > 1:
+            return self.micro_batches > 1 and self.streams and self.grads_on != "host"
+        return 1 < self.micro_batches <= self.group_size
+
+    @property
     def stages(self) -> int:
         """The number of devices that micro-batches pass, in one process or, with pp, in several ranks."""
         return max(self.devices, self.pp)
 
     @property
     def group_size(self) -> int:
-        """The number of micro-batches that pass a segment one after another before the next segment."""
-        if isinstance(self.accumulate, int):
-            return min(self.accumulate, self.micro_batches)
-        vertical = self.streams if self.accumulate == AUTO else self.accumulate == "vertical"
-        return self.micro_batches if vertical else 1
+        """The number of micro-batches that pass a segment of one device one after another before the next
+        segment; 1 with several devices."""
+        if self.stages > 1:
+            return 1
+        usual = ONE_DEVICE["vertical" if self.streams else "horizontal"]
+        size = self.order if isinstance(self.order, int) else ONE_DEVICE.get(str(self.order), usual)
+        return min(size, self.micro_batches)
 
     @property
     def waits_for_norm(self) -> bool:
@@ -717,7 +733,11 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str, str]
     yield "tiles", s.tiles != 1, "recompute", s.recompute != "all", "'all'", again
     one = "leave one out: a stage has one device"
     yield "pp", s.pp != 1, "devices", s.devices != 1, "1 of one of the two", one
-    for name, given in (("params_on", off_device), ("accumulate", s.group_size > 1)):
+    of_one = isinstance(s.order, int) or str(s.order) in ONE_DEVICE
+    for name in ("devices", "pp"):
+        do = "pass one such as 'OneFOneB', or leave it out"
+        yield "order", of_one, name, getattr(s, name) != 1, "an order of several devices", do
+    for name, given in (("params_on", off_device), ("order", s.group_size > 1)):
         yield "stage", s.stage == 1, name, given, "2 or 3", "pass one of them, or leave it out"
     for name, given, or_else in (
         ("params_on", s.params_on == DISK, ""),

@@ -310,7 +310,8 @@ def most_that_fit(
 def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Space | None:
     """Values of the settings that a search varies: all for `schedule` "auto", else of those that are "auto"."""
     space: dict[str, tuple[Any, ...]] = {**SPACE, "tiles": tuple(tile_counts)}
-    ordered: dict[str, tuple[Any, ...]] = {"order": ()} if settings.order == AUTO else {}
+    orders = (AUTO,) if settings.devices > 1 else SPACE["order"]
+    ordered: dict[str, tuple[Any, ...]] = {"order": orders} if settings.order == AUTO else {}
     if ordered and settings.micro_batches == 1:
         parts = [n for n in range(1, rows + 1) if rows % n == 0]
         near = (min(parts, key=lambda n: abs(n - times * settings.devices)) for times in (1, 2, 4, 8))

@@ -330,18 +330,13 @@ def _values(
 
 
 def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Changes of `accumulate` to other sizes of groups of micro-batches. With several devices, whose order decides
-    the sequence, only to whether a group is all micro-batches."""
-
-    def grouped(settings: StepSettings) -> int:
-        return settings.group_size if settings.devices == 1 else settings.group_size // settings.micro_batches
-
-    known = {grouped(best.settings)}
-    for x in space.get("accumulate", ()) if best.settings.micro_batches > 1 else ():
-        settings = moved(best.settings, best.spec.world, accumulate=x)
-        if settings is not None and grouped(settings) not in known:
-            known.add(grouped(settings))
-            yield {"accumulate": x}
+    """Changes of the order of one device to other sizes of groups of micro-batches."""
+    known, several = {best.settings.group_size}, best.settings.micro_batches > 1 == best.settings.stages
+    for x in space.get("order", ()) if several else ():
+        settings = moved(best.settings, best.spec.world, order=x)
+        if settings is not None and settings.group_size not in known:
+            known.add(settings.group_size)
+            yield {"order": x}
 
 
 def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
@@ -357,7 +352,7 @@ def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Change
 
 def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes to orders with stages cut by cost, and other numbers of micro-batches; later by one moved segment."""
-    if best.settings.devices > 1 and "order" in space:
+    if best.settings.devices > 1 and AUTO in space.get("order", ()):
         # Where weights and activations are decides which orders there are.
         places = ({"params_on": "device"}, {"params_on": "host", "activations_on": "host"}) if first else ()
         places = [x for x in places if x.keys() <= space.keys()]

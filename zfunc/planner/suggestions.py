@@ -25,7 +25,7 @@ WORTH_SAYING = 0.02  # of a step's time: a change that gains less is not suggest
 MOST = 5  # suggestions
 TRACED = ("tiles", "micro_batches")  # with each value, which takes longest: others only where the last fits
 TAKE_ROOM = (*TRACED, "recompute")  # tried with activations on the host, too, where one does not fit
-LESS_ARITHMETIC = (*TAKE_ROOM, "accumulate", "bucket_size")  # what is worth trying where no device waits
+LESS_ARITHMETIC = (*TAKE_ROOM, "order", "bucket_size")  # what is worth trying where no device waits
 
 NOTES = {"moments": "different rounding", "precision": "different rounding"}
 FOLDERS = "needs folders for it: swap"
