@@ -60,10 +60,10 @@ BUDGETS = {
     "engine": 10_010,
     "viz": 1_240,
     "planner": 3_587,
-    "models": 4_760,
-    "train": 4_826,
+    "models": 4_997,
+    "train": 4_828,
     "cli": 2_600,
-    "tests": 45_640,
+    "tests": 45_834,
     "course": 5_210,
 }
 

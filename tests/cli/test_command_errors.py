@@ -104,7 +104,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --json", "got '--json', which is no option of zfunc train"),
     ("train texts", "got 'texts'", "options begin with --"),
     ("train --learning_rate=3", "got '--learning_rate', which is no option of zfunc train: write --lr"),
-    ("train --qlora", "which is no option of zfunc train: write --lora with --params-on host"),
+    ("train --qlora", "which is no option of zfunc train: write --quantize nf4 with --lora 16"),
     ("train --batch_size 4", "got '--batch_size', which is no option of zfunc train: write --batch-size"),
     ("plan --ranks 2", "which is no option of zfunc plan: write torchrun --nproc-per-node N"),
     ("draw --d2h-gbs 2", "'--d2h-gbs', which is gone: name a profile with --hardware"),

@@ -208,7 +208,7 @@ def drawn_from_weights() -> object:
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    r"quantized weights \(bitsandbytes, load_in_4bit\): load it without.*in 16 bits instead": lambda: (
+    r"quantized weights \(bitsandbytes, load_in_4bit\): load it without.*quantize='nf4'": lambda: (
         zfunc.hf.segments(quantized())
     ),
     r"of torch\.uint8, expected floating point": lambda: zfunc.hf.segments(packed()),

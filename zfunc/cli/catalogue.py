@@ -118,9 +118,8 @@ ELSEWHERE = {
     "--steps": ("--max-steps", "--train-iters", "--num-steps"),
     "--tensorboard, --wandb or --trackio": ("--report-to",),
     "--warmup": ("--warmup-steps", "--lr-warmup-iters", "--num-warmup-steps"),
-    "--lora with --params-on host: frozen weights are in 16 bits, and need no room on the device": (
-        *("--load-in-4bit", "--load-in-8bit", "--qlora", "--quantize"),
-    ),
+    "--quantize nf4 with --lora 16": ("--load-in-4bit", "--qlora", "--use-bnb-nested-quant"),
+    "--quantize int8 with --lora 16": ("--load-in-8bit",),
     "--state-on device:0.25,host; optimizer state is on the host by default": (
         *("--cpu-offload", "--offload-optimizer", "--optimizer-offload"),
     ),

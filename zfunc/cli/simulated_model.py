@@ -177,6 +177,8 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
 
     known = kept(question, facts, ModelFacts)
     check_flags(settings, place, known.longest, known.vocab_size)
-    count, trained = (sum(p.numel for p in known.owned if p.trainable >= only) for only in (False, True))
+    count, trained = (
+        sum(p.encodes or p.numel for p in known.owned if p.trainable >= only) for only in (False, True)
+    )
     sizes = known.architecture, known.num_layers, known.hidden_size
     return SimulatedModel(*sizes, count, trained, costs, known.longest)

@@ -71,11 +71,12 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
     try:
         lora = adapters(attrs.asdict(flags))
         read = hf.load if weights else hf.describe
-        config, segments = read(place, lora=lora, text_only=flags.text_only)
+        config, segments = read(place, lora=lora, text_only=flags.text_only, quantize=flags.quantize)
     except (ValueError, OSError) as error:
         if str(error).startswith("lora: "):
             raise ValueError(f"lora_targets: {str(error).removeprefix('lora: ')}") from error
-        raise ValueError(f"{'' if 'text_only: ' in str(error) else f'{name}: '}{error}") from error
+        own = str(error).startswith(("text_only: ", "quantize: "))
+        raise ValueError(f"{'' if own else f'{name}: '}{error}") from error
     model = PretrainedModel(place, config, segments)
     check_flags(flags, place, model.longest, model.vocab_size)
     return model

@@ -31,8 +31,9 @@ KEY = "train"  # in a checkpoint's extra
 # Settings that change which steps are taken; `load` itself compares a checkpoint's optimizer.
 # fmt: off
 DECIDING = (
-    "data", "packing", "dtype", "tokenizer", "hf", "text_only", "lora_alpha", "vocab_size", "seq_length", "dropout",
-    "batch_size", "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
+    "data", "packing", "dtype", "tokenizer", "hf", "text_only", "quantize", "lora_alpha", "vocab_size",
+    "seq_length", "dropout", "batch_size", "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps",
+    "seconds",
 )
 # fmt: on
 RUN = "run"  # in a commit's extra, with the rest of the progress: whose swap space it is

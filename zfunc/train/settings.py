@@ -132,6 +132,13 @@ class ModelFlags:
         "RANK",
         common=True,
     )
+    quantize: str | None = _model(
+        None,
+        "format of the frozen weights below adapters, as bitsandbytes has it, decoded where they are read: "
+        "nf4 (4.13 bits a weight), nf4-single (4.5) or int8; a quantized folder needs none (default: none)",
+        words=("nf4", "nf4-single", "int8"),
+        common=True,
+    )
     lora_alpha: float | None = _model(
         None, "scale of the adapters, times their rank (default: twice the rank)", positive
     )
@@ -433,7 +440,7 @@ def check_paths(settings: TrainSettings) -> None:
                 check_chats(template, own, json.loads(settings.chat_template_args or "{}"))
 
 
-NEEDED = {"text_only": "hf", "lora": "hf", "lora_alpha": "lora", "lora_targets": "lora"}
+NEEDED = {"text_only": "hf", "lora": "hf", "quantize": "lora", "lora_alpha": "lora", "lora_targets": "lora"}
 """Settings of a Hugging Face model, and the setting without which each means nothing."""
 
 

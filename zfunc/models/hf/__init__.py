@@ -21,6 +21,7 @@ transformers and peft are imported when one of these is called: `pip install ".[
     adapters     LoRA by peft
     experts      mixtures of experts, and the loss of their routers
     loading      weights read from a folder
+    bitsandbytes weights in 4 or 8 bits in a folder
     folders      weights written to a folder, or handed to an inference engine
 """
 

@@ -68,8 +68,7 @@ def check_supported(model: Any, *, loss: bool) -> None:
     if getattr(model, "hf_quantizer", None) is not None or kind_of_quantization(config):
         raise ValueError(
             f"model: got a {name} with quantized weights ({kind_of_quantization(config)}): load it without "
-            "quantization_config. The frozen weights of LoRA are in 16 bits instead, on the host with "
-            "params_on='host'"
+            "quantization_config, or from its folder with zfunc.hf.load(folder, quantize='nf4', lora=...)"
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(

@@ -31,7 +31,15 @@ from zfunc.engine.step.release import check_state
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights, base_name
 from zfunc.models.hf.families import check_transformers, in_fp32
-from zfunc.models.hf.loading import SINGLE, empty_model, language_config, read_config, saved_buffers
+from zfunc.models.hf.loading import (
+    SINGLE,
+    empty_model,
+    language_config,
+    read_config,
+    saved_buffers,
+    unquantized,
+)
+from zfunc.models.quantization import FORMATS, decode, decoded_name
 from zfunc.runtime.accelerator import CPU
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES, TORCH_DTYPES
 
@@ -168,7 +176,10 @@ class _Contents:
         self.dtype: Precision = one_precision("dtype", dtype)
         self.origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
         try:
-            self.config = _trained_config(read_config(self.origin) if self.origin else config, trained)
+            names = [decoded_name(x)[0] for x in trained]
+            self.config = unquantized(
+                _trained_config(read_config(self.origin) if self.origin else config, names)
+            )
             self.model = empty_model(self.config)
         except CheckpointError:
             raise
@@ -187,6 +198,10 @@ class _Contents:
             self.shapes, expected = self.adapted.shapes, self.adapted.expected
             if self.adapted.unties:
                 self._untie()
+        self.encoded = {x: decoded_name(x) for x in trained if decoded_name(x)[1]}
+        shapes = ((x, self._decoded_shape(x, shape, expected)) for x, shape in trained.items())
+        trained = {decoded_name(x)[0]: shape for x, shape in shapes}
+        self.decoded = {x: trained[own] for x, (own, _) in self.encoded.items()}
         for name in (*trained, *expected):
             if trained.get(name) != expected.get(name):
                 hint = "" if name in expected else did_you_mean(name, list(expected))
@@ -195,6 +210,18 @@ class _Contents:
                     f"{trained.get(name)}: pass the config that the segments were made from, or its folder, and "
                     "lora where adapters were trained, with their peft.LoraConfig"
                 )
+
+    def _decoded_shape(self, name: str, shape: Shape, expected: dict[str, Shape]) -> Shape:
+        """The shape of a weight of which `name` has the bytes, where they are as many as it has; else `shape`."""
+        own, kind = decoded_name(name)
+        there = expected.get(own)
+        return there if kind and there and (FORMATS[kind].nbytes(there),) == shape else shape
+
+    def _decode(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The names and values of `weights`, of which some are bytes of encoded weights."""
+        for name, values in weights:
+            own, kind = self.encoded.get(name, (name, ""))
+            yield own, decode(values.to(torch.uint8), kind, self.decoded[name]) if kind else values
 
     def _untie(self) -> None:
         """Set the config to weights that are not tied. Raises ValueError if the model ties them nevertheless."""
@@ -211,6 +238,7 @@ class _Contents:
     ) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the folder: buffers, then `weights`, rounded from fp32 to a given `dtype`."""
         yield from ((name, t.to(device)) for name, t in self.buffers.items())
+        weights = self._decode(weights)
         for name, values in weights if self.adapted is None else self.adapted.written(weights):
             yield name, (rounded(name, values, self._stored(name, dtype)) if dtype else values).to(device)
             del values  # before the next one is made

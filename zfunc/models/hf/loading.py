@@ -8,7 +8,7 @@ memory once.
 import copy
 import logging
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -17,21 +17,23 @@ from typing import Any
 
 import torch
 from attrs import evolve, frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters
+from zfunc.models.hf.bitsandbytes import INSTEAD, READ, check_sizes, encoded_weights, kind_of_folder
 from zfunc.models.hf.cutting import cut_model
 from zfunc.models.hf.families import (
     check_supported,
     check_transformers,
     kind_of,
-    kind_of_quantization,
     why_unsupported,
 )
+from zfunc.models.quantization import FORMATS, keep_encoded
+from zfunc.options import one_of
 from zfunc.values import of_type
 
 SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
@@ -48,7 +50,7 @@ log = logging.getLogger("zfunc")
 
 
 def load_folder(
-    folder: Path | str, *, lora: Any = None, text_only: bool = False
+    folder: Path | str, *, lora: Any = None, text_only: bool = False, quantize: str | None = None
 ) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a folder with config.json and model.safetensors, or its shards.
 
@@ -58,6 +60,10 @@ def load_folder(
     With `lora`, a `peft.LoraConfig`, the model is frozen, and only its adapters are trained: `segments` of what
     `peft.get_peft_model` makes of it. The frozen weights are in the compute precision, without a master.
 
+    With `quantize`, "nf4" or "int8", the frozen weights of linear layers but the head are kept in that format of
+    bitsandbytes (`zfunc.quantized`), made a tensor at a time as the folder is read. A folder that bitsandbytes has
+    quantized is read as it is. Both need `lora`.
+
     With `text_only`, of a model of images and text only the language model is read: the config is its own, and
     `save` and `export` write it alone.
 
@@ -66,6 +72,8 @@ def load_folder(
     """
     folder = Path(folder).expanduser()
     config = read_config(folder, text_only=text_only)
+    stored = _check_quantized(read_config(folder), quantize, lora, folder)
+    config = config if not stored else unquantized(config)
     model = empty_model(config, folder)
     check_supported(model, loss=False)  # first, because files of an unsupported family have other names too
     weights = FolderWeights.of(folder, model)
@@ -75,6 +83,9 @@ def load_folder(
         model.get_submodule(owner)._buffers[short] = t
     first = {id(p): name for name, p in model.named_parameters()}
     own = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    encoded = (
+        weights.encoded() or dict.fromkeys(_linear_weights(model), quantize) if stored or quantize else {}
+    )
     if lora is not None:
         model = adapt(model, lora)
         log.info(
@@ -84,15 +95,66 @@ def load_folder(
         )
     names = {name: own[base_name(name)] for name, _ in model.named_parameters() if base_name(name) in own}
     segments = cut_model(model)
-    return config, tuple(evolve(s, initial=partial(_initial, s, model, weights, names)) for s in segments)
+    own_values = (evolve(s, initial=partial(_initial, s, model, weights, names)) for s in segments)
+    return config, _quantized(own_values, {x: encoded.get(y) for x, y in names.items()})
 
 
-def describe(config: Any, *, lora: Any = None, text_only: bool = False) -> tuple[Any, tuple[Segment, ...]]:
+def _check_quantized(config: Any, quantize: str | None, lora: Any, place: Path | None) -> str:
+    """The format of a folder's weights, "" for 16 bits. ValueError for one that is not read, or not trained."""
+    stored = kind_of_folder(config)
+    if quantize is not None:
+        one_of(FORMATS)("quantize", quantize)
+    if stored not in ("", *FORMATS):
+        raise ValueError(
+            f"{place}: got weights quantized by {stored}, expected {READ}, or 16 bits: {INSTEAD}"
+        )
+    if stored and quantize not in (None, stored):
+        raise ValueError(
+            f"quantize: got {quantize!r} for {place}, which has its weights in {stored}: leave it out"
+        )
+    if (stored or quantize) and lora is None:
+        raise ValueError(
+            f"quantize: got weights in {quantize or stored} without lora, expected adapters, as encoded weights "
+            "are not trained: pass `lora`, or train all of a model in 16 bits"
+        )
+    return stored
+
+
+def _linear_weights(model: Any) -> list[str]:
+    """The names of the weights of linear layers but the head, as bitsandbytes chooses them. ValueError for none."""
+    head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
+    layers = ((x, m) for x, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
+    if not (names := [f"{x}.weight" for x, m in layers if m.weight is not tied]):
+        raise ValueError(
+            f"quantize: got a {type(model).__name__}, which has no linear layers (torch.nn.Linear) but its head, "
+            "expected some: leave it out"
+        )
+    return names
+
+
+def _quantized(segments: Iterable[Segment], kinds: Mapping[str, str | None]) -> tuple[Segment, ...]:
+    """Segments that keep the parameters in `kinds` encoded, by full name. ValueError for one that is trained."""
+    made: list[Segment] = []
+    for s in segments:
+        own = {p.name: kinds[p.name] for p in s.parameters if kinds.get(p.name)}
+        for p in s.parameters:
+            if p.name in own and p.trainable:
+                raise ValueError(
+                    f"lora: got {p.name!r}, which is trained as a whole, in {own[p.name]}, expected adapters "
+                    "alone: leave it out of modules_to_save"
+                )
+        made.append(keep_encoded(s, {x: kind for x, kind in own.items() if kind}))
+    return tuple(made)
+
+
+def describe(
+    config: Any, *, lora: Any = None, text_only: bool = False, quantize: str | None = None
+) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a model from its config alone, without memory: for `zfunc.plan`, or to train it anew.
 
     `config` is a config of transformers, a config.json, or a folder with one; no weights are looked for. Initial
-    values are drawn as transformers draws them. `lora` and `text_only` are as for `load`. Where the weights are
-    quantized, the segments are those of the model without: what a training holds.
+    values are drawn as transformers draws them. `lora`, `text_only` and `quantize` are as for `load`. Where weights
+    are in a format that is not read, the segments are those of the model without: what a training holds.
 
     Raises CheckpointError for a missing file, and ValueError for one that is no config, or of a model that
     `segments` refuses.
@@ -103,13 +165,24 @@ def describe(config: Any, *, lora: Any = None, text_only: bool = False) -> tuple
     """
     place = Path(config).expanduser() if isinstance(config, str | PathLike) else None
     config = config if place is None else read_config(place)
-    config = unquantized = language_config(config) if text_only else config
-    if kind_of_quantization(config):
-        unquantized = copy.deepcopy(config)
-        del unquantized.quantization_config
-    model = empty_model(unquantized, place)
+    config = language_config(config) if text_only else config
+    if quantize is None and lora is not None and kind_of_folder(config) in FORMATS:
+        quantize = kind_of_folder(config)
+    _check_quantized(None, quantize, lora, place)
+    model = empty_model(unquantized(config), place)
     check_supported(model, loss=False)
-    return config, cut_model(model if lora is None else adapt(model, lora))
+    encoded = dict.fromkeys(_linear_weights(model), quantize) if quantize else {}
+    segments = cut_model(model if lora is None else adapt(model, lora))
+    names = [p.name for s in segments for p in s.parameters]
+    return config, _quantized(segments, {x: encoded.get(base_name(x)) for x in names})
+
+
+def unquantized(config: Any) -> Any:
+    """A copy of a config without what it says of quantized weights."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def read_config(place: Path, *, text_only: bool = False) -> Any:
@@ -185,10 +258,14 @@ class _StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     pattern: str | None = None
+    encoded: Callable[[], Tensor] | None = None  # makes the bytes of a weight whose `dtype` is one of FORMATS
 
     def value(self) -> Tensor:
-        """The stored tensor, as a view of the mapped file."""
+        """The stored tensor, as a view of the mapped file; of an encoded weight its bytes."""
         from safetensors import safe_open
+
+        if self.encoded is not None:
+            return check_sizes(self.name, self.dtype, self.shape, self.encoded(), self.file)
 
         with safe_open(self.file, "pt") as opened:
             return opened.get_tensor(self.name)
@@ -249,10 +326,15 @@ class FolderWeights:
     def _check(self, name: str, expected: tuple[int, ...]) -> None:
         """Raise CheckpointError if the stored tensors of `name` are quantized, or not of the `expected` shape."""
         for t in self.parts[name]:
-            if t.dtype not in SAFETENSORS_FLOATS:
+            if t.dtype not in SAFETENSORS_FLOATS and t.encoded is None:
                 raise CheckpointError(
                     f"{t.file}: got {t.name!r} in {t.dtype}, expected {', '.join(SAFETENSORS_FLOATS)}: use weights "
-                    "that are not quantized"
+                    "that are not quantized, or quantized by bitsandbytes"
+                )
+            if t.encoded is not None and t.pattern is not None:
+                raise CheckpointError(
+                    f"{t.file}: got {t.name!r} in {t.dtype}, one of the tensors that make {name!r}, expected "
+                    f"floating point there: {INSTEAD}"
                 )
         t = self.parts[name][0]
         try:
@@ -263,6 +345,11 @@ class FolderWeights:
             raise CheckpointError(
                 f"{t.file}: got {t.name!r} of shape {shape}, expected {expected} of {name!r}: {NEXT}"
             )
+
+    def encoded(self) -> dict[str, str]:
+        """The formats of the weights that the folder has encoded, by the names of the trained model."""
+        kinds = {name: self.parts[there][0] for name, there in self.names.items()}
+        return {name: t.dtype for name, t in kinds.items() if t.encoded is not None}
 
     def buffers(self) -> Values:
         """The module buffers of the model by full name, each in the dtype of the folder's file."""
@@ -330,7 +417,15 @@ def _stored_tensors(folder: Path) -> list[_StoredTensor]:
                     tensors.append(_StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {NEXT}") from error
-    return tensors
+    shapes = {t.name: t.shape for t in tensors}
+    encoded = encoded_weights({t.name: t.value for t in tensors}, shapes, folder)
+    inside = {x for _, _, _, names in encoded.values() for x in names}
+
+    def joined_parts(t: _StoredTensor) -> _StoredTensor:
+        kind, shape, read, _ = encoded[t.name]
+        return evolve(t, dtype=kind, shape=shape, encoded=read)
+
+    return [joined_parts(t) if t.name in encoded else t for t in tensors if t.name not in inside]
 
 
 def saved_buffers(model: Any, folder: Path | None) -> Values:
