@@ -125,6 +125,8 @@ def over_series(check: Callable[[Drive, tuple[State, ...]], None], student: Stud
         committed(student, drive, states[:-1])
         drive = quiet(drive)
         committed(student, drive, states[-1:])
+        if not drive.said:
+            raise Broken("commit: got no operation of the drive, expected some: nothing else lasts")
         check(drive, states)
 
 
