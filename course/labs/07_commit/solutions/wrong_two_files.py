@@ -1,8 +1,8 @@
 """A file for each part, each renamed into place when it is whole: nothing says which belong together. And the file
-of a part that is gone stays.
+of a part that is gone stays, so an empty state changes nothing.
 
 Says: expected the state before
-Breaks: whole, lasting, old_or_new, goes_on, thousand_cuts, little_room
+Breaks: whole, lasting, old_or_new, goes_on, torn, thousand_cuts, little_room
 """
 
 
