@@ -14,6 +14,9 @@ and a plan the fields
     ops     its operations, in serial order; everything else names them by their numbers, 0, 1, ...
     lanes   a dict: for each lane by name, the numbers of its operations, in the order in which the lane runs them
     waits   a list with a set for each operation: the numbers of operations on other lanes that it waits for
+
+The numbers in a lane ascend, and an operation waits for smaller numbers alone. There is no field `name`: print
+f"{op.verb}{list(op.index)}".
 """
 
 
