@@ -114,6 +114,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "checkpoint.safetensors_file LENGTH _ALIGNMENT",
         "core.extents BLOCK",
         "core.layout ALIGNMENT",
+        "models.quantization BLOCK NESTED_BLOCK NF4",
     ],
     "of patience, or how many threads wait": [
         "runtime.accelerator SPIN LONGEST_SLEEP CHECK_EVERY",
@@ -130,6 +131,8 @@ ELSEWHERE = {  # tests with cases on both sides
     "engine/test_tile_check.py what_mixes_tokens_is_refused": ["engine.rows.check LARGE"],
     "optim/test_update.py special_values_meet": ["optim.rules GRAD_FLOOR EXP_AVG_FLOOR EXP_AVG_SQ_FLOOR"],
     "optim/test_update.py pieces_change_no_bit": ["optim.rules PIECE"],
+    "optim/test_rules_in_cuda.py bits_of_the_reference": ["optim.rules_in_cuda LONGEST THREADS"],
+    "models/test_quantization.py decoded_alike_in_pieces": ["models.quantization PIECE"],
     "optim/test_whole_parameters.py shapes_types_threads_and_places": ["optim.adafactor PIECE"],
     "optim/test_compact.py exp_avg_sq_of_anything": ["optim.formats LIMIT"],
     "checkpoint/test_swap_space.py headers_and_records_read_back": ["core.extents _METADATA"],

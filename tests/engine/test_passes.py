@@ -493,8 +493,8 @@ def test_a_wrong_guess_of_output_shapes_changes_nothing(recompute: Any) -> None:
         assert all(map(torch.equal, results[0], other))
 
 
-def test_the_first_step_runs_a_segment_four_times_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice to see that it is pure, once to trace it, once to see what the loss depends on."""
+def test_the_first_step_runs_a_segment_three_times_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice to see that it is pure, once to trace it, which sees what the loss depends on."""
     monkeypatch.setattr(shared_traces, "SHARED", ())  # another test may have traced the like
     plain, calls = nn.Linear.forward, list[int]()
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (calls.append(1), plain(self, x))[1])
@@ -504,7 +504,7 @@ def test_the_first_step_runs_a_segment_four_times_on_fakes(monkeypatch: pytest.M
     x, targets = regression()(0)
     specialize(program, (x, targets))
     # The last segment keeps its pullback: it is checked twice and costed, and never traced.
-    assert len(calls) == 4 + 4
+    assert len(calls) == 3 + 3
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)

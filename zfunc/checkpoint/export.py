@@ -86,7 +86,7 @@ def export_weights(
                 _write(writer, x.name, reader.weights(x.name, 0, x.numel, ema=ema), dtype)
             for x in buffers:
                 raw = bytearray(x.numel * BYTES[_stored_type(manifest, x)])
-                reader.read([(WantedSlice(*x.pieces, x.name, 0, x.numel), raw)])
+                reader.read([(WantedSlice(_stored_kind(x), x.name, 0, x.numel), raw)])
                 writer.write_at(x.name, 0, raw)
         writer.finish()
         _publish(partial, out)
@@ -101,8 +101,13 @@ def export_weights(
 
 def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
     """The dtype in which a checkpoint stores a module's buffer, or a frozen parameter."""
-    (pieces,) = entry.pieces.values()
+    pieces = entry.pieces[_stored_kind(entry)]
     return next((manifest.tensor(x).dtype for x in pieces), DTYPES["fp32"].safetensors)
+
+
+def _stored_kind(entry: ParameterEntry) -> str:
+    """What a checkpoint has of a module's buffer, or of a frozen parameter: a moving average may be beside it."""
+    return BUFFER if BUFFER in entry.pieces else FROZEN
 
 
 def _kept_as_stored(manifest: Manifest, entry: ParameterEntry) -> bool:
