@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import BATCH, modules, rounded, segments_of
+from quantized_models import BATCH, Shifted, modules, rounded, segments_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -144,6 +144,16 @@ def test_a_training_is_that_of_decoded_weights_to_the_bit(
     assert losses == expected[0]
     assert values.keys() == expected[1].keys()
     assert all(torch.equal(t, expected[1][x]) for x, t in values.items())
+
+
+def test_a_constant_in_half_precision_rounds_no_weight() -> None:
+    def shifted() -> list[nn.Module]:
+        first, *_, head = modules(0)
+        return [first, Shifted(321), head]
+
+    own = rounded(shifted(), "nf4", torch.float32)
+    expected, made = (trained(x, "fp32") for x in (segments_of(own), zfunc.quantized(segments_of(shifted()))))
+    assert made[0] == expected[0]
 
 
 def test_gradients_are_those_of_plain_pytorch() -> None:

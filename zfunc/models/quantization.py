@@ -280,13 +280,15 @@ def keep_encoded(segment: Segment, kinds: Mapping[str, str]) -> Segment:
     made = {kind: FORMATS[kind].tables() for kind in {x: None for _, x, _ in codes.values()}}
     tables = {kind: [f"{kind} table {n}" for n in range(len(own))] for kind, own in made.items()}
     constants = {x: t for kind, names in tables.items() for x, t in zip(names, made[kind], strict=True)}
+    as_stored = {*segment.constants, *segment.buffers}  # in the dtype of their module
 
     def decoding(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def decoded(params: Values, *inputs: Any) -> Any:
             hidden = {*constants, *(x for x, _, _ in codes.values())}
             given = {x: t for x, t in params.items() if x not in hidden}
-            dtype = _narrowest((given, inputs))
+            floats = [t for x, t in given.items() if x not in as_stored]
+            dtype = _narrowest((floats, inputs[:1]))  # behind it are targets, in any dtype
             given |= {
                 short: DEQUANTIZE(params[x], [params[t] for t in tables[kind]], kind, [*shape], dtype)
                 for short, (x, kind, shape) in codes.items()
