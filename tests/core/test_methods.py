@@ -85,7 +85,11 @@ def test_the_passes_of_any_order_have_the_work_of_one_device(order: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "given", [{"segments": 0}, {"parameters": 1e6}, {"tokens": -1}, {"state_on": "device:auto,host"}]
+    "given",
+    [
+        *({"segments": 0}, {"parameters": 1e6}, {"tokens": -1}, {"state_on": "device:auto,host"}),
+        {"order": "vertikal"},
+    ],
 )
 def test_a_graph_of_bad_sizes_names_them(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(given))}: got"):

@@ -63,8 +63,9 @@ def step_graph(
     output = 2 * tokens * isqrt(parameters // 12)
     cost = SegmentCost(once, thrice, twice, once, input_bytes=output)
     ahead = SegmentCost(once, twice, once, once, once, input_bytes=output)  # forward is repeated apart
-    order = above("make_order")(chosen.order) if chosen.stages > 1 else None
-    spec = StepSpec(costs=(cost,) * segments, world=world, order=order, **in_buckets(layout, chosen))
+    order = above("make_order")(chosen.order)  # refuses an unknown one of one device, too
+    several = order if chosen.stages > 1 else None
+    spec = StepSpec(costs=(cost,) * segments, world=world, order=several, **in_buckets(layout, chosen))
     costs = [ahead if (R, s) in spec.mesh.parts else cost for s in range(segments)]
     spec = evolve(spec, costs=costs, commit=spec.swaps and chosen.commit_every == 1)
     return Graph((recipe or recipe_of(spec))(spec))
