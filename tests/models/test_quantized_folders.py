@@ -69,12 +69,15 @@ def written(
     out: Path,
     kind: str,
     change: Callable[[dict[str, Tensor]], Any] = lambda _: None,
+    *,
+    config_said: bool = True,
     **said: Any,
 ) -> Path:
-    """A folder as bitsandbytes writes it, and changed."""
+    """A folder as bitsandbytes writes it, and changed; without `config_said` its config does not say so."""
     shutil.copytree(model, out)
     config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes"} | CONFIGS[kind] | said
+    if config_said:
+        config["quantization_config"] = {"quant_method": "bitsandbytes"} | CONFIGS[kind] | said
     (out / "config.json").write_text(json.dumps(config))
     tensors: dict[str, Tensor] = {}
     for name, t in load_file(model / "model.safetensors").items():
@@ -180,6 +183,8 @@ REFUSED: dict[str, Bad] = {
     r"got '.*' without a quant_state": ("nf4", {"change": dropped("bitsandbytes__nf4")}, {}),
     r"quant_map' of other values": ("nf4", {"change": other_map}, {}),
     r"bytes of '.*q_proj\.weight', expected": ("nf4-single", {"change": short}, {}),
+    "in nf4, of which config.json says nothing": ("nf4", {"config_said": False}, {}),
+    "in int8, of which config.json says nothing": ("int8", {"config_said": False}, {"quantize": "nf4"}),
     "leave it out of modules_to_save": (
         "nf4",
         {},

@@ -83,9 +83,14 @@ def load_folder(
         model.get_submodule(owner)._buffers[short] = t
     first = {id(p): name for name, p in model.named_parameters()}
     own = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    encoded = (
-        weights.encoded() or dict.fromkeys(_linear_weights(model), quantize) if stored or quantize else {}
-    )
+    encoded: dict[str, str] = weights.encoded()
+    if encoded and not stored:
+        raise CheckpointError(
+            f"{folder}: got weights in {', '.join(sorted({*encoded.values()}))}, of which config.json says "
+            "nothing, expected the quantization_config that bitsandbytes writes there: copy config.json again"
+        )
+    if quantize and not encoded:
+        encoded = dict.fromkeys(_linear_weights(model), quantize)
     if lora is not None:
         model = adapt(model, lora)
         log.info(
