@@ -214,3 +214,7 @@ def test_a_plan_of_a_quantized_config_is_of_its_format(model: Path, tmp_path: Pa
     for kind in ("nf4", "int8"):
         _, segments = zfunc.hf.describe(written(model, tmp_path / kind, kind), **LORA)
         assert sum(p.name.endswith(f".{kind}") for p in segments[1].parameters) == 7
+    skipped = ["lm_head", "down_proj", "model.layers.0.self_attn"]
+    folder = written(model, tmp_path / "skipped", "nf4", llm_int8_skip_modules=skipped)
+    _, segments = zfunc.hf.describe(folder, **LORA)
+    assert [sum(p.name.endswith(".nf4") for p in s.parameters) for s in segments[1:3]] == [2, 6]

@@ -5,6 +5,7 @@ bits with `SCB` beside it. What is no NF4 in blocks of 64 and no LLM.int8 in row
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ def kind_of_folder(config: Any) -> str:
     if given.get("load_in_4bit") and given.get("bnb_4bit_quant_type") == "nf4":
         return "nf4" if given.get("bnb_4bit_use_double_quant") else "nf4-single"
     return f"{METHOD} in {given.get('bnb_4bit_quant_type', 'fp4')}"
+
+
+def kept_in_16_bits(config: Any, weight: str) -> bool:
+    """Whether a folder's config names the module of `weight` among those that were not quantized, matched as
+    transformers does."""
+    given = getattr(config, "quantization_config", None) or {}
+    given = given if isinstance(given, dict) else given.to_dict()
+    module = weight.rpartition(".")[0]
+    named: list[str] = given.get("llm_int8_skip_modules") or []
+    return any(re.match(rf"(?:{x})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(x) for x in named)
 
 
 def encoded_weights(

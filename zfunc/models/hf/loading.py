@@ -24,7 +24,14 @@ from zfunc.engine.trace.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters
-from zfunc.models.hf.bitsandbytes import INSTEAD, READ, check_sizes, encoded_weights, kind_of_folder
+from zfunc.models.hf.bitsandbytes import (
+    INSTEAD,
+    READ,
+    check_sizes,
+    encoded_weights,
+    kept_in_16_bits,
+    kind_of_folder,
+)
 from zfunc.models.hf.cutting import cut_model
 from zfunc.models.hf.families import (
     check_supported,
@@ -171,12 +178,13 @@ def describe(
     place = Path(config).expanduser() if isinstance(config, str | PathLike) else None
     config = config if place is None else read_config(place)
     config = language_config(config) if text_only else config
-    if quantize is None and lora is not None and kind_of_folder(config) in FORMATS:
+    if stored := quantize is None and lora is not None and kind_of_folder(config) in FORMATS:
         quantize = kind_of_folder(config)
     _check_quantized(None, quantize, lora, place)
     model = empty_model(unquantized(config), place)
     check_supported(model, loss=False)
-    encoded = dict.fromkeys(_linear_weights(model), quantize) if quantize else {}
+    linear = _linear_weights(model) if quantize else []
+    encoded = {x: quantize for x in linear if not (stored and kept_in_16_bits(config, x))}
     segments = cut_model(model if lora is None else adapt(model, lora))
     names = [p.name for s in segments for p in s.parameters]
     return config, _quantized(segments, {x: encoded.get(base_name(x)) for x in names})
