@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_226,
+    "core": 7_240,
     "schedules and ground": 1_450,
     "runtime": 3_630,
     "optim": 3_105,
@@ -60,11 +60,11 @@ BUDGETS = {
     "engine": 10_010,
     "viz": 1_240,
     "planner": 3_587,
-    "models": 4_997,
+    "models": 5_040,
     "train": 4_828,
     "cli": 2_600,
-    "tests": 45_834,
-    "course": 5_230,
+    "tests": 45_890,
+    "course": 5_250,
 }
 
 
