@@ -257,10 +257,13 @@ def little_room(student: Student, random: Random) -> None:
     drive = Drive(ROOM)
     committed(student, drive, [now])
     drive = quiet(drive)
-    for _ in range(40):
+    for n in range(40):
         changed = random.sample(range(PARTS), random.randint(1, 4))
-        new = now | {f"part{n}": bytes([random.randrange(97, 123)]) * 512 for n in changed}
+        new = now | {f"part{k}": bytes([random.randrange(97, 123)]) * 512 for k in changed}
         committed(student, drive, [new])
+        for cut in all_cuts(drive, slice(None), most=16) if n < 8 else ():
+            ended = cut.moment.num_ops == len(drive.said)
+            check_recovered(student, cut.after(), [new] if ended else [now, new], cut)
         cut = random_cut(random, drive)
         allowed: list[State] = [new] if cut.moment.num_ops == len(drive.said) else [now, new]
         drive = cut.after()
