@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import SIZE, VOCAB, transformers
+from hf_models import GEMMA_IMAGES, SIZE, VOCAB, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -218,3 +218,7 @@ def test_a_plan_of_a_quantized_config_is_of_its_format(model: Path, tmp_path: Pa
     folder = written(model, tmp_path / "skipped", "nf4", llm_int8_skip_modules=skipped)
     _, segments = zfunc.hf.describe(folder, **LORA)
     assert [sum(p.name.endswith(".nf4") for p in s.parameters) for s in segments[1:3]] == [2, 6]
+    whole = GEMMA_IMAGES()
+    whole.quantization_config = {"quant_method": "bitsandbytes"} | CONFIGS["int8"]
+    _, segments = zfunc.hf.describe(whole, text_only=True, **LORA)
+    assert any(p.name.endswith(".int8") for p in segments[1].parameters)

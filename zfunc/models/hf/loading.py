@@ -176,15 +176,15 @@ def describe(
     zfunc.errors.CheckpointError: nowhere/config.json: got no such file, expected the config.json of a model
     """
     place = Path(config).expanduser() if isinstance(config, str | PathLike) else None
-    config = config if place is None else read_config(place)
-    config = language_config(config) if text_only else config
-    if stored := quantize is None and lora is not None and kind_of_folder(config) in FORMATS:
-        quantize = kind_of_folder(config)
+    whole = config if place is None else read_config(place)  # which says how the weights are stored
+    config = language_config(whole) if text_only else whole
+    if stored := quantize is None and lora is not None and kind_of_folder(whole) in FORMATS:
+        quantize = kind_of_folder(whole)
     _check_quantized(None, quantize, lora, place)
     model = empty_model(unquantized(config), place)
     check_supported(model, loss=False)
     linear = _linear_weights(model) if quantize else []
-    encoded = {x: quantize for x in linear if not (stored and kept_in_16_bits(config, x))}
+    encoded = {x: quantize for x in linear if not (stored and kept_in_16_bits(whole, x))}
     segments = cut_model(model if lora is None else adapt(model, lora))
     names = [p.name for s in segments for p in s.parameters]
     return config, _quantized(segments, {x: encoded.get(base_name(x)) for x in names})
