@@ -1,7 +1,7 @@
 """The record may take its name before the files in it have theirs for good.
 
 Says: FileNotFoundError: there is no file '1.0'
-Breaks: old_or_new, goes_on, thousand_cuts
+Breaks: old_or_new, goes_on, thousand_cuts, little_room
 """
 
 import passes
