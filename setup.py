@@ -37,12 +37,11 @@ if WITH_KERNEL and too_old:
 OLDEST_PYTHON = (3, 11)
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-MAC = (
-    sys.platform == "darwin"
-)  # whose torch brings LLVM's OpenMP runtime; its own clang has no -fopenmp of its own
-OPENMP = ["-Xpreprocessor", "-fopenmp"] if MAC else ["-fopenmp"]
+# On macOS torch brings LLVM's OpenMP runtime, and clang only hands -fopenmp on.
+MAC = sys.platform == "darwin"
+HANDED_ON = ["-Xpreprocessor"] if MAC else []  # before -fopenmp
 CALLED = b"__kmpc_fork_call" if MAC else b"GOMP_parallel"  # of that runtime, by the kernel
-COMPILE_ARGS = ["-O3", "-std=gnu11", *OPENMP, "-ffp-contract=off", "-fno-math-errno"]
+COMPILE_ARGS = ["-fopenmp", "-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"]
 # -z now: a missing OpenMP runtime fails the import, where it can be explained, not the first step.
 LINK_ARGS = [] if MAC else ["-Wl,-z,now"]
 
@@ -73,7 +72,7 @@ def missing(command: list[str]) -> str:
     if not shutil.which(command[0]):
         return f"{GET_COMPILER}\n    ({command[0]} is not there)"
     for source, lacking in PROBES:
-        probe = [*command, *OPENMP, "-fsyntax-only", "-x", "c", "-"]
+        probe = [*command, *HANDED_ON, "-fopenmp", "-fsyntax-only", "-x", "c", "-"]
         if subprocess.run(probe, input=source.encode(), capture_output=True).returncode:
             return f"{lacking}\n    ({command[0]} does not compile: {source})"
     return UNKNOWN
@@ -128,7 +127,7 @@ kernel = Extension(
     include_dirs=["zfunc/optim/csrc"],
     define_macros=[("Py_LIMITED_API", "0x{:02X}{:02X}0000".format(*OLDEST_PYTHON))] if STABLE_ABI else [],
     py_limited_api=STABLE_ABI,
-    extra_compile_args=COMPILE_ARGS,
+    extra_compile_args=[*HANDED_ON, *COMPILE_ARGS],
     extra_link_args=LINK_ARGS,
 )
 
