@@ -1,10 +1,9 @@
 """Calls of the operating system that some systems lack, each with a plain fallback.
 
-All of zfunc asks here, but for the CPUs of a process (`thread_budget`) and for pages of memory (`host_memory`).
-
-Linux has every call. macOS lacks `fdatasync`, `posix_fallocate`, `posix_fadvise`, O_DIRECT and binding to CPUs;
-Windows lacks `fcntl` and `resource` too. A fallback is slower or promises less, as its function says. Each function
-looks for its call when it runs, so that a test can take calls away.
+All of zfunc asks here, but for the CPUs of a process (`thread_budget`) and pages of memory (`host_memory`). macOS
+lacks `fdatasync`, `posix_fallocate`, `posix_fadvise`, O_DIRECT and binding to CPUs; Windows lacks `fcntl` and
+`resource` too. A fallback is slower or promises less, as its function says. Each function looks for its call when
+it runs, so that a test can take calls away.
 """
 
 import errno
