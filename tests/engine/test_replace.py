@@ -71,7 +71,7 @@ def test_it_has_the_bits_of_a_state_that_began_so(name: str, tmp_path: Path) -> 
     before, given = bits(zfunc.flush(program, state)), state
     state = zfunc.replace(program, state, zfunc.params(program, state))
     assert all(torch.equal(a, b) for a, b in zip(bits(state), before, strict=True))
-    with pytest.raises(DonatedStateError):
+    with pytest.raises(DonatedStateError, match="earlier train_step or replace consumed"):
         zfunc.train_step(program, given, BATCH(0))
     # 2. Without moments it is a new State but for its counters; with them, moments stay.
     other = compiled(tmp_path / "other", **WAYS[name])

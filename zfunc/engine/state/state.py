@@ -48,8 +48,9 @@ class Ownership:
             raise DonatedStateError(f"{action}: this state is gone: {self.lost}")
         if generation != self.generation:
             raise DonatedStateError(
-                f"{action}: got a state that an earlier train_step consumed (step {step}), expected the one it "
-                "returned: write `state, metrics = zfunc.train_step(program, state, batch)`"
+                f"{action}: got a state that an earlier train_step or replace consumed (step {step}), expected the "
+                "one it returned: write `state, metrics = zfunc.train_step(program, state, batch)`, or "
+                "`state = zfunc.replace(program, state, params)`"
             )
 
     def settle(self, name: str, decision: StepDecision, norm: float, *, defers: bool) -> None:

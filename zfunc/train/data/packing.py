@@ -10,6 +10,7 @@ and position, as from any other data (`zfunc.train.data.corpus`).
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -156,9 +157,10 @@ def _packed(
     """The corpus of the documents of `source`, which are tokenized into a folder of `cache` unless one has them."""
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
     code = code_digest(SOURCES, *PACKAGES)
-    key = repr((code, vocabulary.digest, stats, source.columns, source.held_out_split, bool(rows)))
-    folder = cache / f".packed-{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
-    if not folder.is_dir():  # hidden: `cache` may lie in the folder that is read
+    data = (os.path.abspath(name), vocabulary.digest, source.columns, source.held_out_split, bool(rows))
+    begin = f".packed-{_short_hash(data)}-"  # hidden: `cache` may lie in the folder that is read
+    folder = cache / f"{begin}{_short_hash((code, stats))}"
+    if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             dir=cache, prefix=".packing-", ignore_cleanup_errors=True
@@ -166,6 +168,9 @@ def _packed(
             _write(Path(unfinished), name, source, vocabulary, bool(rows))
             with suppress(OSError):  # another process was first
                 os.rename(unfinished, folder)
+        for older in cache.glob(f"{begin}*"):  # of the same data, by what it was or how it was read then
+            if older != folder:
+                shutil.rmtree(older, ignore_errors=True)
     # What was packed
     packed = json.loads(folder.joinpath("corpus.json").read_text())
     tokens, offsets = (np.load(folder / f"{x}.npy", mmap_mode="r") for x in ("tokens", "offsets"))
@@ -191,6 +196,10 @@ def _packed(
         parts = [part.of_whole_documents(x, *rows) for part, x in zip(parts, both, strict=True)]
         lines += _rows(parts[0], both[0], *rows)
     return Corpus(name, *parts, vocabulary.vocab_size, tuple(lines))
+
+
+def _short_hash(values: tuple[Any, ...]) -> str:
+    return hashlib.sha256(repr(values).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> list[str]:
