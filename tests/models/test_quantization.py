@@ -14,7 +14,11 @@ from torch import Tensor, nn
 import zfunc
 from zfunc.checkpoint.export import export_weights
 from zfunc.core.layout import Parameter
+from zfunc.core.spec import PassCost
 from zfunc.engine.program.specialize import specialize
+from zfunc.engine.trace.cost_trace import AllocationTracker
+from zfunc.engine.trace.tensor_memory import FakeTensors
+from zfunc.models import quantization
 from zfunc.models.quantization import FORMATS, decode, decoded_name, dynamic_map, joined
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "quantized.safetensors"
@@ -110,6 +114,30 @@ def test_a_matrix_is_decoded_alike_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as m:
             m.setattr("zfunc.models.quantization.PIECE", 64 * 256)
             assert torch.equal(whole, decode(stored, kind, (600, 131)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_three_pieces_cost_what_all_pieces_do(
+    kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfunc.models.quantization.PIECE", 64 * 256)
+    few, seen = quantization._starts, list[int]()
+
+    def cost(shape: tuple[int, int], starts: Callable[..., Any]) -> PassCost:
+        monkeypatch.setattr("zfunc.models.quantization._starts", starts)
+        with FakeTensors() as fake:
+            stored = torch.empty(FORMATS[kind].nbytes(shape), dtype=torch.uint8)
+            tables = [fake.from_tensor(x) for x in FORMATS[kind].tables()]
+            with AllocationTracker(compiled=compiled) as tracker:
+                quantization.DEQUANTIZE(stored, tables, kind, list(shape), torch.bfloat16)
+        seen.append(tracker.launches)
+        return tracker.cost()
+
+    for rows in (1, 65, 192, 256, 257, 500):
+        shape = rows, 256
+        assert cost(shape, few) == cost(shape, lambda n, step, fake: few(n, step, fake=False)), rows
+    assert max(seen) > 4 * min(seen)
 
 
 def trained(segments: Any, precision: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
