@@ -3,10 +3,13 @@
 Every cell is one step planned with `zfunc.plan`; a cell in brackets does not fit. Some minutes on two cores.
 """
 
+import json
+import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -130,7 +133,19 @@ UPDATED: dict[str, dict[str, Any]] = {
     "deferred": {"defer": True},
     "8bit moments": {"moments": "8bit"},
 }
-LLAMA_3_8B = Path(__file__).parent.parent / "benchmarks" / "llama-3-8b.json"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+LLAMA_3_8B = BENCHMARKS / "llama-3-8b.json"
+ENCODED: dict[
+    str, dict[str, Any]
+] = {  # models of published.toml, and flags of zfunc plan beside those of ADAPTED
+    "llama-3-8b": {"seq_length": 512, "with_": ("bytes.device=4.29e9",)},
+    "qwen3-32b": {"seq_length": 1024, "with_": ("bytes.device=6.44e9",)},
+    "llama-3-70b": {"seq_length": 512},
+}
+ADAPTED: dict[str, Any] = {
+    **{"hardware": "rtx4090", "batch_size": 1, "lora": 16, "quantize": "nf4"},
+    **{"params_on": "host", "activations_on": "host"},
+}
 LONG: tuple[
     dict[str, Any], ...
 ] = (  # rows of LLAMA_3_8B, one a step; the most that fits where no length is said
@@ -330,6 +345,27 @@ def larger_than_the_device() -> str:
     return table(heads, ([*row(name)] for name in STREAMED), "---:")
 
 
+def encoded_bases() -> str:
+    """Adapters over frozen weights in 4 bits on the host, on cards of 4, 6 and 24 GB with the RTX 4090's rates."""
+    models = tomllib.loads((BENCHMARKS / "published.toml").read_text())["models"]
+
+    def row(folder: str, name: str) -> Iterator[str]:
+        config = Path(folder, f"{name}.json")
+        config.write_text(json.dumps(models[name]))
+        now = plan_model(PlanSettings(hf_config=config, **ADAPTED, **ENCODED[name])).planned
+        yield name
+        yield f"1 x {now.tokens:,}"
+        yield f"{now.memory['device'] / 2**30:.1f} of {now.hardware.memory['device'] / 2**30:.1f}"
+        yield f"{(now.memory['pinned'] + now.memory['host']) / 1e9:,.0f}"
+        yield from (f"{now.step_seconds:.2f}", f"{now.tokens_per_second:,.0f}")
+        kind, share = next(iter(shares(now).items()))
+        yield f"{kind} {100 * share:.0f} %" if now.fits else "does not fit"
+
+    heads = ["model", "tokens", "device, GiB", "pinned + host, GB", "step, s", "tokens/s", "bound by"]
+    with TemporaryDirectory() as folder:
+        return table(heads, [[*row(folder, name)] for name in ENCODED], "---:")
+
+
 def long_rows() -> str:
     """Full fine-tuning of Llama-3-8B on one long row."""
 
@@ -463,6 +499,7 @@ def main() -> None:
     print(gains(NETWORKS, network, "*tokens/s a GPU, as above*"), "\n")
     print(strong_scaling(), "\n")
     print(larger_than_the_device(), "\n")
+    print(encoded_bases(), "\n")
     print(long_rows(), "\n")
     print(pipelines(), "\n", flush=True)
     print(updates(), "\n")

@@ -50,6 +50,11 @@ def test_long_rows_of_the_script_are_on_the_page() -> None:
             assert f"{start} {' | '.join(places)} |" in PAGE
 
 
+@pytest.mark.slow
+def test_the_rows_of_encoded_bases_are_what_the_script_prints() -> None:
+    assert scale.encoded_bases() in PAGE
+
+
 def test_ports_of_a_node_carry_a_collective_together_and_never_faster_than_inside() -> None:
     h100 = load_profile("h100")
     port = h100.reached("bytes_per_s", "network_between_nodes")
