@@ -61,9 +61,9 @@ BUDGETS = {
     "viz": 1_240,
     "planner": 3_587,
     "models": 5_040,
-    "train": 4_828,
+    "train": 4_850,
     "cli": 2_600,
-    "tests": 45_890,
+    "tests": 45_930,
     "course": 5_250,
 }
 
