@@ -14,6 +14,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "collectives.h"
 #include "memory.h"
 
 namespace pretend {
@@ -464,8 +465,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // One launch, as a GPU's; torch has operations on lists one by one elsewhere.
   m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&pretend::queue_operation>());
 }
-
-void bind_collectives(py::module_& m);
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace pretend;

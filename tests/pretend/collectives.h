@@ -3,6 +3,8 @@
 // the group is aborted. Where links report errors, as sockets do and NVLink does not, its work is completed then, with
 // an exception that nothing raises; its kernel waits on. What NCCL refuses or does wrong, and gloo takes, is refused
 // here: `check`. What was issued is remembered, in order, to be compared between ranks.
+#pragma once
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
@@ -137,7 +139,7 @@ class Collectives final : public c10d::Backend {
 
 }  // namespace pretend
 
-void bind_collectives(py::module_& m) {
+inline void bind_collectives(py::module_& m) {
   m.def("issued", [] {  // since the last call
     std::lock_guard lock(pretend::issuing);
     return std::exchange(pretend::issued, {});
