@@ -301,6 +301,10 @@ SPECS: dict[str, StepSpec] = {
         FROZEN, micro_batches=2, group_size=2, world=2, barrier=True, buffer_bytes=(8, 0, 16, 32), save=True
     ),
     "two devices": spec(chain(*[(8, 8)] * 3), devices=2, micro_batches=3, constant_bytes=40, save=True),
+    "two peers": spec(chain(*[(8, 8)] * 3), devices=2, micro_batches=3, constant_bytes=40, peers=True),
+    "two peers, backward split": spec(
+        chain(*[(8, 8)] * 4), devices=2, order="ZeroBubble", micro_batches=3, barrier=True, peers=True
+    ),
     "two devices, stage 1": spec(
         FROZEN, devices=2, micro_batches=2, order="GPipe", stage=1, world=2, barrier=True, aux=["accuracy"]
     ),

@@ -134,7 +134,9 @@ of_any_job_of_stage_1 = given(
     st.sampled_from([*TRAINING.values()]),
     # Several devices that use the same weights have them from the host.
     any_job.filter(lambda spec: spec.settings.devices == 1 or spec.settings.params_on == "device").map(
-        lambda spec: changed(spec, stage=1, order=1, params_on="device")
+        lambda spec: changed(
+            spec, stage=1, order=spec.settings.order if spec.settings.stages > 1 else 1, params_on="device"
+        )
     ),
 )
 

@@ -26,7 +26,7 @@ from zfunc.engine.rows import keys as tile_keys
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.runtime import accelerator
 from zfunc.runtime import executor as module
-from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
+from zfunc.runtime.executor import Executor, RunOptions
 from zfunc.runtime.host_memory import alloc_host
 
 # What is removed from the executor's source, by what it is for. Serial plans have one lane and need no events.
@@ -56,6 +56,7 @@ BROKEN = {
     "a lane waits for its stream on the device before": ("stream.wait_stream(before)", "None"),
     "lanes wait for the caller's stream": ("stream.wait_stream(callers[n])", "None"),
 }
+ONE_LANE = ("(lane.name, op.device)", "lane.name")  # which has a stream on each device
 END = ("self._finish(run)", "None")
 TRAININGS: list[tuple[str, Any, dict[str, Any]]] = [
     (
@@ -148,15 +149,16 @@ def _without_the_end() -> None:
 # --- copies from device to device --------------------------------------------------------------------------------
 
 
-def peer_sums(executor: Any, schedule: str, rounds: int = 12) -> Tensor:
-    """A sum on device 1 of what device 0 makes, copied there past the host; two slots receive in turn."""
+def peer_sums(of: Any, schedule: str, rounds: int = 12) -> Tensor:
+    """A sum on device 1 of what device 0 makes, copied there past the host; two slots receive in turn. `of` is the
+    executor's module."""
     devices = [torch.device("pretend", n) for n in range(2)]
     total, *slots = (Region(x, tier="device", lifetime="value", device=1) for x in ("total", "even", "odd"))
     ops: list[Op] = []
     for n in range(rounds):
         made, slot = Region("made", (n,), tier="device"), slots[n % 2]
         ops.append(Op("make", (n,), "compute", writes=(made,)))
-        ops.append(Op("copy", (n,), "network", (made,), (slot,)))  # on a stream of the device that has it
+        ops.append(Op("copy", (n,), "h2d", (made,), (slot,)))  # on a stream of the device that receives it
         ops.append(Op("add", (n,), "compute", (slot, total), (total,)))
 
     def make(op: Op, mem: Any, _: Any) -> None:
@@ -168,25 +170,33 @@ def peer_sums(executor: Any, schedule: str, rounds: int = 12) -> Tensor:
     def add(op: Op, mem: Any, _: Any) -> None:
         mem[total].mul_(0.75).add_(mem[op.reads[0]])
 
-    prepared = prepare_plan(
+    prepared = of.prepare_plan(
         make_schedule(schedule)(Graph(ops)).verify(), {f.__name__: f for f in (make, copy, add)}, *devices
     )
     mem: dict[Region, Any] = {r: torch.zeros(512, device=devices[1]) for r in (total, *slots)}
-    executor(*devices).run(prepared, mem, None, RunOptions(), {})
+    of.Executor(*devices).run(prepared, mem, None, RunOptions(), {})
     return mem[total].cpu()
 
 
-@pytest.mark.parametrize("change", [None, "streams wait for events", "memory is shared by streams"])
+@pytest.mark.parametrize(
+    ("schedule", "change"),
+    [
+        *(("Overlapped", x) for x in (None, "streams wait for events", "memory is shared by streams")),
+        *(("Serial", x) for x in (None, "a lane waits for its stream on the device before", "one lane")),
+    ],
+)
 def test_a_copy_between_devices_that_waits_for_too_little_is_noticed(
-    controls: Any, change: str | None
+    controls: Any, schedule: str, change: str | None
 ) -> None:
     """It needs what the one device has made and what the other has read, on streams of both."""
-    expected = peer_sums(Executor, "Serial")
-    executor = broken(*BROKEN[change]) if change else Executor
+    controls.delay(0.0, 0)
+    expected = peer_sums(module, "Serial")
+    changes = {**BROKEN, "one lane": ONE_LANE}
+    executor = changed_module(module, *changes[change]) if change else module
 
     def same(seed: int) -> bool:
         controls.delay(1e-3, seed)
-        return torch.equal(peer_sums(executor, "Overlapped"), expected)
+        return torch.equal(peer_sums(executor, schedule), expected)
 
     assert all(map(same, range(3, 9))) if change is None else not all(map(same, range(3, 13)))
 

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import shared_traces
 import torch
+from attrs import evolve
 from device_training import compiled, train, weights_of
 from device_training import run as run_steps
 from parity import (
+    WAYS,
     Row,
     begun,
     own_format,  # noqa: F401
@@ -237,6 +239,28 @@ def test_two_devices_train_side_by_side(device: str) -> None:
     first, second = (weights_of(program, state) for (program, _), state in zip(both, states, strict=True))
     assert torch.equal(first, second)
     assert torch.accelerator.memory_allocated(1) > 0
+
+
+@pytest.mark.parametrize("way", ["two devices", "two devices, backward split", "two devices, from the host"])
+def test_peers_copy_past_the_host(device: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one operation where others need two, with their bits. Their memory is a row of the peaks below."""
+    needs(2)
+    ends, verbs, pinned = list[Any](), list[set[str]](), list[int]()
+    there = accelerator.VENDORS[device]
+    for peers in (True, False):
+        monkeypatch.setitem(accelerator.VENDORS, device, evolve(there, peers=lambda *_, peers=peers: peers))
+        program, data = compiled("norms", device, micro_batches=3, clip_norm=1.0, **WAYS[way])
+        state = zfunc.init(program, seed=1)
+        for i in range(3):
+            state, metrics = zfunc.train_step(program, state, data(i))
+        shaped = specialize(program, data(0))
+        verbs.append({op.verb for op in shaped.plan.graph})
+        pinned.append(shaped.memory["pinned"].nbytes)
+        ends.append((metrics.loss, metrics.grad_norm, weights_of(program, state).tolist()))
+    assert ends[0] == ends[1]
+    assert verbs[1] - verbs[0] == {"send_act", "send_grad_act"}
+    assert verbs[0] < verbs[1]
+    assert pinned[0] < pinned[1]
 
 
 def test_a_state_goes_on_on_any_number_of_devices(device: str, tmp_path: Path) -> None:
@@ -505,7 +529,8 @@ def check_peak(device: str, program: Any, batch: Any) -> None:
     for (place, one), empty in zip(program.memories.items(), before, strict=True):
         measured, planned = torch.accelerator.max_memory_allocated(one) - empty, peaks[place].nbytes
         assert measured <= planned + LIBRARIES[device]
-        assert planned <= 1.1 * measured + LIBRARIES[device]
+        # The plan holds in any timing: all that a peer sends may have come before the first of it is used.
+        assert planned <= 1.12 * measured + LIBRARIES[device]
 
 
 @pytest.mark.parametrize("params_on", ["device", "host"])

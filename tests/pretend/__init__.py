@@ -59,7 +59,7 @@ def load() -> Any:
     module.manual_seed_all = lambda seed: [g.manual_seed(seed) for g in module.default_generators]
     torch._register_device_module("pretend", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
-    accelerator.VENDORS["pretend"] = accelerator.Vendor(pin=_pin, unplanned=0)
+    accelerator.VENDORS["pretend"] = accelerator.Vendor(pin=_pin, unplanned=0, peers=lambda *_: True)
     dist.Backend.register_backend(BACKEND, _make_backend, devices=["pretend"])
     return controls
 

@@ -185,8 +185,9 @@ class Op:
             {r.device for r in regions if of_ranks or getattr(r, "tier", None) == "device"} - {EVERY}
             for regions in (self.reads, self.writes)
         )
-        # Over the network it may write another's memory.
-        found = read if read and self.kind == "network" else read | written
+        # Over the network it may write another's memory, and a copy to a device read that of a peer.
+        mine = {"network": read, "h2d": written}.get(self.kind, set[int]())
+        found = mine or read | written
         if len(found) > 1:
             names = " and ".join(map(str, sorted(found)))
             copy = "in an operation of the kind 'network'" if of_ranks else "to pinned memory and from there"

@@ -25,6 +25,7 @@ class DeviceMesh:
     world: int
     order: Order | None
     stage: int | None
+    peers: bool = False  # whether devices of a process copy from each other's memory, past the host's
 
     @cached_property
     def over_ranks(self) -> bool:

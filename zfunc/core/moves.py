@@ -186,6 +186,7 @@ THINGS: dict[str, Thing] = {
 }
 
 BETWEEN_DEVICES = ("input", "gradient of input")
+RECEIVED = tuple((thing, "device") for thing in BETWEEN_DEVICES)
 
 MOVES: dict[str, Move] = {
     "page_in_weights": Move("weights", "disk", "pinned", numbered=True),
@@ -206,7 +207,8 @@ MOVES: dict[str, Move] = {
     "direction_to_device": Move("direction", "pinned", "device"),
     "direction_to_host": Move("direction", "device", "pinned"),
     "to_device": Move("new parameters", "pinned", "device", decided=True),
-    # From a device to another: through pinned memory, or from rank to rank over the network.
+    # From a device to another: through pinned memory, or from rank to rank over the network. Peers receive, in one
+    # operation, what the other device has.
     "send_act": Move("input", "device", "pinned"),
     "recv_act": Move("input", "pinned", "device"),
     "send_grad_act": Move("gradient of input", "device", "pinned"),
@@ -220,7 +222,9 @@ def move(at: Regions, verb: str, *index: int) -> Op:
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.
-    leaves = thing.places[row.source].of(x, arrives=False)
+    direct = at.spec.mesh.peers and (row.thing, row.to) in RECEIVED
+    leaving = x._replace(to="pinned") if direct else x
+    leaves = thing.places["device" if direct else row.source].of(leaving, arrives=False)
     arrives = thing.places[row.to].of(x, arrives=True)
     nbytes = thing.nbytes(x)
     over_network = at.spec.mesh.over_ranks and row.thing in BETWEEN_DEVICES

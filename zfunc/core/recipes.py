@@ -271,7 +271,8 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
     if spec.activations[s] == "disk":
         yield emit.spill_act(m, s)
     if s < last and (there := spec.mesh.device_of(F, m, s + 1)) != emit.at.device:
-        yield emit.send_act(m, s + 1)
+        if not spec.mesh.peers:
+            yield emit.send_act(m, s + 1)
         emit.at.device = there
         yield emit.recv_act(m, s + 1)
     if (m, s) == (spec.settings.micro_batches - 1, last):
@@ -313,7 +314,8 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, 
     """
     layout, here = spec.layout, emit.at.device
     if way != W and s > layout.first_trainable and (there := spec.mesh.device_of(B, m, s - 1)) != here:
-        yield emit.send_grad_act(m, s)
+        if not spec.mesh.peers:
+            yield emit.send_grad_act(m, s)
         emit.at.device = there
         yield emit.recv_grad_act(m, s)
         emit.at.device = here

@@ -122,8 +122,9 @@ REGIONS: dict[str, Row] = {
     # of a micro-batch and a segment
     "act": Row(_input_bytes),  # its input, which the segment before it made
     "grad_act": Row(_input_bytes),  # the gradient of that
-    "sent_act": Row(_input_bytes),  # they, made on another device
-    "sent_grad_act": Row(_input_bytes),
+    # they, made on another device, which has them until they are copied
+    "sent_act": Row(_input_bytes, of=lambda spec, i: spec.mesh.device_of(F, i[0], i[1] - 1)),
+    "sent_grad_act": Row(_input_bytes, of=lambda spec, i: spec.mesh.device_of(B, *i)),
     # they, on their way to another rank, which has them
     "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(F, *i)),
     "grad_act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(B, i[0], i[1] - 1)),

@@ -24,7 +24,7 @@ PARAMS = "params"  # parameters in the dtype of the device, where the disk has t
 GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
 FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 # Fields that decide which device makes a pass, and where data is.
-PLACING = "layout", "settings", "world", "resident", "paged", "order", "stage", "buffer_bytes"
+PLACING = "layout", "settings", "world", "resident", "paged", "order", "stage", "peers", "buffer_bytes"
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
 
 
@@ -103,6 +103,7 @@ class StepSpec:
       `frozen_averages`: those of which it keeps the moving average. Both are of a State that was loaded, and no
       step reads them.
     - `order`: the passes on several devices.
+    - `peers`: those devices, of one process, read each other's memory.
     - `stage`: the pipeline stage of this rank, whose State has its part; None has all of it.
     - `like`: a spec whose mesh and places, once checked, are those of this one, too, if all of `PLACING` are.
 
@@ -128,6 +129,7 @@ class StepSpec:
     frozen_averages: frozenset[int] = frozenset()
     order: Order | None = None
     stage: int | None = None
+    peers: bool = False
     like: "StepSpec | None" = field(default=None, eq=False, repr=False)
 
     def __repr__(self) -> str:
@@ -166,7 +168,7 @@ class StepSpec:
         """The devices of the step, and which passes each of them makes."""
         if self._placed is not None:
             return self._placed.mesh
-        return DeviceMesh(self.layout, self.settings, self.world, self.order, self.stage)
+        return DeviceMesh(self.layout, self.settings, self.world, self.order, self.stage, self.peers)
 
     @cached_property
     def places(self) -> tuple[BucketPlaces, ...]:

@@ -37,6 +37,7 @@ from zfunc.engine.trace.vjp import check_device_graphs
 from zfunc.errors import refuse, setting
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import (
+    are_peers,
     best_precision,
     devices_from,
     on_accelerator,
@@ -138,6 +139,7 @@ def compile(
         settings,
         world=ranks.world,
         stage=ranks.stage,
+        peers=are_peers(devices),
         on_gpu=on_gpu,
         constant_bytes=sum(s.constant_bytes for s in segments),
         buffer_bytes=[s.buffer_bytes for s in segments],

@@ -185,5 +185,6 @@ def _passes(
     one = [{way: round(x * parts) for way, x in ways.items()} for ways in work]
     for s in {x.s for x in chain(*listed) if x.way == R}:
         one[s] |= {way: one[s][way] - one[s][R] for way in (B, I)}
-    hops = [round(2 * parts * x.input_bytes / step.hardware.rates["d2h"] / UNIT) for x in spec.costs]
+    copies = 1 if spec.mesh.peers else 2
+    hops = [round(copies * parts * x.input_bytes / step.hardware.rates["d2h"] / UNIT) for x in spec.costs]
     return listed, one, trained, hops

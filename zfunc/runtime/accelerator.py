@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache
+from itertools import permutations
 from typing import Any, Literal
 
 import torch
@@ -370,11 +371,18 @@ class Vendor:
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
     prepare_deterministic: Callable[[torch.device], None] | None = None
     unplanned: int = LIBRARIES
+    peers: Callable[[torch.device, torch.device], bool] | None = None  # see `are_peers`
     compile_kernel: Callable[[torch.device], Compile | None] | None = None  # see `compiler_of`
 
 
 def _vendor(device: torch.device) -> Vendor:
     return VENDORS.get(device.type, Vendor())
+
+
+def are_peers(devices: Sequence[torch.device]) -> bool:
+    """Whether each of several devices copies from the memory of each other, past the host's."""
+    peers = _vendor(devices[0]).peers
+    return len(devices) > 1 and peers is not None and all(peers(*pair) for pair in permutations(devices, 2))
 
 
 def compiler_of(device: torch.device) -> Compile | None:
@@ -448,6 +456,7 @@ VENDORS: dict[str, Vendor] = {
         pin=_pin_cuda,
         delay=_delay_cuda,
         prepare_deterministic=_fix_cublas_workspace,
+        peers=torch.cuda.can_device_access_peer,
         compile_kernel=_compiler_cuda,
     )
 }

@@ -153,10 +153,12 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device
     awaited = {n for waits in plan.waits for n in waits}
     told = {n for i in plan.place for n in plan.waits[i] if plan.thread_of(n) != plan.thread_of(i)}
     accesses: dict[Region, int] = {}
-    on_lanes: dict[Region, set[str]] = {}
+    # A lane has a stream on each of its devices, and a peer reads what was made on a stream of another.
+    used_on: dict[Region, set[tuple[str, int]]] = {}
     for lane in plan.lanes:
-        for r in (r for i in lane.ops for r in plan.graph.ops[i].regions if not r.kept):
-            on_lanes.setdefault(r, set()).add(lane.name)
+        for op in (plan.graph.ops[i] for i in lane.ops):
+            for r in (r for r in op.regions if not r.kept):
+                used_on.setdefault(r, set()).add((lane.name, op.device))
     threads: dict[str, tuple[IssuedOp, ...]] = {}
     for thread, ops in plan.threads.items():
         items: list[IssuedOp] = []
@@ -166,7 +168,7 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device
             for r in drops:
                 accesses[r] = accesses.get(r, 0) + 1
             on_stream = streams and op.kind not in HOST_CODE
-            shared = tuple(r for r in drops if len(on_lanes[r]) > 1)
+            shared = tuple(r for r in drops if len(used_on[r]) > 1)
             known = i in awaited, i in told
             items.append(
                 IssuedOp(op, lane, stages[op.verb], i, plan.waits[i], on_stream, *known, drops, shared)

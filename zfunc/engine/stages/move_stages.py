@@ -71,7 +71,8 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def sent(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a pass's output for the next device's pass: to pinned memory, then to the device, or between ranks."""
+    """Copy a pass's output for the next device's pass: to pinned memory, then to the device; from the device that
+    made it, a peer; or between ranks."""
     if op.kind == "network":
         _between_ranks(op, mem, step)
         return
@@ -79,11 +80,12 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
     if target.tier == "pinned":
         mem[target].put(mem[source])
         return
-    mem[target] = _arrived(mem[source].tree, op.nbytes, step.devices[op.device])
+    tree = mem[source] if source.tier == "device" else mem[source].tree
+    mem[target] = _arrived(tree, op.nbytes, step.devices[op.device])
 
 
 def _arrived(tree: Any, nbytes: int, device: torch.device) -> Any:
-    """Copy a pytree of host tensors, of `nbytes` bytes, to new tensors on `device`."""
+    """Copy a pytree of tensors on the host or a peer, of `nbytes` bytes, to new tensors on `device`."""
     arrived = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device=device))
     arrived.put(tree)
     return arrived.tree

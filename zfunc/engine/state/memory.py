@@ -110,7 +110,7 @@ class ActivationSlot:
         """Copy the tensors of `tree` to this slot, without waiting for a device; shared memory stays shared."""
         leaves, structure = tree_flatten(tree)
         on_host = self.flat.device.type == "cpu"
-        if on_host and any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
+        if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
             leaves = [OnHost(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in leaves]
         start, copies = 0, dict[int, Tensor]()
         for sharing in _close_together(t for t in leaves if isinstance(t, Tensor)):
