@@ -407,10 +407,10 @@ def _possible() -> list[Row]:
 
 
 def rows(meets: Callable[[Row], Collection[Any]], where: Callable[[Row], bool] = lambda _: True) -> list[Any]:
-    """For parametrize: all rows that are possible. By day those run in which all meets that does in any; the others
-    are `slow`."""
+    """For parametrize: all rows that are possible. By day those run in which all meets that does in any, of rows
+    that add alike those of the first jobs, which share models and plain results; the others are `slow`."""
     found = [row for row in _possible() if where(row)]
-    by_day = {*covering(found, meets)}
+    by_day = {*covering(sorted(found, key=lambda row: JOBS.index(row.job)), meets)}
     return [pytest.param(x, marks=() if x in by_day else (pytest.mark.slow,), id=str(x)) for x in found]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import fuzz_models
 import pytest
 import torch
+from pairs import in_pairs
 from small_models import bits
 from tile_law import in_tiles
 from torch import Tensor, nn
@@ -209,8 +210,14 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
 }
 
 
-@pytest.mark.parametrize("what", MIXING)
-def test_what_tiles_cannot_do_is_refused_by_name(what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "tries"),
+    [
+        *((x, 2 if n % 4 == 0 else 1) for n, x in enumerate(MIXING)),
+        *(pytest.param(x, 2, marks=pytest.mark.slow) for n, x in enumerate(MIXING) if n % 4),
+    ],
+)
+def test_what_tiles_cannot_do_is_refused_by_name(what: str, tries: int) -> None:
     """Whenever it is tried; and the State is as before."""
     make, shape, message = MIXING[what]
     named = [("body", make()), ("loss", TokenLoss())]
@@ -218,7 +225,7 @@ def test_what_tiles_cannot_do_is_refused_by_name(what: str) -> None:
     program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
     state = zfunc.init(program, seed=1)
     before = bits(state)
-    for _ in range(2):
+    for _ in range(tries):
         with pytest.raises((ValueError, zfunc.errors.ExecutionError), match=f"segment 'body': .*{message}"):
             zfunc.train_step(program, state, (torch.rand(shape), torch.rand(shape[:-1])))
     assert all(map(torch.equal, bits(state), before))
@@ -237,8 +244,9 @@ def test_what_is_advised_for_bags_passes_and_is_their_sum() -> None:
 # --- what is tried, whatever it is called -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", fuzz_models.MIXING)
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_pairs(fuzz_models.MIXING, [torch.float32, torch.bfloat16], meet=1)
+)
 def test_what_mixes_tokens_is_refused_whatever_it_begins_with(name: str, dtype: torch.dtype) -> None:
     """Shut gates, mixes of 1 and weak ones are seen, and what only orders or counts."""
     torch.manual_seed(0)

@@ -168,16 +168,17 @@ def unknown(packets: set[Any]) -> list[str]:
     return sorted(str(x) for x in packets if not known(x))
 
 
-def test_no_operation_of_any_piece_of_a_model_is_forgotten() -> None:
-    """One that is not known to multiply nothing needs a formula, or its FLOPs would be 0."""
+@pytest.mark.parametrize("small", [(), pytest.param((*MODELS,), marks=pytest.mark.slow)], ids=len)
+def test_no_operation_of_any_piece_of_a_model_is_forgotten(small: tuple[str, ...]) -> None:
+    """One that is not known to multiply nothing needs a formula, or its FLOPs would be 0. Nor of `small` models."""
     pieces = tuple(fuzz_models.KEEPING), tuple(fuzz_models.CHANGING)
     models = [fuzz_models.Model((("linear",),), ("tensor",), loss) for loss in fuzz_models.LOSSES]
     models.append(fuzz_models.Model(pieces, ("tensor", "tensor"), "sum"))
     with operations() as seen:
         for model in models:
             costs_of(model.built()[0], model.batch(0))
-        for make in MODELS.values():
-            segments, batch = make()
+        for name in small:
+            segments, batch = MODELS[name]()
             costs_of(segments, batch(0))
     assert len(seen) > 60
     assert unknown(seen) == []
