@@ -544,12 +544,10 @@ def test_peak_memory_of_encoded_weights_is_as_planned(device: str, kind: str, pa
 def test_adapters_train_on_a_tenth_of_the_models_memory(device: str, controls: Any) -> None:
     """With the frozen weights in 4 bits on the host, and the bits of a device with room for all of them."""
     own = zfunc.quantized(segments_of(modules(40, 512)))
-    rows, made = (
-        {"device": device, "precision": "bf16", "optimizer": zfunc.AdamW(lr=1e-4)},
-        list[list[float]](),
-    )
+    given: dict[str, Any] = {"device": device, "precision": "bf16", "optimizer": zfunc.AdamW(lr=1e-4)}
+    made = list[list[float]]()
     for place in ("device", "host"):
-        program = zfunc.compile(own, **rows, params_on=place)
+        program = zfunc.compile(own, **given, params_on=place)
         if place == "host":
             empty = torch.accelerator.memory_allocated()
             controls.set_capacity(0, empty + 2 * program.layout.num_parameters // 10)

@@ -210,13 +210,7 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "tries"),
-    [
-        *((x, 2 if n % 4 == 0 else 1) for n, x in enumerate(MIXING)),
-        *(pytest.param(x, 2, marks=pytest.mark.slow) for n, x in enumerate(MIXING) if n % 4),
-    ],
-)
+@pytest.mark.parametrize(("what", "tries"), in_pairs(MIXING, [1, 2], meet=1))
 def test_what_tiles_cannot_do_is_refused_by_name(what: str, tries: int) -> None:
     """Whenever it is tried; and the State is as before."""
     make, shape, message = MIXING[what]
