@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_240,
+    "core": 7_245,
     "schedules and ground": 1_450,
     "runtime": 3_641,
     "optim": 3_105,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 5_040,
     "train": 4_850,
     "cli": 2_600,
-    "tests": 46_161,
+    "tests": 46_191,
     "course": 5_250,
 }
 

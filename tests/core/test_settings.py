@@ -10,6 +10,7 @@ import torch
 from attrs import Attribute, evolve, fields, fields_dict, frozen
 from small_models import Loss
 from threaded_ranks import programs_of
+from zfunc.schedules import make_order
 
 import zfunc
 from zfunc.cli import catalogue
@@ -47,7 +48,7 @@ OTHERS: dict[str, Any] = {
     "norms": True,
     "devices": 2,
     "pp": 2,
-    "order": "GPipe",
+    "order": "vertical",
     "stage": 1,
     "ema": 0.9,
     "params_on": "host",
@@ -113,6 +114,10 @@ def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
             planned(base, **given)
     else:
         assert planned(base, **given).step.settings == sized
+
+
+def test_an_order_of_one_device_is_its_number() -> None:
+    assert StepSettings(order=make_order(2), micro_batches=4) == StepSettings(order=2, micro_batches=4)
 
 
 @every_name

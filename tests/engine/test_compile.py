@@ -87,7 +87,18 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ),
     ({"stage": 1, "params_on": "host"}, "stage: got 1 with params_on='host'"),
     ({"stage": 1, "order": 2, "micro_batches": 2}, "stage: got 1 with order=2"),
-    ({"order": "diagonal"}, "order: got 'diagonal', expected one of GPipe, .*, horizontal, vertical"),
+    (
+        {"order": "diagonal", "devices": 2},
+        "order: got 'diagonal', expected one of GPipe, .*, horizontal, vertical",
+    ),
+    (
+        {"order": "OneFOneB"},
+        "order: got 'OneFOneB' with devices=1, expected horizontal, vertical or a number",
+    ),
+    (
+        {"order": schedules.make_order(2), "devices": 2},
+        "order: got 2 with devices=2, expected an order of several",
+    ),
     ({"order": 0}, "order: got 0, expected a whole number of at least 1"),
     ({"order": "2", "devices": 2}, "order: got 2 with devices=2, expected an order of several devices"),
     ({"order": "vertical", "pp": 2}, "order: got 'vertical' with pp=2, expected an order of several devices"),

@@ -231,7 +231,6 @@ def test_a_gradient_that_is_not_finite_is_never_applied(settings: str) -> None:
     [
         ({"clip_norm": None}, "defer: without clipping or fp16 no update waits: there is nothing to defer"),
         ({"state_on": "device"}, "defer: nothing is on the host: there is nothing to defer"),
-        ({"clip_norm": None, "order": "GPipe"}, "order: one device passes all segments: pass devices=2"),
     ],
 )
 def test_a_setting_that_has_no_effect_is_said(

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from small_trainings import (
 )
 from text_data import write_jsonl
 
+from zfunc.checkpoint.manifest import FILE, read_manifest, to_json
 from zfunc.engine.step import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.launch import fresh_store
@@ -127,6 +129,20 @@ def test_a_resumed_run_may_have_its_parameters_elsewhere(undisturbed: Path) -> N
     assert losses("run") == losses(undisturbed)[5:]
     settings = config("run")["settings"]
     assert [settings[name] for name in ("stage", "params_on", "defer")] == [3, "host", True]
+
+
+def test_a_run_resumes_whose_settings_had_a_name_that_is_gone(undisturbed: Path) -> None:
+    """Of an older version: `accumulate`, and the name of an order of several devices on one."""
+    shutil.copytree(undisturbed, "run", ignore=shutil.ignore_patterns("step-00000010", "summary.json"))
+    older = {"accumulate": "device", "order": "OneFOneB"}
+    folder, said = Path("run/checkpoints/step-00000005"), config("run")
+    Path("run/config.json").write_text(json.dumps({**said, "settings": {**said["settings"], **older}}))
+    manifest = read_manifest(folder)
+    manifest.extra["train"]["settings"] |= older
+    (folder / FILE).write_bytes(to_json(manifest))
+    assert train("--out", "run", "--resume", "auto") == 0
+    assert measured("run") == measured(undisturbed)
+    assert summary("run")["loss"] == summary(undisturbed)["loss"]
 
 
 def test_a_run_from_a_checkpoint_resumes_from_it_until_it_has_its_own(

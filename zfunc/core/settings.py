@@ -21,7 +21,7 @@ from zfunc.core.dtypes import PRECISIONS, Dtype, Precision, one_precision
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Bucket, Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
-from zfunc.core.pipeline import Order
+from zfunc.core.pipeline import InGroups, Order
 from zfunc.core.plan import Plan
 from zfunc.core.shares import InShares, InTiers, every_part_has_one, shares_of, word_of, words_of
 from zfunc.errors import SettingError, SettingTypeError, did_you_mean, refuse, setting
@@ -144,9 +144,10 @@ def _callable(signature: str, name: str, value: Any) -> Any:
 
 
 def _order(name: str, value: Any) -> Any:
-    """Check `order`: a name, a callable, or a number of micro-batches, also as text."""
+    """Check `order`: a name, a callable, or a number of micro-batches, also as text or the order that it makes."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
+    value = value.size if isinstance(value, InGroups) else value
     check = _count if isinstance(value, int) else partial(_callable, ORDER_SIGNATURE)
     return check(name, value)
 
@@ -734,9 +735,15 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str, str]
     one = "leave one out: a stage has one device"
     yield "pp", s.pp != 1, "devices", s.devices != 1, "1 of one of the two", one
     of_one = isinstance(s.order, int) or str(s.order) in ONE_DEVICE
+    of_several = s.order not in (BY_DEVICE, AUTO) and not of_one
     for name in ("devices", "pp"):
         do = "pass one such as 'OneFOneB', or leave it out"
         yield "order", of_one, name, getattr(s, name) != 1, "an order of several devices", do
+    expected, do = (
+        "horizontal, vertical or a number",
+        "pass one, leave it out, or pass devices=2 or more, or pp",
+    )
+    yield "order", of_several, "devices", s.stages == 1, expected, do
     for name, given in (("params_on", off_device), ("order", s.group_size > 1)):
         yield "stage", s.stage == 1, name, given, "2 or 3", "pass one of them, or leave it out"
     for name, given, or_else in (

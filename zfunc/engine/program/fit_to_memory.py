@@ -18,9 +18,8 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.core.pipeline import InGroups
 from zfunc.core.plan import project
-from zfunc.core.settings import BY_DEVICE, UPDATE_SHARES, StepSettings
+from zfunc.core.settings import UPDATE_SHARES, StepSettings
 from zfunc.core.shares import shares_of, words_of
 from zfunc.core.spec import StepSpec
 from zfunc.engine.program.program import Program, ProgramCache, make_plan, needed_bytes
@@ -34,7 +33,6 @@ from zfunc.runtime.accelerator import available_bytes, behind, copy_stream, on_a
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
-from zfunc.schedules import make_order
 
 STEPS = 32  # the shares 0, 1/32, ..., 1 are tried
 # Elements that are swept and copied to measure the rates of both: 1 GiB, which no cache holds.
@@ -209,9 +207,6 @@ def log_offload(program: Program) -> Program:
         reason = "without clipping or fp16 no update waits" if spec.offloaded else "nothing is on the host"
         log.info("defer: %s: there is nothing to defer", reason)
     devices, micro_batches = program.settings.stages, program.settings.micro_batches
-    order = program.settings.order
-    if devices == 1 and order != BY_DEVICE and not isinstance(make_order(order), InGroups):
-        log.info("order: one device passes all segments: pass devices=2 or more, or pp")
     if micro_batches < devices:
         log.warning(
             "%s: %d for micro_batches=%d: each idles for %.0f%% of a step or so, (n - 1) / (m + n - 1); "
