@@ -135,9 +135,10 @@ pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python -m course.make_pictures
 
-# The API reference from the docstrings, as a site in build/docs.
+# A site in build/docs: the pages and the course with a search, the API reference from the docstrings, and a live page.
 docs: $(TOOLS)
-	$(BIN)/pip install --quiet --constraint constraints.txt pdoc
+	$(BIN)/pip install --quiet --constraint constraints.txt pdoc markdown
+	$(BIN)/python docs/make_site.py
 	$(BIN)/python docs/make_api.py
 
 # The tables of docs/scale.md: some minutes of simulation.

@@ -1,6 +1,7 @@
-"""Write build/docs, the API reference as a site, with pdoc, and a live page: `python docs/make_api.py`."""
+"""Write build/docs/api, the API reference, with pdoc, and build/docs/live.html: `python docs/make_api.py`."""
 
 from pathlib import Path
+from types import ModuleType
 
 import pdoc
 
@@ -22,11 +23,13 @@ FOLDER = Path(__file__).parents[1] / "build" / "docs"
 
 def main() -> None:
     """Import the names that zfunc looks up when they are first used: pdoc sees only what is there."""
-    vars(zfunc).update({name: getattr(zfunc, name) for name in zfunc.__all__})
+    names = {name: getattr(zfunc, name) for name in zfunc.__all__}
+    modules = {name: x.__name__ for name, x in names.items() if isinstance(x, ModuleType)}
+    vars(zfunc).update({**names, "__all__": [name for name in names if name not in modules]})
     pdoc.render.configure(docformat="markdown", show_source=False, footer_text=f"zfunc {zfunc.__version__}")
-    pdoc.pdoc("zfunc", output_directory=FOLDER)
+    pdoc.pdoc("zfunc", *modules.values(), output_directory=FOLDER / "api")
     (FOLDER / "live.html").write_text(live_step(JOB), encoding="utf-8")
-    print(f"written: {FOLDER / 'index.html'}, live.html")
+    print(f"written: {FOLDER / 'api' / 'index.html'}, live.html")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 5_040,
     "train": 4_850,
     "cli": 2_600,
-    "tests": 46_191,
+    "tests": 46_261,
     "course": 5_250,
 }
 
