@@ -31,7 +31,7 @@ from zfunc.train.events import (
     Working,
 )
 from zfunc.train.run_folder import RunFolder
-from zfunc.train.run_history import read_history
+from zfunc.train.run_history import held_out_unit, read_history
 from zfunc.units import format_bytes, format_clock, format_parameters
 
 INTERVAL = 5.0  # seconds between two lines of steps
@@ -49,6 +49,7 @@ class TrainingOutput:
     total: int | None = None
     left: str = "measuring"  # the time, after the newest step
     working: str = ""  # what goes on beside steps
+    loss: str = ""  # the setting
     told_at: float = 0.0  # when a step was printed
 
     def show(self, event: Event) -> None:
@@ -61,6 +62,7 @@ class TrainingOutput:
         match event:
             case Started():
                 self.step, self.total = event.step, event.job.settings.steps
+                self.loss = event.job.settings.loss
                 yield from introduction(event, self.run)
             case Stepped() | Evaluated():
                 self.step = event.step
@@ -74,7 +76,7 @@ class TrainingOutput:
                         self.told_at = now
                         yield f"{self.counted_step(event.step)}  {step_figures(event)}  {self.left}".rstrip()
                 if event.held_out is not None:
-                    held_out = f"held out {event.held_out:.4f} bits per {self.unit}"
+                    held_out = f"held out {event.held_out:.4f}{held_out_unit(self.unit, self.loss)}"
                     yield f"{self.counted_step(event.step)}  {held_out}"
             case Saved(path=path) if path is not None:  # else the failure is in the log
                 yield f"{self.counted_step(event.step)}  saved {os.path.relpath(path)}"
@@ -150,8 +152,13 @@ def step_figures(event: Stepped) -> str:
     adam = m.host_seconds / m.seconds if m.seconds else 0.0  # most of what the host does is Adam
     device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
     skipped = "  skipped: overflow" if m.skipped else ""
+    rewards = "".join(
+        f"  {word} {m.aux[name]:.3g}"
+        for word, name in (("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"))
+        if name in m.aux
+    )
     return (
-        f"{epoch}loss {m.loss:.4f}  lr {m.lr:.2e}  norm {m.grad_norm:.2f}{scale}"
+        f"{epoch}loss {m.loss:.4f}{rewards}  lr {m.lr:.2e}  norm {m.grad_norm:.2f}{scale}"
         f"  {event.tokens_per_second:,.0f} tokens/s  Adam {adam:.1%}{device}"
         f"  host {format_bytes(event.host_bytes)}{skipped}"
     )
@@ -162,7 +169,7 @@ def summary_lines(event: Finished, folder: RunFolder) -> Iterator[tuple[str, str
     run, peaks = read_history(folder.path), event.peak_bytes
     yield "loss", f"{folder.summary['loss']:.4f}, the mean of the last {len(run.last_losses)} steps"
     if event.held_out is not None:
-        yield "held out", f"{event.held_out:.4f} bits per {run.unit}"
+        yield "held out", f"{event.held_out:.4f}{run.held_out_unit}"
     yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
     if "device" in peaks:
         planned = event.planned_bytes["device"]

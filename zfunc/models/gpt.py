@@ -6,6 +6,7 @@ the same random numbers whether the module was just built or comes from the meta
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.trace.segment import Segment, segment
 from zfunc.models.gpt_config import GPTConfig
-from zfunc.models.loss import linear_next_token_loss, summed_targets
+from zfunc.models.loss import Targets, linear_next_token_loss, summed_targets
 from zfunc.models.sequences import KVCache, documents_of
 
 _INIT_STD = 0.02
@@ -139,11 +140,11 @@ class Head(nn.Module):
         """The logits of hidden states: [batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
         return self.out(self.ln_f(x)).float()
 
-    def forward(self, passed: Passed, targets: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, passed: Passed, targets: Targets | None = None) -> Any:
         """The mean cross entropy of the targets in nats, an fp32 scalar; without targets, the logits.
 
         `targets` is int64 [batch, seq], of which -100 is ignored (a micro-batch of nothing else gives NaN), or such
-        labels and weights [batch], as `zfunc.hf.batch` makes them.
+        labels and weights [batch], as `zfunc.hf.batch` makes them, or `zfunc.models.loss.Preferences`.
         """
         x, _ = _parts(passed)
         if targets is None:

@@ -1,4 +1,5 @@
-"""The loss of next-token prediction, with ignored labels, and row weights that make it exact over micro-batches.
+"""The loss of next-token prediction, with ignored labels, and row weights that make it exact over micro-batches;
+and of preferences between answers.
 
 Logits are the largest tensor of a model with a large vocabulary, so the loss of a last linear layer takes them in
 pieces: forward some tokens at a time, backward some of the vocabulary.
@@ -8,7 +9,7 @@ they have unequally many, so `weighted_batch` weights every row by what counts i
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,59 @@ from zfunc.models.loss_pieces import IGNORE_INDEX, LOGITS_BYTES, piece
 COUNTED = "tokens that count"  # for the loss of routers: 0 for padding, [batch, seq]
 _DIVISOR = "num_items_in_batch"
 Batch = tuple[Any, tuple[Tensor, Tensor]]
-Targets = Tensor | tuple[Tensor, Tensor]
 
 
-def next_token_loss(logits: Tensor, targets: Targets) -> Tensor:
+class Preferences(NamedTuple):
+    """Targets of rows in pairs, an answer that is preferred before the one rejected: the loss is that of DPO.
+
+    `labels` [rows, seq] are as for `next_token_loss`, -100 in the prompt. `reference` [rows] fp32 has the sum over
+    each row of the labels' log-probabilities under the frozen reference model: without it the loss functions return
+    those sums, of this model, instead of a loss. `beta` is the strength of the tie to the reference.
+    """
+
+    labels: Tensor
+    reference: Tensor | None = None
+    beta: float = 0.1
+    ipo: bool = False
+
+    def loss(self, losses: Tensor) -> Any:
+        """The mean over pairs of DPO's loss (Rafailov et al. 2023, eq. 7), and auxiliary outputs, of the cross
+        entropies `losses` [tokens]. With `ipo`, IPO's loss (Azar et al. 2023, eq. 17), of means over a row's labels
+        as in TRL. Raises ValueError for half a pair.
+        """
+        found = -losses.view(self.labels.shape).sum(1)  # [rows] fp32
+        if self.reference is None:
+            return found
+        if len(found) % 2:
+            raise ValueError(
+                f"batch: got {len(found)} rows of preferences in a micro-batch, expected pairs, the preferred "
+                "answer first: give rows for whole pairs, or fewer micro-batches"
+            )
+        change = found - self.reference
+        chosen, rejected = (self.beta * change).view(-1, 2).unbind(1)  # [pairs]
+        margin = chosen - rejected
+        each = -F.logsigmoid(margin)
+        if self.ipo:
+            first, second = (change / (self.labels != IGNORE_INDEX).sum(1)).view(-1, 2).unbind(1)
+            each = (first - second - 1 / (2 * self.beta)).square()
+        rewards = {
+            "chosen": chosen,
+            "rejected": rejected,
+            "margins": margin,
+            "accuracies": (margin > 0).float(),
+        }
+        return each.mean(), {f"rewards/{name}": x.detach().mean() for name, x in rewards.items()}
+
+
+Targets = Tensor | tuple[Tensor, Tensor] | Preferences
+
+
+def next_token_loss(logits: Tensor, targets: Targets) -> Any:
     """Cross entropy of `logits` [batch, seq, vocab], where labels [batch, seq] of -100 do not count.
 
     `targets` are labels, each the token that follows: the result is the mean over those that count. Or labels and
     weights [batch], as `weighted_batch` makes them: the mean over rows of weight times the sum of the row's losses.
+    With `Preferences` it is their loss, and auxiliary outputs.
 
     >>> logits, labels = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [4, -100, -100]])
     >>> weighted = next_token_loss(logits, (labels, torch.full((2,), 2 / 4)))
@@ -35,12 +81,20 @@ def next_token_loss(logits: Tensor, targets: Targets) -> Tensor:
     """
     labels, weights = _labels_and_weights(targets)
     flat, reduction = logits.flatten(0, -2), "mean" if weights is None else "none"
+    if paired := isinstance(targets, Preferences):
+        reduction = "none"
     losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+    if paired:
+        return targets.loss(losses)
     return losses if weights is None else _weighted_mean(losses, labels, weights)
 
 
 def summed_targets(targets: Targets) -> Targets:
     """Labels and row weights, from labels alone, with which a row's loss is the sum of its parts' losses."""
+    if isinstance(targets, Preferences):
+        raise ValueError(
+            "tiles: got preferences, whose loss is of whole rows, expected a loss of tokens: leave tiles out"
+        )
     labels, weights = _labels_and_weights(targets)
     if weights is None:
         per_row = (labels != IGNORE_INDEX).sum() / labels.shape[0]
@@ -55,7 +109,7 @@ def linear_next_token_loss(
     *,
     softcap: float | None = None,
     logits_bytes: int = LOGITS_BYTES,
-) -> Tensor:
+) -> Any:
     """`next_token_loss` of the logits `x @ weight.T`, of which `logits_bytes` or a 64th exist at once, in fp32.
 
     `x` is [batch, seq, hidden], `weight` [vocab, hidden]; with a `softcap` logits are
@@ -72,12 +126,16 @@ def linear_next_token_loss(
         return next_token_loss(_logits(x, weight, softcap), targets)
     flat = labels.flatten()
     losses, _ = _LossesInPieces.apply(x.flatten(0, -2), weight, flat, softcap, logits_bytes)
+    if isinstance(targets, Preferences):
+        return targets.loss(losses)
     if weights is None:
         return losses.sum() / (flat != IGNORE_INDEX).sum()
     return _weighted_mean(losses, labels, weights)
 
 
 def _labels_and_weights(targets: Targets) -> tuple[Tensor, Tensor | None]:
+    if isinstance(targets, Preferences):
+        return targets.labels, None
     return (targets[0], targets[1]) if isinstance(targets, (tuple, list)) else (targets, None)
 
 

@@ -42,7 +42,7 @@ class Started:
 class Evaluated:
     """An evaluation on held-out data before the first step or after the last."""
 
-    held_out: float  # bits per byte, or per token
+    held_out: float  # bits per byte or per token; of preferences, their loss
     step: int = 0
 
 
@@ -73,7 +73,7 @@ class Saved:
 class Working:
     """The event of an evaluation or a sample that has begun and lasts until the next event."""
 
-    activity: str  # "evaluation" or "sample"
+    activity: str  # "evaluation", "sample" or "reference"
 
 
 @frozen

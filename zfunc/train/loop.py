@@ -45,6 +45,7 @@ from zfunc.train.events import (
     Traced,
     Working,
 )
+from zfunc.train.reference import with_reference
 from zfunc.train.resume import ResumePoint, changed_settings, elapsed_in, end_reason, saved_extra
 from zfunc.train.setup import Batch, TrainingJob
 
@@ -105,6 +106,9 @@ class _Loop:
         if checkpoint is None or self.start.own:
             self.checkpoint, self.saved_step = checkpoint, at
         yield Started(job, at, checkpoint, self.start.own, self.elapsed)
+        if job.corpus.train.pairs:
+            yield Working("reference")
+            self.job = job = with_reference(job, self.state, self.start, self.stop)
         self.began = time.perf_counter() - self.elapsed
         self.ended = end_reason(job.settings, at, self.elapsed)
         if not at or (self._due_to_evaluate(at) and not self.ended):
@@ -314,7 +318,8 @@ class _Loop:
 def evaluate_held_out(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> float | None:
-    """The mean loss on the held-out windows, in bits per byte or token; None if a signal arrived meanwhile."""
+    """The mean loss on the held-out windows, in bits per byte or token, of preferences as it is; None if a signal
+    arrived meanwhile."""
     losses, before = list[float](), stop()
     for inputs, targets in job.held_out:
         more = [*[()] * (len(program.segments) - 1), (targets,)]
@@ -322,9 +327,9 @@ def evaluate_held_out(
             if (signal := stop()) == TERMINATED or signal != before:
                 return None
             last = y
-        losses.append(float(last))
+        losses.append(float(last[0] if isinstance(last, tuple) else last))  # beside auxiliary outputs
     rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
-    return fmean(losses, rows) / math.log(2)
+    return fmean(losses, rows) / (1 if job.corpus.train.pairs else math.log(2))
 
 
 def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda: "") -> tuple[int, ...]:

@@ -32,8 +32,8 @@ KEY = "train"  # in a checkpoint's extra
 # fmt: off
 DECIDING = (
     "data", "packing", "dtype", "tokenizer", "hf", "text_only", "quantize", "lora_alpha", "vocab_size",
-    "seq_length", "dropout", "batch_size", "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps",
-    "seconds",
+    "seq_length", "loss", "dpo_beta", "dpo_type", "dropout", "batch_size", "micro_batches", "seed", "lr",
+    "lr_schedule", "warmup", "steps", "seconds",
 )
 # fmt: on
 RUN = "run"  # in a commit's extra, with the rest of the progress: whose swap space it is

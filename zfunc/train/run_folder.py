@@ -43,6 +43,7 @@ from zfunc.train.run_history import (
     SUMMARY,
     TRACE,
     Row,
+    held_out_name,
     read_history,
     read_json_object,
     rows_of,
@@ -172,7 +173,7 @@ class RunFolder:
 
     @property
     def _held_out(self) -> str:
-        return f"held_out_bits_per_{self._config['unit']}"
+        return held_out_name(self._config["unit"], self._config["settings"])
 
     def _add(self, step: int, fields: dict[str, Any]) -> None:
         """Add figures to the row of a step in metrics.jsonl, the last or a new one. A kill loses no step."""

@@ -17,6 +17,7 @@ from zfunc.core.critical_path import events_of
 from zfunc.core.plan import Plan, parse
 from zfunc.core.timeline import Timeline
 from zfunc.errors import CheckpointError
+from zfunc.train.settings import DPO
 from zfunc.units import format_parameters
 from zfunc.viz.chrome_trace import read_chrome_trace
 
@@ -24,6 +25,16 @@ CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 LAST = 50  # steps that the loss of a run is the mean of
 Row = dict[str, Any]
+
+
+def held_out_name(unit: str, settings: Mapping[str, Any]) -> str:
+    """The name of the held-out loss in a row of metrics, of data in such a unit."""
+    return "held_out_loss" if settings.get("loss") == DPO else f"held_out_bits_per_{unit}"
+
+
+def held_out_unit(unit: str, loss: Any) -> str:
+    """The words behind a held-out loss of data in such a unit: none for preferences, whose loss is as it is."""
+    return "" if loss == DPO else f" bits per {unit}"
 
 
 @frozen
@@ -55,7 +66,12 @@ class RunHistory:
     @property
     def held_out(self) -> str:
         """The name of the held-out loss in a row of metrics."""
-        return f"held_out_bits_per_{self.unit}"
+        return held_out_name(self.unit, self.settings)
+
+    @property
+    def held_out_unit(self) -> str:
+        """The words behind a held-out loss."""
+        return held_out_unit(self.unit, self.settings.get("loss"))
 
     @property
     def unit(self) -> str:

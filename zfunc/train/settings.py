@@ -42,6 +42,8 @@ from zfunc.values import whole
 DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch has is taken, too
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
+DPO, DPO_LR, DPO_LORA_LR = "dpo", 1e-6, 1e-5  # a rate of fine-tuning would leave the reference at once
+LOSSES, DPO_TYPES = ("tokens", DPO), ("sigmoid", "ipo")
 GPT2_VOCAB_SIZE = 50_257
 FINAL_LR = 0.1  # of the peak, after a decay
 CPU_BUCKET_SIZE = 1 << 18  # elements, where none is set
@@ -86,6 +88,8 @@ def _usual(n: int) -> Any:
     """The default of the learning rate (0) or the weight decay (1), of the optimizer and the model."""
 
     def default(settings: "TrainSettings") -> float:
+        if n == 0 and settings.hf is not None and settings.loss == DPO:
+            return DPO_LR if settings.lora is None else DPO_LORA_LR
         if n == 0 and settings.hf is not None:
             return FINE_TUNING_LR if settings.lora is None else LORA_LR
         return OPTIMIZERS.get(settings.optimizer, OPTIMIZERS["adamw"])[n]  # an unknown one is refused later
@@ -268,11 +272,25 @@ class TrainSettings(StepFlags):
         "JSON",
     )
     dtype: str = _data("uint16", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES))
+    loss: str = _step(
+        LOSSES[0],
+        f"what is learned: {_names(LOSSES)}. dpo: preferences, records of prompt, chosen and rejected answer, "
+        "against the model as the run began (its frozen reference); a sequence is a prompt with one answer",
+        one_of(LOSSES),
+        words=LOSSES,
+        common=True,
+    )
+    dpo_beta: float | None = _step(
+        None, "with `loss=dpo`, the strength of the tie to the reference (default: 0.1)", positive
+    )
+    dpo_type: str | None = _step(
+        None, f"with `loss=dpo`: {_names(DPO_TYPES)} (default: {DPO_TYPES[0]})", one_of(DPO_TYPES)
+    )
     dropout: float = _model(0.0, "probability of dropping an activation", probability)
     lr: float = _step(
         _usual(0),
-        f"peak learning rate (default: {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, else "
-        f"{_by_optimizer(0)})",
+        f"peak learning rate (default: {FINE_TUNING_LR:g} with `hf`, {LORA_LR:g} with `lora`, with `loss=dpo` "
+        f"{DPO_LR:g} and {DPO_LORA_LR:g}, else {_by_optimizer(0)})",
         positive,
         common=True,
     )
@@ -354,6 +372,11 @@ class TrainSettings(StepFlags):
         False, "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs the extra [trackio]"
     )
 
+    @property
+    def beta(self) -> float:
+        """The strength of the tie of DPO to its reference."""
+        return 0.1 if self.dpo_beta is None else self.dpo_beta
+
     def __attrs_post_init__(self) -> None:
         check_together(self)
         if self.resume == AUTO and self.out is None:
@@ -365,7 +388,16 @@ class TrainSettings(StepFlags):
                 f"save_every: got {self.save_every} with `state_on={self.state_on}`, whose swap space is the "
                 "checkpoint, expected `commit_every`: pass that instead"
             )
-        if self.packing != "documents" and self.long_documents != "cut":
+        for name in ("dpo_beta", "dpo_type"):
+            if self.loss != DPO and getattr(self, name) is not None:
+                raise ValueError(f"{name}: got it without `loss=dpo`, expected both: add `loss=dpo`")
+        for name, usual in {"packing": PACKINGS[0], "tiles": 1}.items() if self.loss == DPO else ():
+            if str(getattr(self, name)) not in (str(usual), "None"):
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)} with `loss=dpo`, whose sequences are a prompt with one "
+                    "answer, expected none: leave it out"
+                )
+        if self.loss != DPO and self.packing != "documents" and self.long_documents != "cut":
             raise ValueError(
                 f"long_documents: got {self.long_documents} with `packing={self.packing}`, which cuts anywhere, "
                 "expected `packing=documents`: add it"
@@ -431,7 +463,7 @@ def check_paths(settings: TrainSettings) -> None:
     chats = dict[str, list[Any]]()
     for name, place in {"data": settings.data, "eval_data": settings.eval_data}.items():
         with reading(name, place):
-            looked = [] if place is None else first_look(place)
+            looked = [] if place is None else first_look(place, pairs=settings.loss == DPO)
             chats[name] = [x.values for x in looked if x.kind == CHAT]
     folder = settings.hf if settings.tokenizer is None else settings.tokenizer.parent
     if any(chats.values()) and folder is not None and (template := check_template(folder)) is not None:
@@ -461,16 +493,17 @@ def check_pretrained(settings: Any) -> None:
             )
 
 
-def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
-    """Raise ValueError unless the batch divides into `micro_batches` on each of `world` ranks.
+def check_rows(batch_size: int, world: int, micro_batches: int, rows: int = 1) -> None:
+    """Raise ValueError unless the batch divides into `micro_batches` on each of `world` ranks, of groups of `rows`.
 
     >>> check_rows(10, 4, 2)
     Traceback (most recent call last):
     ValueError: batch_size: got 10 for 4 ranks with 2 micro-batches each, expected ...
     """
-    parts = world * micro_batches
+    parts = world * micro_batches * rows
     if batch_size % parts:
         each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
+        each += " of pairs" if rows > 1 else ""
         raise ValueError(
             f"batch_size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
             f"batch_size={max(parts, batch_size // parts * parts)}"

@@ -42,6 +42,7 @@ from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras, startup_n
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
 from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
+    DPO,
     FINAL_LR,
     GPT2_VOCAB_SIZE,
     TrainSettings,
@@ -140,7 +141,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
             "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; pass "
             "`steps` or `epochs` for `lr_schedule`"
         )
-    check_rows(settings.batch_size, ranks.world, settings.micro_batches)
+    check_rows(settings.batch_size, ranks.world, settings.micro_batches, 2 if corpus.train.pairs else 1)
     if (empty := corpus.train.unlearned(settings.seq_length)) > 0:
         count = corpus.train.num_sequences(settings.seq_length)
         say("%d of %d sequences have no label; a step without any makes no update", empty, count)
@@ -160,11 +161,12 @@ def _open_corpus(
 ) -> Corpus:
     """The data, and that to evaluate on. Raises ValueError, with the setting, for data that cannot be read."""
     of_tokens = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
-    whole = settings.seq_length if settings.packing == "documents" else None
+    pairs = settings.loss == DPO
+    whole = settings.seq_length if pairs or settings.packing == "documents" else None
 
     def opened(name: str, *, split: bool) -> Corpus:
         given: dict[str, Any] = {"tokenizer": tokenizer, "dtype": settings.dtype, "vocab_size": of_tokens}
-        given |= {"whole_documents": whole, "long_documents": settings.long_documents}
+        given |= {"whole_documents": whole, "long_documents": settings.long_documents, "pairs": pairs}
         path = getattr(settings, name)
         with reading(name, path):
             return open_data(path, cache=cache, split=split, **given)

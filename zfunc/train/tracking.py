@@ -30,6 +30,7 @@ RUN_ID = "zfunc-run-id"  # in the run folder: the name of the run at W&B's serve
 SCALARS: Mapping[str, str] = {
     **{x: f"train/{x}" for x in ("loss", "lr", "grad_norm", "loss_scale", "skipped", "epoch")},
     **{f"held_out_bits_per_{unit}": f"held_out/bits_per_{unit}" for unit in ("byte", "token")},
+    "held_out_loss": "held_out/loss",
     **{x: f"speed/{x}" for x in ("tokens_per_second", "seconds", "host_seconds")},
     **{x: f"memory/{x}" for x in ("device_bytes", "host_bytes")},
 }

@@ -220,8 +220,9 @@ class HeadPart(_Part):
             if targets is None:
                 return y
             loss = next_token_loss(y.float(), targets)
-        if ROUTER in given:
+        if ROUTER in given and (isinstance(loss, tuple) or not loss.dim()):  # a loss, not a reference
             mask = _counted(given)
             tokens = x.shape[0] * x.shape[1] if mask is None else mask.sum()
-            loss = loss + self.balance * balance_loss(given[ROUTER], tokens * self.routers)
+            balance = self.balance * balance_loss(given[ROUTER], tokens * self.routers)
+            loss = (loss[0] + balance, loss[1]) if isinstance(loss, tuple) else loss + balance
         return loss

@@ -16,7 +16,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from zfunc.models.loss import IGNORE_INDEX, weighted_batch
+from zfunc.models.loss import IGNORE_INDEX, Preferences, weighted_batch
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.settings import TrainSettings
 
@@ -54,6 +54,10 @@ class TokenStream:
     bounds: np.ndarray | None = None  # int64, as starts and firsts; None for windows
     starts: np.ndarray | None = None
     firsts: np.ndarray | None = None
+    pairs: bool = False  # whether rows are a chosen and a rejected answer in turn, one document each
+    reference: np.ndarray | None = (
+        None  # [rows] fp32: their log-probabilities under the reference model, if known
+    )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,11 +65,23 @@ class TokenStream:
     @property
     def weighted(self) -> bool:
         """Whether sequences of the stream may differ in the number of tokens of which the loss counts."""
-        return self.loss_mask is not None or self.firsts is not None
+        return not self.pairs and (self.loss_mask is not None or self.firsts is not None)
 
-    def of_whole_documents(self, ends: np.ndarray, seq_length: int, long: str = "cut") -> "TokenStream":
+    @property
+    def digest(self) -> str:
+        """A digest of the tokens of all rows, and of what is learned of them."""
+        parts = (self.tokens, self.loss_mask, self.bounds, self.starts)
+        found = hashlib.blake2b(digest_size=16)
+        for part in (x for x in parts if x is not None):
+            found.update(np.ascontiguousarray(part).view(np.uint8))
+        return found.hexdigest()
+
+    def of_whole_documents(
+        self, ends: np.ndarray, seq_length: int, long: str = "cut", pairs: bool = False
+    ) -> "TokenStream":
         """A copy of the stream with sequences of whole documents, which end at `ends` [documents], ascending;
-        `long`, one of LONG, is the treatment of documents longer than `seq_length`."""
+        `long`, one of LONG, is the treatment of documents longer than `seq_length`. With `pairs`, each is a row, of
+        longer ones "cut" keeps the beginning, and pairs without a label in both are left out."""
         starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
         fits = ends - starts <= seq_length
         if long == "refuse" and not fits.all():
@@ -74,6 +90,16 @@ class TokenStream:
                 f"seq_length={seq_length} (the longest has {(ends - starts).max():,} tokens), expected none: raise "
                 "seq_length, or let long_documents drop or cut them"
             )
+        if pairs:
+            stops = ends if long == "keep-end" else np.minimum(ends, starts + seq_length)
+            starts = np.maximum(starts, ends - seq_length) if long == "keep-end" else starts
+            kept = self._labels(starts, stops) > 0
+            kept &= fits if long == "drop" else True
+            kept = np.repeat(kept.reshape(-1, 2).all(1), 2)
+            starts, stops = starts[kept], stops[kept]
+            bounds = np.concatenate([[0], np.cumsum(stops - starts)])
+            rows = np.arange(len(starts) + 1)
+            return evolve(self, bounds=bounds, starts=starts, firsts=rows, pairs=True)
         if long == "drop":
             starts, ends = starts[fits], ends[fits]
         elif long == "keep-end":
@@ -130,6 +156,12 @@ class TokenStream:
         ValueError for too few tokens.
         """
         total, places = self.num_sequences(seq_length), list[int]()
+        if self.pairs:
+            total //= 2
+            for p in range(position, position + count):
+                epoch, index = divmod(p // 2, total)
+                places.append(2 * _permute(index, total, seed, epoch) + p % 2)
+            return places
         for epoch, index in (divmod(p, total) for p in range(position, position + count)):
             place = _permute(index, total, seed, epoch)
             if self.firsts is None:
@@ -143,6 +175,10 @@ class TokenStream:
         total, unit = self.num_sequences(seq_length), 1
         if self.firsts is None:
             total, unit = (len(self) - 1) // seq_length, seq_length
+        if self.pairs:
+            total //= 2
+            count = min(max(1, limit // 2), total)
+            return [2 * (n * total // count) + k for n in range(count) for k in (0, 1)]
         count = min(limit, total)
         return [n * total // count * unit for n in range(count)]
 
@@ -196,6 +232,8 @@ class TokenStream:
             lengths = np.append(np.diff(own), seq_length - size)  # the padding is like another document
             begins = np.append(own - first, size)[: len(lengths)]
             positions[n] = np.arange(seq_length) - np.repeat(begins, lengths)
+        if self.pairs:  # padding follows, which no token attends to
+            return torch.from_numpy(ids), torch.from_numpy(labels)
         inputs = {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions)}
         return inputs, torch.from_numpy(labels)
 
@@ -274,10 +312,20 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
     first, count = (0, settings.batch_size) if stream.weighted else (own.start, rows)
     places = stream.order(position + first, count, seq_length=settings.seq_length, seed=settings.seed)
     inputs, labels = stream.read(places, seq_length=settings.seq_length, vocab_size=corpus.vocab_size)
+    if stream.pairs:
+        return inputs, preferences(settings, stream, places, labels)
     if not stream.weighted:
         return inputs, labels
     inputs = {k: t[own] for k, t in inputs.items()} if isinstance(inputs, dict) else inputs[own]
     return weighted_batch(inputs, labels[own], tokens_per_row=_tokens_per_row([labels]))
+
+
+def preferences(
+    settings: TrainSettings, stream: TokenStream, places: Sequence[int], labels: Tensor
+) -> Preferences:
+    """The targets of the rows `places` of a stream of pairs; a reference that is not known yet is zeros."""
+    known = np.zeros(len(places), np.float32) if stream.reference is None else stream.reference[places]
+    return Preferences(labels, torch.from_numpy(known), settings.beta, settings.dpo_type == "ipo")
 
 
 def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) -> tuple[Batch, ...]:
@@ -286,12 +334,22 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     So an evaluation fits in memory where training does. The last batch may be smaller: losses are weighted by rows.
     """
     stream, rows = corpus.held_out, settings.batch_size // (settings.micro_batches * ranks.world)
-    sizes = {"seq_length": settings.seq_length}
-    places = stream.spread(max(1, corpus.held_out_tokens // settings.seq_length), **sizes)
+    sizes, places = {"seq_length": settings.seq_length}, held_out_places(settings, corpus)
     parts = tuple(
         stream.read(places[n : n + rows], vocab_size=corpus.vocab_size, **sizes)
         for n in range(0, len(places), rows)
     )
+    if stream.pairs:
+        if not parts:
+            raise ValueError(
+                f"{stream.name}: got no preference that can be held out, expected one at least: use more data, or "
+                "pass eval_data"
+            )
+        starts = range(0, len(places), rows)
+        return tuple(
+            (x, preferences(settings, stream, places[n : n + rows], y))
+            for n, (x, y) in zip(starts, parts, strict=True)
+        )
     if not stream.weighted:
         return parts
     if all((labels == IGNORE_INDEX).all() for _, labels in parts):
@@ -303,6 +361,12 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     return tuple(weighted_batch(inputs, labels, tokens_per_row=per_row) for inputs, labels in parts)
 
 
+def held_out_places(settings: TrainSettings, corpus: Corpus) -> list[int]:
+    """The places of the held-out sequences that are evaluated."""
+    most = max(1, corpus.held_out_tokens // settings.seq_length)
+    return corpus.held_out.spread(most, seq_length=settings.seq_length)
+
+
 def _tokens_per_row(labels: Sequence[Tensor]) -> float:
     """Mean count of labels per row of `labels`; infinite if there is no label, so that no row weighs anything."""
     count = sum(int((x != IGNORE_INDEX).sum()) for x in labels)
@@ -311,4 +375,5 @@ def _tokens_per_row(labels: Sequence[Tensor]) -> float:
 
 def without_labels(batch: Batch) -> bool:
     """Whether `batch` has no label in the rows of any rank, known from the weight of the whole batch."""
-    return isinstance(batch[1], tuple) and not batch[1][1].any()
+    weighted = isinstance(batch[1], tuple) and not isinstance(batch[1], Preferences)
+    return weighted and not batch[1][1].any()

@@ -32,10 +32,12 @@ from zfunc.train.data.records import (
     EXPECTED,
     IDS,
     LABELS,
+    PREFERENCES,
     RECORDS,
     Document,
-    document_of,
+    preference_of,
     read_keys,
+    record_documents,
     refuse_preferences,
 )
 
@@ -113,11 +115,11 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSource:
+def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool = False) -> DocumentSource:
     """The documents of one file, or of a folder: of its files of records, if there are any, else of its text files.
 
     Held out is a split, where names of files name one, or a share of the files. With `text` a text file must be
-    UTF-8, else its document is bytes.
+    UTF-8, else its document is bytes. With `pairs` records are preferences, two documents each; texts are refused.
     """
     holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in files}
     told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
@@ -142,7 +144,10 @@ def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSo
         if not path.stat().st_size:
             counts["empty"] += 1
         elif kind is not False:
-            yield from (document_of(record, where, counts) for where, record in records_of(path))
+            for where, record in records_of(path):
+                yield from record_documents(record, where, counts, pairs=pairs)
+        elif pairs:
+            preference_of("a text", str(path), counts)
         else:
             with opened(path) as file:
                 content = file.read()
@@ -155,21 +160,21 @@ def file_documents(files: list[File], *, text: bool, folder: bool) -> DocumentSo
     return DocumentSource(read, parts, held_out, notes=(f"left out: {named(names)}",) if names else ())
 
 
-def first_look(path: Path) -> list[Document]:
+def first_look(path: Path, *, pairs: bool = False) -> list[Document]:
     """The first documents of a file, folder or dataset of records (all of a small one), and the last line of each
     file of lines, read without torch or tokenizer, so that a damaged chat is reported at once.
 
     Raises ValueError, with file and line, for a record that is no document.
     """
-    if not (path.is_file() or path.is_dir()) or holds_tokens(path):
+    if not (path.is_file() or path.is_dir()) or (not pairs and holds_tokens(path)):
         return []
     if saved := is_saved_dataset(path):
-        source = open_saved(path)
+        source = open_saved(path, pairs=pairs)
     else:
         files = walk(path) if path.is_dir() else [(path.name, path)]
         if sum(x.stat().st_size for _, x in files if suffix_of(x) == ".json") > _WHOLE:
             return []
-        source = file_documents(files, text=False, folder=path.is_dir())
+        source = file_documents(files, text=False, folder=path.is_dir(), pairs=pairs)
         if not all(suffix_of(x) in FORMATS for _, x in source.files):
             return []
     every = chain.from_iterable(documents for _, documents in source.parts(Counter()))
@@ -179,7 +184,8 @@ def first_look(path: Path) -> list[Document]:
         if (characters := characters + len(str(document.values))) > _CHARACTERS:
             break
     ends = (last_line(x) for _, x in source.files if not saved)
-    return found + [document_of(record, where, Counter()) for end in ends for where, record in end]
+    last = (record_documents(record, where, Counter(), pairs=pairs) for end in ends for where, record in end)
+    return [*found, *chain.from_iterable(last)]
 
 
 def _text_of(path: Path, content: bytes, *, as_text: bool) -> Document:
@@ -234,8 +240,9 @@ def holds_tokens(path: Path) -> bool:
     return path.suffix == ".bin" or (path / "train.bin").is_file()
 
 
-def open_saved(path: Path) -> DocumentSource:
-    """The documents of the saved dataset at `path`. Raises ValueError for unknown columns or splits, or damage."""
+def open_saved(path: Path, *, pairs: bool = False) -> DocumentSource:
+    """The documents of the saved dataset at `path`, with `pairs` of preferences. Raises ValueError for unknown
+    columns or splits, or damage."""
     splits = _splits(path)
     train = TRAIN if TRAIN in splits else next(iter(splits), None)
     if train is None or (train != TRAIN and len(splits) > 1):
@@ -244,8 +251,12 @@ def open_saved(path: Path) -> DocumentSource:
             "the folder of one"
         )
     names = splits[train].column_names
-    refuse_preferences(next(iter(splits[train]), {}), str(path))
-    if not (columns := read_keys(names)):
+    kinds = PREFERENCES if pairs else RECORDS
+    if pairs and not read_keys(names, kinds):
+        preference_of(dict.fromkeys(names), str(path), Counter())
+    if not pairs:
+        refuse_preferences(next(iter(splits[train]), {}), str(path))
+    if not (columns := read_keys(names, kinds)):
         raise ValueError(
             f"got {path} with the columns {', '.join(names) or 'none':.300}, {EXPECTED}, or {IDS} with or "
             f"without {LABELS}: rename them with rename_column"
@@ -262,7 +273,8 @@ def open_saved(path: Path) -> DocumentSource:
     def rows(name: str, counts: Counter[str]) -> Iterator[Document]:
         features = splits[name].features or dict.fromkeys(columns)
         for number, row in enumerate(_each(path, splits[name], columns)):
-            yield document_of(_without_nulls(row, features), f"{path}, row {number}", counts, RECORDS)
+            row, where = _without_nulls(row, features), f"{path}, row {number}"
+            yield from record_documents(row, where, counts, RECORDS, pairs=pairs)
 
     def parts(counts: Counter[str]) -> Parts:
         yield from ((name == held_out, rows(name, counts)) for name in (train, held_out) if name is not None)

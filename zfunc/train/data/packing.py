@@ -36,7 +36,7 @@ from zfunc.train.data.documents import (
     walk,
 )
 from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suffix_of
-from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document
+from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document, preference_of
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
 SOURCES = Path(__file__).parent  # what they make of the same files changes with them, and with these packages
@@ -59,6 +59,7 @@ def open_data(
     split: bool = True,
     whole_documents: int | None = None,
     long_documents: str = "cut",
+    pairs: bool = False,
 ) -> Corpus:
     """Open the data at `path`; without a path, the sources of Python's standard library.
 
@@ -67,6 +68,7 @@ def open_data(
     records (JSONL, JSON, CSV), a folder of them, Parquet or a saved dataset (docs/finetuning.md has their keys).
     Without a tokenizer, bytes are the tokens, and zero is the end. Sequences are cut regardless of
     documents, or have whole documents, up to `whole_documents` tokens; `long_documents` tells how to treat longer.
+    With `pairs`, records are preferences: a sequence has a prompt with one answer, the chosen before the rejected.
 
     Held out are a dataset's split validation or test; or about 8 % of the files, by a hash of their names, where
     that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only a split of
@@ -78,9 +80,11 @@ def open_data(
         raise ValueError(
             f"got {path}, which is no file (a pipe?), expected a file or a folder: write it to one"
         )
-    saved = None if path is None or not is_saved_dataset(path) else open_saved(path)
+    saved = None if path is None or not is_saved_dataset(path) else open_saved(path, pairs=pairs)
     tokenized = saved is not None and saved.tokenized
     numbered = path is not None and saved is None and holds_tokens(path)
+    if pairs and (path is None or numbered):
+        preference_of("tokens" if numbered else "texts", str(path or STDLIB), Counter())
     if numbered and whole_documents:
         raise ValueError(
             f"packing: got documents for {path}, which does not say where documents end, expected text, JSONL or a "
@@ -100,12 +104,12 @@ def open_data(
         with opened(path) as file:
             if is_packed(file.read(16)):
                 raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
-        if not (text or whole_documents or path.suffix.lower() in COMPRESSED):
+        if not (text or whole_documents or pairs or path.suffix.lower() in COMPRESSED):
             return _mapped(path, np.dtype(np.uint8), BYTES.vocab_size, split)
     files = stdlib_files() if path is None else walk(path) if folder else [(path.name, path)]
-    source = saved or file_documents(files, text=text, folder=folder)
+    source = saved or file_documents(files, text=text, folder=folder, pairs=pairs)
     rows = None if whole_documents is None else (whole_documents, long_documents)
-    return _packed(str(path or STDLIB), source, cache, vocabulary, split, rows)
+    return _packed(str(path or STDLIB), source, cache, vocabulary, split, rows, pairs)
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) -> Corpus:
@@ -153,11 +157,13 @@ def _packed(
     vocabulary: Vocabulary,
     split: bool,
     rows: tuple[int, str] | None,
+    pairs: bool,
 ) -> Corpus:
     """The corpus of the documents of `source`, which are tokenized into a folder of `cache` unless one has them."""
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
     code = code_digest(SOURCES, *PACKAGES)
-    data = (os.path.abspath(name), vocabulary.digest, source.columns, source.held_out_split, bool(rows))
+    of = (source.columns, source.held_out_split, bool(rows), pairs)
+    data = (os.path.abspath(name), vocabulary.digest, *of)
     begin = f".packed-{_short_hash(data)}-"  # hidden: `cache` may lie in the folder that is read
     folder = cache / f"{begin}{_short_hash((code, stats))}"
     if not folder.is_dir():
@@ -165,7 +171,7 @@ def _packed(
         with tempfile.TemporaryDirectory(
             dir=cache, prefix=".packing-", ignore_cleanup_errors=True
         ) as unfinished:
-            _write(Path(unfinished), name, source, vocabulary, bool(rows))
+            _write(Path(unfinished), name, source, vocabulary, bool(rows), pairs)
             with suppress(OSError):  # another process was first
                 os.rename(unfinished, folder)
         for older in cache.glob(f"{begin}*"):  # of the same data, by what it was or how it was read then
@@ -193,7 +199,7 @@ def _packed(
     if rows is not None:
         ends = offsets[1:]
         both = np.append(ends[ends < end], end), ends[ends > end] - end
-        parts = [part.of_whole_documents(x, *rows) for part, x in zip(parts, both, strict=True)]
+        parts = [part.of_whole_documents(x, *rows, pairs) for part, x in zip(parts, both, strict=True)]
         lines += _rows(parts[0], both[0], *rows)
     return Corpus(name, *parts, vocabulary.vocab_size, tuple(lines))
 
@@ -216,6 +222,8 @@ def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> 
         "keep-end": "their ends alone are kept",
         "cut": "cut into pieces, each of which sees nothing of the others; long_documents says otherwise",
     }
+    if stream.pairs:
+        what |= {"drop": "dropped, with the other answer", "cut": "their beginnings alone are kept"}
     lines = [
         f"sequences: {count:,} of {seq_length} tokens, of whole documents, "
         f"{1 - used / (count * seq_length):.0%} padding"
@@ -226,7 +234,12 @@ def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> 
 
 
 def _write(
-    folder: Path, name: str, source: DocumentSource, vocabulary: Vocabulary, whole_documents: bool
+    folder: Path,
+    name: str,
+    source: DocumentSource,
+    vocabulary: Vocabulary,
+    whole_documents: bool,
+    pairs_of_answers: bool,
 ) -> None:
     """Write the documents of `source` as a packed folder of NumPy files. Raises ValueError without a document."""
     counts, train, of_bytes = Counter[str](), 0, not whole_documents
@@ -249,7 +262,7 @@ def _write(
         write_headers()
         append(offsets=np.zeros(1))
         for held_out, documents in source.parts(counts):
-            for kind, (ids, learned) in _encoded(documents, vocabulary):
+            for kind, (ids, learned) in _encoded(documents, vocabulary, whole=pairs_of_answers):
                 learned = np.ones(len(ids), bool) if learned is None else learned
                 append(tokens=ids, mask=learned)
                 append(offsets=np.array([lengths["tokens"]]))
@@ -275,9 +288,12 @@ def _write(
         where = "files, by a hash of their names"
         if not 0.01 <= (total - train) / total <= 0.5:
             train, where = total - max(1, total // 10), "the end"
-            ends = np.load(paths["offsets"], mmap_mode="r")
-            end = int(ends[np.searchsorted(ends, train)])
-            if not of_bytes and end <= train + min(total // 20, 1 << 20):
+            ends = np.load(paths["offsets"], mmap_mode="r")[:: 2 if pairs_of_answers else 1]
+            at = int(np.searchsorted(ends, train))
+            end = int(ends[at])
+            if pairs_of_answers:
+                train = int(ends[max(1, min(at, len(ends) - 2))])  # whole pairs, the last of several held out
+            elif not of_bytes and end <= train + min(total // 20, 1 << 20):
                 train = end
     pairs, turns = counts["pairs"], counts["turns"]
     keys, files_of = (
@@ -304,14 +320,25 @@ def _write(
 # --- documents as tokens ----------------------------------------------------------------------------------
 
 
-def _encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[tuple[str, Encoded]]:
-    """The kind and the tokens of each document that is not empty; documents of one kind are tokenized together."""
+def _encoded(
+    documents: Iterable[Document], vocabulary: Vocabulary, *, whole: bool = False
+) -> Iterator[tuple[str, Encoded]]:
+    """The kind and the tokens of each document that is not empty; documents of one kind are tokenized together.
+
+    Raises ValueError for an empty one if `whole`, as then they are pairs.
+    """
     rest = iter(documents)
     while some := list(_some(rest)):
         for kind, group in groupby(some, lambda x: x.kind):
-            for encoded in _TOKENS_OF[kind](list(group), vocabulary):
+            group = list(group)
+            for encoded in _TOKENS_OF[kind](group, vocabulary):
                 if len(encoded[0]):
                     yield kind, encoded
+                elif whole:
+                    raise ValueError(
+                        f"{group[0].where}: got a preference of no tokens there, or soon after it, expected a "
+                        "prompt and answers that the tokenizer knows: correct it"
+                    )
 
 
 def _some(documents: Iterator[Document]) -> Iterator[Document]:

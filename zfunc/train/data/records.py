@@ -24,7 +24,9 @@ RECORDS = (  # the keys that make a record a document, and keys read beside them
     (("instruction", "output"), ("input", "system")),  # Alpaca
     (("text",), ()),
 )
+PREFERENCES = ((("chosen", "rejected"), ("prompt", "tools")),)
 EXPECTED = "expected text, or prompt and completion, or messages"
+PAIRS = "expected a prompt, and two answers that differ as chosen and rejected, of text or messages"
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 _ROLES = {  # of ShareGPT
     **{"system": "system", "human": "user", "user": "user", "tool": "tool", "observation": "tool"},
@@ -68,9 +70,62 @@ def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
     keys = ("completion", "label") if isinstance(record.get("label"), bool) else ("chosen", "rejected")
     if {*keys} <= record.keys():
         raise ValueError(
-            f"{where}: got a preference ({', '.join(keys)}), which zfunc does not train on, {EXPECTED}: keep what "
-            "is to be learned, under one of these names"
+            f"{where}: got a preference ({', '.join(keys)}) with a loss of tokens, {EXPECTED}: "
+            + ("pass `loss=dpo`, or keep" if "chosen" in keys else "keep")
+            + " what is to be learned, under one of these names"
         )
+
+
+def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Document]:
+    """The two documents of a preference, prompt and chosen answer before prompt and rejected one, as texts or as
+    messages; without a prompt of messages, the prompt is the messages that both answers begin with.
+
+    Raises ValueError, with the place `where`, for any other record.
+    """
+    if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
+        got = f"an object with {', '.join(sorted(record))}" if isinstance(record, dict) else repr(record)
+        raise ValueError(
+            f"{where}: got {got:.200} with `loss=dpo`, {PAIRS}: leave `loss` out to learn all that is in the data, "
+            "or write preferences"
+        )
+    counts.update(f"key {name}" for name in record.keys() - {"prompt", "chosen", "rejected", "tools"})
+    prompt, *answers = (record.get(x) for x in ("prompt", "chosen", "rejected"))
+    answers = [json.loads(x) if _is_json_of_messages(x) else x for x in answers]
+    prompt = json.loads(prompt) if _is_json_of_messages(prompt) else prompt
+    if all(isinstance(x, list) for x in answers) and not isinstance(prompt, list):
+        pairs = enumerate(zip(*answers, strict=False))
+        shared = next((n for n, (a, b) in pairs if a != b), min(map(len, answers)))
+        own, asked = answers[0][:shared], prompt
+        if asked not in (None, "") and not (own and _text_of_message(own[-1]) == asked):
+            own = []  # a text that is not what the answers answer
+        prompt, answers = own, [x[shared:] for x in answers]
+    if not prompt or not all(answers):
+        raise ValueError(
+            f"{where}: got a preference without a prompt, or without an answer, {PAIRS}: correct it"
+        )
+    shared = {"prompt": prompt, **({"tools": record["tools"]} if record.get("tools") else {})}
+    made = [document_of({**shared, "completion": x}, where, counts) for x in answers]
+    if made[0].kind != made[1].kind or any(x.kind == CHAT and _learned_turns(x.values) != 1 for x in made):
+        raise ValueError(
+            f"{where}: got answers of several turns of the assistant, or one of messages and one of text, {PAIRS}: "
+            "let each be one turn"
+        )
+    return made
+
+
+def record_documents(
+    record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:], *, pairs: bool = False
+) -> list[Document]:
+    """The document of a record, or with `pairs` the two of a preference."""
+    return preference_of(record, where, counts) if pairs else [document_of(record, where, counts, kinds)]
+
+
+def _learned_turns(chat: Chat) -> int:
+    return sum(m["role"] == ASSISTANT and w > 0 for m, w in zip(chat.messages, chat.weights, strict=True))
+
+
+def _text_of_message(message: Any) -> Any:
+    return message.get("content", message.get("value")) if isinstance(message, Mapping) else None
 
 
 def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:

@@ -1,0 +1,105 @@
+"""The reference of DPO: log-probabilities of all answers under the model as a run began, computed once.
+
+They are computed by the run's own program, streamed from wherever its weights are, before the first step, when the
+model is still the reference (adapters of LoRA begin without effect, so under them it is the base). A run keeps them
+in its folder, and a resume takes them from there: the weights have changed since.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from io import BytesIO
+
+import numpy as np
+from attrs import evolve
+
+from zfunc.checkpoint.durable_files import atomic_replace
+from zfunc.checkpoint.writer import all_or_none
+from zfunc.engine.state.state import State
+from zfunc.engine.step.evaluate import apply
+from zfunc.models.loss import Preferences
+from zfunc.train.data.corpus import TokenStream, held_out_parts, held_out_places
+from zfunc.train.resume import ResumePoint
+from zfunc.train.setup import TrainingJob
+
+REFERENCE = (
+    "reference.npz"  # in the run folder: `train` and `held_out` [rows] fp32, and the `digest` of the data
+)
+Rows = dict[str, np.ndarray]
+log = logging.getLogger("zfunc")
+
+
+def with_reference(
+    job: TrainingJob, state: State, start: ResumePoint, stop: Callable[[], str]
+) -> TrainingJob:
+    """The job with the reference of its preferences: what the run, or the one it goes on from, has kept, else
+    computed with the weights of `state`, and kept. All ranks have to call this.
+
+    Raises ValueError for a run that has none, or of other data; KeyboardInterrupt if `stop` says so meanwhile.
+    """
+    streams = {"train": job.corpus.train, "held_out": job.corpus.held_out}
+    rank, digest = job.ranks.rank, streams["train"].digest + streams["held_out"].digest
+    kept = all_or_none(job.ranks, lambda: None if rank else _kept(start, digest, state.batches))
+    if job.ranks.sums([float(kept is not None)])[0]:
+        own = {name: _of_all(job, name, kept) for name in streams}
+    else:
+        places = {"train": range(streams["train"].num_sequences(job.settings.seq_length))}
+        places |= {"held_out": held_out_places(job.settings, job.corpus)}
+        own = {name: _computed(job, state, x, places[name], stop) for name, x in streams.items()}
+    if start.folder is not None and not rank:
+        written = BytesIO()
+        np.savez(written, digest=np.array(digest), train=own["train"], held_out=own["held_out"])
+        with atomic_replace(start.folder.parent / REFERENCE) as file:
+            file.write(written.getvalue())
+    corpus = evolve(job.corpus, **{x: evolve(stream, reference=own[x]) for x, stream in streams.items()})
+    return evolve(job, corpus=corpus, held_out=held_out_parts(job.settings, corpus, job.program.ranks))
+
+
+def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
+    """The reference that the run has kept, or, if it begins with a checkpoint of another run, that run."""
+    run, origin = start.folder and start.folder.parent, start.origin
+    others = [] if start.own or origin is None else [origin, *origin.parents][:3]
+    for folder in [run, *others]:
+        if folder is None or not (path := folder / REFERENCE).is_file():
+            continue
+        with np.load(path) as file:
+            found = {name: file[name] for name in file.files}
+        if str(found.pop("digest")) == digest:
+            log.info("reference: %s", path)
+            return found
+        if folder == run:
+            raise ValueError(
+                f"data: got other data, seq_length or tokenizer than {path} is of, expected those of the run: pass "
+                f"them, or begin a new run with `resume={run}` and another `out`"
+            )
+    if start.own and at:
+        raise ValueError(
+            f"loss: got dpo for the run {run} at step {at}, which has kept no reference ({REFERENCE}), expected a "
+            f"run that began with dpo: begin a new one with `resume={run}` and another `out`"
+        )
+    return None
+
+
+def _of_all(job: TrainingJob, name: str, kept: Rows | None) -> np.ndarray:
+    """The rows that rank 0 has kept, on all ranks."""
+    sizes = job.ranks.sums([0.0 if kept is None else len(kept[name])])
+    rows = np.zeros(int(sizes[0])) if kept is None else kept[name]
+    return np.array(job.ranks.sums(rows.tolist()), np.float32)
+
+
+def _computed(
+    job: TrainingJob, state: State, stream: TokenStream, places: Sequence[int], stop: Callable[[], str]
+) -> np.ndarray:
+    """The log-probabilities [rows] fp32 of the rows at `places`, zeros elsewhere; the ranks divide the work."""
+    ranks, settings = job.program.ranks, job.settings
+    rows = settings.batch_size // (settings.micro_batches * ranks.world)
+    found = np.zeros(stream.num_sequences(settings.seq_length), np.float32)
+    for first in range(0, len(places), rows * ranks.world):
+        if job.ranks.sums([float(stop() != "")])[0]:
+            raise KeyboardInterrupt
+        mine = [*places[first + ranks.rank * rows : first + (ranks.rank + 1) * rows]]
+        read = [*mine, *[places[0]] * (rows - len(mine))]  # all ranks make equal calls
+        inputs, labels = stream.read(read, seq_length=settings.seq_length, vocab_size=job.corpus.vocab_size)
+        sums = apply(job.program, state, inputs, Preferences(labels))
+        found[mine] = sums[: len(mine)].float().cpu().numpy()
+    stages = job.ranks.world // ranks.world  # of a pipeline, each of which has the same rows
+    return (np.array(job.ranks.sums(found.tolist())) / stages).astype(np.float32)
