@@ -60,10 +60,10 @@ BUDGETS = {
     "engine": 10_016,
     "viz": 1_240,
     "planner": 3_587,
-    "models": 5_040,
-    "train": 4_850,
-    "cli": 2_600,
-    "tests": 46_261,
+    "models": 5_097,
+    "train": 5_172,
+    "cli": 2_602,
+    "tests": 46_606,
     "course": 5_250,
 }
 

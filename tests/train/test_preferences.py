@@ -59,8 +59,17 @@ def sums(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (found * (labels != -100)).sum(1)
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
-@pytest.mark.parametrize("way", [{}, {"micro_batches": 2, "params_on": "host", "state_on": "host"}])
+STREAMED = {"micro_batches": 2, "params_on": "host", "state_on": "host"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("sigmoid", {}), ("ipo", STREAMED)),
+        pytest.param("sigmoid", STREAMED, marks=pytest.mark.slow),
+        pytest.param("ipo", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_and_gradients_are_those_of_trl_and_of_plain_pytorch(kind: str, way: dict[str, Any]) -> None:
     ids, labels = read(Path("few.jsonl"))
     order = [*range(0, 8, 2), *range(1, 8, 2)]  # TRL has the chosen answers first
@@ -108,7 +117,7 @@ def train(*more: object) -> int:
 
 
 def test_a_run_goes_on_with_the_reference_of_its_beginning(capsys: Out) -> None:
-    few = ("--data", "prefs.jsonl", "--steps", 6, "--eval-every", 3, "--save-every", 3, "--no-sample")
+    few = ("--data", "prefs.jsonl", "--steps", 6, "--eval-every", 9, "--save-every", 3, "--no-sample")
     assert train(*few, "--out", "whole") == 0
     told = capsys.readouterr().out
     assert "held out 0.6931\n" in told

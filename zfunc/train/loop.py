@@ -45,7 +45,7 @@ from zfunc.train.events import (
     Traced,
     Working,
 )
-from zfunc.train.reference import with_reference
+from zfunc.train.reference import kept_reference, with_reference
 from zfunc.train.resume import ResumePoint, changed_settings, elapsed_in, end_reason, saved_extra
 from zfunc.train.setup import Batch, TrainingJob
 
@@ -105,10 +105,11 @@ class _Loop:
         self.first = at = self.state.batches
         if checkpoint is None or self.start.own:
             self.checkpoint, self.saved_step = checkpoint, at
+        kept = kept_reference(job, self.start, at) if job.corpus.train.pairs else None
         yield Started(job, at, checkpoint, self.start.own, self.elapsed)
         if job.corpus.train.pairs:
             yield Working("reference")
-            self.job = job = with_reference(job, self.state, self.start, self.stop)
+            self.job = job = with_reference(job, self.state, self.start, kept, self.stop)
         self.began = time.perf_counter() - self.elapsed
         self.ended = end_reason(job.settings, at, self.elapsed)
         if not at or (self._due_to_evaluate(at) and not self.ended):

@@ -28,30 +28,35 @@ Rows = dict[str, np.ndarray]
 log = logging.getLogger("zfunc")
 
 
-def with_reference(
-    job: TrainingJob, state: State, start: ResumePoint, stop: Callable[[], str]
-) -> TrainingJob:
-    """The job with the reference of its preferences: what the run, or the one it goes on from, has kept, else
-    computed with the weights of `state`, and kept. All ranks have to call this.
+def kept_reference(job: TrainingJob, start: ResumePoint, at: int) -> Rows | None:
+    """What the run at step `at`, or the one it goes on from, has kept: on rank 0; None on others, and if there is
+    none. All ranks have to call this. Raises ValueError for a run that has lost it, or of other data."""
+    return all_or_none(job.ranks, lambda: None if job.ranks.rank else _kept(start, _digest(job), at))
 
-    Raises ValueError for a run that has none, or of other data; KeyboardInterrupt if `stop` says so meanwhile.
-    """
+
+def with_reference(
+    job: TrainingJob, state: State, start: ResumePoint, kept: Rows | None, stop: Callable[[], str]
+) -> TrainingJob:
+    """The job with the reference of its preferences: `kept`, else computed with the weights of `state`; the run
+    keeps it. All ranks have to call this. Raises KeyboardInterrupt if `stop` says so meanwhile."""
     streams = {"train": job.corpus.train, "held_out": job.corpus.held_out}
-    rank, digest = job.ranks.rank, streams["train"].digest + streams["held_out"].digest
-    kept = all_or_none(job.ranks, lambda: None if rank else _kept(start, digest, state.batches))
     if job.ranks.sums([float(kept is not None)])[0]:
         own = {name: _of_all(job, name, kept) for name in streams}
     else:
         places = {"train": range(streams["train"].num_sequences(job.settings.seq_length))}
         places |= {"held_out": held_out_places(job.settings, job.corpus)}
         own = {name: _computed(job, state, x, places[name], stop) for name, x in streams.items()}
-    if start.folder is not None and not rank:
+    if start.folder is not None and not job.ranks.rank:
         written = BytesIO()
-        np.savez(written, digest=np.array(digest), train=own["train"], held_out=own["held_out"])
+        np.savez(written, digest=np.array(_digest(job)), train=own["train"], held_out=own["held_out"])
         with atomic_replace(start.folder.parent / REFERENCE) as file:
             file.write(written.getvalue())
     corpus = evolve(job.corpus, **{x: evolve(stream, reference=own[x]) for x, stream in streams.items()})
     return evolve(job, corpus=corpus, held_out=held_out_parts(job.settings, corpus, job.program.ranks))
+
+
+def _digest(job: TrainingJob) -> str:
+    return job.corpus.train.digest + job.corpus.held_out.digest
 
 
 def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
@@ -61,8 +66,14 @@ def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
     for folder in [run, *others]:
         if folder is None or not (path := folder / REFERENCE).is_file():
             continue
-        with np.load(path) as file:
-            found = {name: file[name] for name in file.files}
+        try:
+            with np.load(path) as file:
+                found = {name: file[name] for name in ("digest", "train", "held_out")}
+        except Exception as error:  # of zipfile and NumPy
+            raise ValueError(
+                f"resume: got {path}, which cannot be read ({error}), expected what zfunc wrote: restore it, or "
+                f"begin a new run with `resume={run}` and another `out`"
+            ) from error
         if str(found.pop("digest")) == digest:
             log.info("reference: %s", path)
             return found
