@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import zfunc
+
 Out = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
@@ -133,9 +135,16 @@ PRINTS: dict[str, list[str]] = {
         r"^rank 0: stage 0, rows (.*)\nrank 1: stage 0, rows (?!\1)(.*)\nrank 2: stage 1, rows \1\nrank 3: .* \2$",
         r"^order: got devices that wait for each other .*device 1 has B\[7,1\] next, which follows B\[6,1\]",
     ],
+    "13_reward_model.py": [
+        r"^step  1: loss 0\.[67]\d+$\nstep 30: loss 0\.0\d+$",
+        r"^chosen above rejected: 16 of 16 pairs$",
+    ],
+    "14_distillation.py": [r"^step  1: KL 0\.0[1-5]\d+$\nstep 40: KL 0\.00\d+$"],
 }
 ALONE = {"03_write_a_schedule.py"}  # says what has been imported
-NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have
+NEEDS = dict.fromkeys(
+    ("07_finetune_hf.py", "13_reward_model.py"), "transformers"
+)  # what `make test` need not have
 
 
 @pytest.fixture(autouse=True)
@@ -229,3 +238,44 @@ def test_an_error_in_a_lane_of_zfunc_in_200_lines_ends_the_step(small: dict[str,
     training.to_host = fail
     with pytest.raises(OSError, match="the copy failed"):
         small["execute"](small["plan"], training, small["batch"](0))
+
+
+@pytest.mark.slow
+def test_the_reward_model_has_the_gradients_of_plain_pytorch() -> None:
+    pytest.importorskip("transformers")
+    given = runpy.run_path(str(ROOT / "examples/13_reward_model.py"))
+    model, inputs, one = given["model"], given["inputs"], zfunc.SGD(lr=1.0)
+    program = zfunc.compile(given["segments"], **given["options"] | {"optimizer": one})
+    state, metrics = zfunc.train_step(program, zfunc.init(program), given["batch"])
+    scores = model(**inputs).logits
+    loss = -torch.nn.functional.logsigmoid(scores[0::2, 0] - scores[1::2, 0]).mean()
+    as_plain(model, loss, metrics.loss, zfunc.params(program, state))
+
+
+def as_plain(model: Any, loss: torch.Tensor, ours: float, after: dict[str, torch.Tensor]) -> None:
+    """The loss, and each gradient: what a step of SGD at a rate of 1 took from the model's own values."""
+    assert ours == pytest.approx(float(loss.detach()), abs=1e-6)
+    loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach() - after[name], p.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_the_student_has_the_gradients_of_plain_pytorch() -> None:
+    given = runpy.run_path(str(ROOT / "examples/14_distillation.py"))
+    ids, parts = given["ids"], given["parts"]
+    student = zfunc.compile(
+        [zfunc.segment(name, m) for name, m in parts], optimizer=zfunc.SGD(lr=1.0), precision="fp32"
+    )
+    logits = zfunc.apply(given["teacher"], given["knowing"], ids)
+    state, metrics = zfunc.train_step(student, zfunc.init(student), (ids, logits))
+    x, known = ids, zfunc.params(given["teacher"], given["knowing"])
+    for _, module in parts[:-1]:
+        x = module(x)
+    own, y = parts[-1][1].head.logits(x), ids
+    for name, module in given["known"]:
+        module.load_state_dict({k: known[f"{name}.{k}"] for k in module.state_dict()})
+        y = module(y) if name != "head" else module.logits(y)
+    torch.testing.assert_close(logits, y.detach(), atol=1e-6, rtol=1e-5)
+    p, q = (torch.softmax(t.flatten(0, 1) / 2, -1) for t in (y.detach(), own))
+    loss = 4 * (p * (p.log() - q.log())).sum(1).mean()
+    as_plain(torch.nn.ModuleDict(dict(parts)), loss, metrics.loss, zfunc.params(student, state))
