@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked import play, played
 from quantized_models import BATCH, Shifted, modules, rounded, segments_of
 from safetensors.torch import load_file
+from small_models import rows_of
 from torch import Tensor, nn
 
 import zfunc
@@ -140,11 +143,13 @@ def test_three_pieces_cost_what_all_pieces_do(
     assert max(seen) > 4 * min(seen)
 
 
-def trained(segments: Any, precision: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    segments: Any, precision: str, batch: Any = BATCH, **settings: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     program = zfunc.compile(segments, precision=precision, optimizer=zfunc.AdamW(lr=1e-2), **settings)
     state, losses = zfunc.init(program), list[float]()
     for _ in range(3):
-        state, metrics = zfunc.train_step(program, state, BATCH)
+        state, metrics = zfunc.train_step(program, state, batch)
         losses.append(metrics.loss)
     own = {x.name for x in program.layout.spans}
     values = {x: t for x, t in zfunc.params(program, state).items() if x in own}
@@ -172,6 +177,37 @@ def test_a_training_is_that_of_decoded_weights_to_the_bit(
     assert losses == expected[0]
     assert values.keys() == expected[1].keys()
     assert all(torch.equal(t, expected[1][x]) for x, t in values.items())
+
+
+RANKS: dict[str, dict[str, Any]] = {
+    "stage 3": {"stage": 3, "params_on": "host", "clip_norm": 1.0},
+    "stages of a pipeline": {"pp": 2, "order": "OneFOneB", "micro_batches": 2, "params_on": "host"},
+    "device": {},
+}
+
+
+def one_rank(rank: int, world: int, out: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
+    for kind, (name, settings) in product(("nf4", "int8"), RANKS.items()):
+        own = BATCH if "pp" in settings else rows_of(BATCH, rank, world)
+        plain = segments_of(rounded(modules(), kind, torch.bfloat16))
+        expected = trained(plain, "bf16", own, group=dist.group.WORLD, **settings)
+        segments = zfunc.quantized(segments_of(modules()), kind)
+        losses, values = trained(segments, "bf16", own, group=dist.group.WORLD, **settings)
+        assert losses == expected[0], name
+        assert values.keys() == expected[1].keys()
+        assert all(torch.equal(t, expected[1][x]) for x, t in values.items()), name
+    out.joinpath(f"{rank}").touch()
+
+
+def every_rank(out: Path) -> None:
+    play(one_rank, out, 2)
+
+
+@pytest.mark.slow
+def test_ranks_train_as_on_decoded_weights(tmp_path: Path) -> None:
+    played(every_rank, tmp_path)
+    assert {"0", "1"} <= {x.name for x in tmp_path.iterdir()}
 
 
 def test_a_constant_in_half_precision_rounds_no_weight() -> None:
