@@ -62,8 +62,15 @@ OPT = {
 OPT |= {"max_position_embeddings": 32, "word_embed_proj_dim": 32, "dropout": 0.0, "use_cache": False}
 VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "attention_dropout": 0.0}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+EIGHT = {"image_size": 8, "patch_size": 4}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 MAMBA |= {"mamba_chunk_size": 4, "mamba_expand": 2}
+DEBERTA: dict[str, Any] = {"vocab_size": VOCAB, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+DEBERTA |= {"max_position_embeddings": 32}
+SWIN = {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+DECODER = {"decoder_hidden_size": 16, "decoder_intermediate_size": 16, "decoder_num_attention_heads": 2}
+DECODER |= {"decoder_num_hidden_layers": 1, "mask_ratio": 0.5}
+HEADS = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "use_cache": False}
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
 LINEAR |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 3}
 LINEAR |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -176,6 +183,76 @@ class DiT(nn.Module):
         )
 
 
+class JointBlock(nn.Module):
+    """Two streams, each with its own weights, that attend to one another, as in SD3 and Flux."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(DiTBlock(width) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [m.modulation(F.silu(c))[:, None].chunk(6, -1) for m in self.own]
+        each = zip(self.own, (x, y), parts, strict=True)
+        both = torch.cat([m.qkv(m.norms[0](z) * (1 + p[1]) + p[0]) for m, z, p in each], 1)
+        q, k, v = both.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        split, streams = seen.split([x.shape[1], y.shape[1]], 1), list[Tensor]()
+        for m, z, p, o in zip(self.own, (x, y), parts, split, strict=True):
+            h = z + p[2] * m.out(o)
+            streams.append(h + p[5] * m.mlp(m.norms[1](h) * (1 + p[4]) + p[3]))
+        return streams[0], streams[1]
+
+
+class SD3(nn.Module):
+    """Joint blocks over patches and words; of Flux as many `single` blocks over both in one row behind them."""
+
+    def __init__(self, single: int = 0, width: int = 32) -> None:
+        super().__init__()
+        self.patch, self.words = nn.Conv2d(3, width, 4, 4), nn.Embedding(VOCAB, width)
+        self.time = nn.Linear(1, width)
+        self.joint = nn.ModuleList(JointBlock(width) for _ in range(2))
+        self.single = nn.ModuleList(DiTBlock(width) for _ in range(single))
+        self.out = nn.Linear(width, 48)
+
+    def forward(self, x: Tensor, t: Tensor, words: Tensor) -> Tensor:
+        x, y = self.patch(x).flatten(2).transpose(1, 2), self.words(words)
+        c = self.time(t[:, None]) + y.mean(1)
+        for block in self.joint:
+            x, y = block(x, y, c)
+        for block in self.single:
+            x, y = block(torch.cat([x, y], 1), c).split([x.shape[1], y.shape[1]], 1)
+        return self.out(x)
+
+
+class VideoBlock(DiTBlock):
+    """Self-attention over places and times, and attention to words."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.cross = nn.MultiheadAttention(width, 4, batch_first=True)
+
+    def forward(self, x: Tensor, c: Tensor, words: Tensor) -> Tensor:  # pyright: ignore
+        x = super().forward(x, c)
+        return x + self.cross(x, words, words, need_weights=False)[0]
+
+
+class Wan(nn.Module):
+    """A diffusion transformer of videos [rows, channels, times, height, width]."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.patch, self.words = nn.Conv3d(3, width, (1, 4, 4), (1, 4, 4)), nn.Embedding(VOCAB, width)
+        self.time = nn.Linear(1, width)
+        self.blocks = nn.ModuleList(VideoBlock(width) for _ in range(2))
+        self.out = nn.Linear(width, 48)
+
+    def forward(self, x: Tensor, t: Tensor, words: Tensor) -> Tensor:
+        x, y, c = self.patch(x).flatten(2).transpose(1, 2), self.words(words), self.time(t[:, None])
+        for block in self.blocks:
+            x = block(x, c, y)
+        return self.out(x)
+
+
 class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -250,6 +327,13 @@ class GraphNetwork(nn.Module):
 
 def next_token(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def noised(times: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Images, or videos of some `times`, with a time and words each, and what their patches should become."""
+    frames = (times,) if times else ()
+    x = torch.randn(4, 3, *frames, 16, 16)
+    return {"x": x, "t": torch.rand(4), "words": ids(4, 5)}, torch.randn(4, 16 * max(1, times), 48)
 
 
 def edges() -> Tensor:
@@ -398,5 +482,84 @@ MODELS: dict[str, Callable[[], Made]] = {
         GraphNetwork(),
         ((torch.randn(4, 6, 4), edges()), torch.randn(4, 1)),
         F.mse_loss,
+    ),
+    "SD3": lambda: (SD3(), noised(), F.mse_loss),
+    "Flux": lambda: (SD3(single=2), noised(), F.mse_loss),
+    "Wan": lambda: (Wan(), noised(2), F.mse_loss),
+    "MPNet": of(config("MPNet", **ENCODER, vocab_size=VOCAB), "MPNetForMaskedLM", text),
+    "DeBERTa": of(
+        config("DebertaV2", **ENCODER, **DEBERTA),
+        "DebertaV2ForTokenClassification",
+        lambda: text(labels=ids() % 2),
+    ),
+    "ModernBERT": of(config("ModernBert", **SIZE, local_attention=8), "ModernBertForMaskedLM", text),
+    "mBART": of(
+        config("MBart", **SEQ2SEQ, max_position_embeddings=32), "MBartForConditionalGeneration", text
+    ),
+    "Pegasus": of(
+        config("Pegasus", **SEQ2SEQ, max_position_embeddings=32), "PegasusForConditionalGeneration", text
+    ),
+    "Marian": of(config("Marian", **SEQ2SEQ, max_position_embeddings=32), "MarianMTModel", text),
+    "Swin": of(
+        config("Swin", **SWIN, image_size=16, drop_path_rate=0.0),
+        "SwinForImageClassification",
+        lambda: images(labels=classes()),
+    ),
+    "ViT, masked": of(
+        config("ViTMAE", **ENCODER, **VISION, **DECODER),
+        "ViTMAEForPreTraining",
+        lambda: images(noise=torch.rand(4, 16)),
+    ),
+    "BLIP": of(
+        config(
+            "Blip",
+            text_config=TOWER | {"vocab_size": VOCAB, "encoder_hidden_size": 32, "hidden_dropout_prob": 0.0},
+            vision_config=TOWER | VISION,
+        ),
+        "BlipForConditionalGeneration",
+        lambda: images(input_ids=ids(), labels=ids()),
+    ),
+    "Falcon": of(config("Falcon", **HEADS, num_hidden_layers=3), "FalconForCausalLM", text),
+    "MPT": of(
+        config("Mpt", vocab_size=VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=32, use_cache=False),
+        "MptForCausalLM",
+        text,
+    ),
+    "GPT-J": of(config("GPTJ", **GPT2, rotary_dim=4), "GPTJForCausalLM", text),
+    "StarCoder 2": causal("Starcoder2", residual_dropout=0.0, embedding_dropout=0.0),
+    "Granite": causal("Granite"),
+    "Cohere": causal("Cohere"),
+    "StableLM": causal("StableLm"),
+    "Phi": causal("Phi", partial_rotary_factor=0.5),
+    "Gemma 3": of(config("Gemma3Text", **SIZE, head_dim=8, sliding_window=4), "Gemma3ForCausalLM", text),
+    "OLMoE": causal("Olmoe", **EXPERTS),
+    "Qwen2-MoE": causal("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=16),
+    "Qwen3.5": of(config("Qwen3_5Text", **SIZE, **LINEAR, head_dim=16), "Qwen3_5ForCausalLM", text),
+    "Blenderbot": of(
+        config("Blenderbot", **SEQ2SEQ, max_position_embeddings=32),
+        "BlenderbotForConditionalGeneration",
+        text,
+    ),
+    "PaliGemma": of(
+        config(
+            "PaliGemma",
+            text_config=SIZE | {"model_type": "gemma", "head_dim": 8},
+            vision_config=TOWER | EIGHT | {"model_type": "siglip_vision_model", "projection_dim": 32},
+            image_token_index=4,
+            projection_dim=32,
+        ),
+        "PaliGemmaForConditionalGeneration",
+        lambda: with_image(4, 4, pixel_values=torch.randn(4, 3, 8, 8), token_type_ids=ids() * 0 + 1),
+    ),
+    "InternVL": of(
+        config(
+            "InternVL",
+            text_config=SIZE | {"model_type": "qwen2"},
+            vision_config=TOWER | {"image_size": [16, 16], "patch_size": [4, 4]},
+            image_token_id=4,
+            image_seq_length=4,
+        ),
+        "InternVLForConditionalGeneration",
+        lambda: with_image(4, 4),
     ),
 }

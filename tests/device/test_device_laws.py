@@ -556,6 +556,34 @@ def test_adapters_train_on_a_tenth_of_the_models_memory(device: str, controls: A
     assert made[0][-1] < made[0][0]
 
 
+@pytest.mark.slow
+def test_a_billion_parameters_train_on_a_tenth_of_their_memory(
+    device: str, controls: Any, tmp_path: Path
+) -> None:
+    """A folder of transformers in bf16, packed into NF4 as it is read, under adapters of peft."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 512}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=32, num_key_value_heads=8)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        p.data.normal_(std=0.02) if p.dim() > 1 else p.data.fill_(1)
+    model.save_pretrained(tmp_path)
+    numel = sum(p.numel() for p in model.parameters())
+    assert numel > 0.97e9
+    del model
+    lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    _, segments = zfunc.hf.load(tmp_path, quantize="nf4", lora=lora)
+    how = {"optimizer": zfunc.AdamW(lr=1e-3), "precision": "bf16", "device": device}
+    program = zfunc.compile(segments, **how, params_on="host", activations_on="host")
+    controls.set_capacity(0, torch.accelerator.memory_allocated() + 2 * numel // 10)
+    tokens = torch.randint(512, (1, 65), generator=torch.Generator().manual_seed(0))
+    seen, _ = run_steps(program, lambda _: (tokens[:, :-1], tokens[:, 1:]))
+    losses = [x for x, _ in seen]
+    assert losses[-1] < losses[0]
+
+
 def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(device: str) -> None:
     """Of kept memory: what a step allocates beside it is another law's."""
     taken, planned, kept = dict[str, int](), dict[str, int](), dict[str, Counter[str]]()
