@@ -133,6 +133,7 @@ course: $(TOOLS)
 
 pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python docs/make_systems.py
 	$(BIN)/python -m course.make_pictures
 
 # A site in build/docs: the pages and the course with a search, the API reference from the docstrings, and a live page.

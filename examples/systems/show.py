@@ -58,13 +58,27 @@ def beside(name: str) -> Plan:
     return Overlapped()(graph)
 
 
-def published(name: str) -> str:
+def compared(name: str, plan: Plan) -> tuple[float, float, float]:
+    """Time, device memory and host memory of a system's plan, in parts of those of the step beside it."""
+    other = beside(name)
+    bytes_, of_other = plan.peak_bytes(), other.peak_bytes()
+    host, of_host = (x.get("host", 0) + x.get("pinned", 0) for x in (bytes_, of_other))
+    time = plan.simulate(HARDWARE).seconds / other.simulate(HARDWARE).seconds
+    return time, bytes_["device"] / of_other["device"], host / of_host
+
+
+def published_cells(name: str) -> list[list[str]]:
     """The rows of docs/published.md that a system's file names; the page says why the two figures differ."""
     rows = [x for x in PAGE.read_text().splitlines() if x.startswith("| ")]
     cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows]
-    named = [x for x in cells if len(x) > 7 and any(_is(x, row) for row in import_module(name).PUBLISHED)]
+    return [x for x in cells if len(x) > 7 and any(_is(x, row) for row in import_module(name).PUBLISHED)]
+
+
+def published(name: str) -> str:
+    """Those rows as lines."""
     return "\n".join(
-        f"{x[0]}  {x[1]}, {x[2]}, {x[3]}: published {x[5]}, planned {x[6]} tokens/s" for x in named
+        f"{x[0]}  {x[1]}, {x[2]}, {x[3]}: published {x[5]}, planned {x[6]} tokens/s"
+        for x in published_cells(name)
     )
 
 
@@ -80,11 +94,8 @@ def main(name: str = "", picture: str = "") -> None:
         sys.exit(f"show.py: got {name!r}, expected one of {', '.join(SYSTEMS)}")
     print(f"{'':<15} {'time':>6} {'device':>7} {'host':>7}   of the step beside it")
     for system in [name] if name else SYSTEMS:
-        plan, other = Overlapped()(graph_of(system)).verify(), beside(system)
-        bytes_, of_other = plan.peak_bytes(), other.peak_bytes()
-        host, of_host = (x.get("host", 0) + x.get("pinned", 0) for x in (bytes_, of_other))
-        time = plan.simulate(HARDWARE).seconds / other.simulate(HARDWARE).seconds
-        print(f"{system:<15} {time:6.2f} {bytes_['device'] / of_other['device']:7.2f} {host / of_host:7.2f}")
+        plan = Overlapped()(graph_of(system)).verify()
+        print("{:<15} {:6.2f} {:7.2f} {:7.2f}".format(system, *compared(system, plan)))
     if name:
         timeline = plan.simulate(HARDWARE)
         print(f"\n{timeline.text()}\n\n{published(name) or 'docs/published.md has no row of it'}")

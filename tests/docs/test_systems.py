@@ -24,7 +24,9 @@ from zfunc.errors import PlanError
 
 FOLDER = Path(__file__).parents[2] / "examples" / "systems"
 sys.path.append(str(FOLDER))
+sys.path.append(str(FOLDER.parents[1] / "docs"))
 import fpdt  # noqa: E402
+import make_systems  # noqa: E402
 import round_pipe  # noqa: E402
 import show  # noqa: E402
 import staged  # noqa: E402
@@ -230,3 +232,8 @@ def test_it_can_be_held_in_a_hand(file: Path) -> None:
     lines = {x.name: (x.end_lineno or 0) - x.lineno + 1 for x in functions}
     in_recipe = sum(n for name, n in lines.items() if name not in {x.name for x in of_operations})
     assert max(in_recipe, sum(lines.values()) - in_recipe) <= MOST
+
+
+def test_the_page_and_its_pictures_are_what_the_script_writes() -> None:
+    for name, text in make_systems.files():
+        assert (make_systems.DOCS / name).read_text() == text, f"{name}: run python docs/make_systems.py"
