@@ -56,14 +56,14 @@ BUDGETS = {
     "schedules and ground": 1_450,
     "runtime": 3_641,
     "optim": 3_105,
-    "checkpoint": 3_120,
+    "checkpoint": 3_898,
     "engine": 10_016,
     "viz": 1_240,
     "planner": 3_587,
     "models": 5_097,
     "train": 5_172,
-    "cli": 2_602,
-    "tests": 46_850,
+    "cli": 2_707,
+    "tests": 47_350,
     "course": 5_250,
 }
 

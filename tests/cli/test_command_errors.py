@@ -250,6 +250,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("export used", "got no --out, expected one"),
     ("export used --out used/kept.txt", "--out: got used/kept.txt, expected the name of a file that ends in"),
     ("export empty --out a.safetensors", "empty: got no checkpoint in it"),
+    ("import empty --out new", "empty: got neither .metadata nor"),
     ("export empty --hf used --out new", "empty: got no checkpoint in it"),
     ("doctor --foldr x", "did you mean '--folder'?"),
     ("completion csh", "did you mean 'zsh'?"),

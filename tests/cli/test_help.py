@@ -68,7 +68,7 @@ def test_help_has_every_option_once_with_its_default_and_what_there_is_to_choose
     for field in fields.values():
         option = command.options[field.name]
         line = lines[option.metavar if option.positional else flag(field.name)]
-        required = option.positional or (field.name == "out" and name == "export")
+        required = option.positional or (field.name == "out" and name in ("export", "import"))
         assert ("(default: " in line) is not (field.type is bool or required), line
         assert line.count("(default: ") <= 1
         assert all(word in line or word in option.metavar for word in option.words)

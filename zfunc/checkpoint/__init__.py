@@ -11,6 +11,11 @@
     swap_space         the optimizer state of a rank on its drives, a checkpoint after every commit
     swap_checkpoint    a swap space of all ranks, read as a checkpoint
     export             the weights alone, as one safetensors file
+    foreign_run        a run of another program, its tensors by name, read one by one
+    dcp                checkpoints of torch.distributed.checkpoint, read and written
+    deepspeed_files    checkpoints of DeepSpeed: ZeRO of each stage, and universal ones
+    import_run         a run of another program as a checkpoint of zfunc
 
-What is read is checked before anything is allocated, and nothing in a checkpoint is ever executed.
+What is read is checked before anything is allocated, and nothing in a checkpoint is ever executed,
+but pickles of DeepSpeed where `allow_pickle` says so.
 """

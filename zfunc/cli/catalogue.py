@@ -5,7 +5,7 @@ The tests parse the examples of each.
 
 from attrs import NOTHING, frozen
 
-from zfunc.cli.commands import calibrate, doctor, draw, export, plan, report, train
+from zfunc.cli.commands import calibrate, doctor, draw, export, import_, plan, report, train
 from zfunc.cli.parser import EXIT_OK, Command, make_parser
 from zfunc.core.settings import GONE as GONE_SETTINGS
 from zfunc.core.settings import OF_OPTIMIZER
@@ -60,6 +60,7 @@ COMMANDS: dict[str, Command] = {
     "calibrate": calibrate.COMMAND,
     "report": report.COMMAND,
     "export": export.COMMAND,
+    "import": import_.COMMAND,
     "doctor": doctor.COMMAND,
     "completion": Command(
         "print a script that completes zfunc's commands in a shell",

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import NOTHING, frozen
 
@@ -13,6 +14,10 @@ from zfunc.options import one_of, option, path
 from zfunc.runtime.host_memory import check_addresses
 from zfunc.units import format_bytes
 
+if TYPE_CHECKING:
+    from zfunc.checkpoint.export import ExportedWeights
+
+FORMATS = ("safetensors", "dcp")
 _file = partial(option, group="file")
 
 
@@ -27,7 +32,9 @@ class ExportSettings:
         positional=True,
     )
     out: Path = _file(
-        NOTHING, "new file to write, which ends in .safetensors; with `hf` a new folder; to be given", path
+        NOTHING,
+        "new file to write, which ends in .safetensors; with `hf` or `format` dcp a new folder; to be given",
+        path,
     )
     hf: Path | None = _file(
         None,
@@ -38,6 +45,12 @@ class ExportSettings:
     adapter_only: bool = _file(
         False, "of a run with --lora write the adapters alone, as peft does, and do not merge them"
     )
+    format: str = _file(
+        "safetensors",
+        "safetensors; or dcp, fp32 weights and Adam's moments for torch.distributed.checkpoint",
+        one_of(FORMATS),
+        "|".join(FORMATS),
+    )
     ema: bool = _file(False, "the moving average of the weights, of a training with --ema")
     dtype: str = _file(
         "fp32", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
@@ -46,6 +59,8 @@ class ExportSettings:
     def __attrs_post_init__(self) -> None:
         if self.adapter_only and self.hf is None:
             refuse("adapter_only", "it without `hf`", "the adapters' model", "add `hf`")
+        if self.format == "dcp" and (self.hf is not None or self.ema or self.dtype != "fp32"):
+            refuse("format", "dcp beside `hf`, `ema` or `dtype`", "it alone", "leave those out")
 
 
 def run_export(settings: ExportSettings) -> int:
@@ -56,6 +71,12 @@ def run_export(settings: ExportSettings) -> int:
 
     source, out, given = settings.checkpoint, settings.out, {"dtype": settings.dtype, "ema": settings.ema}
     trained = settings_of(source)
+    if settings.format == "dcp":
+        from zfunc.checkpoint.dcp import export_dcp
+
+        x = export_dcp(source, out)
+        print(_written(x))
+        return EXIT_OK
     if settings.hf is None and (began := trained.get("hf")):
         like = f"add `hf={began}` for a folder like the Hugging Face model that training began with"
         if out.suffix != SUFFIX:
@@ -70,9 +91,13 @@ def run_export(settings: ExportSettings) -> int:
 
             lora, alone = adapters(trained), settings.adapter_only
             x = hf.export(source, out, config=settings.hf, lora=lora, adapter_only=alone, **given)
-    what = f"{x.parameters} parameters of step {x.step} as {x.dtype}, {format_bytes(x.bytes)}"
-    print(f"written: {x.path}: {what}")
+    print(_written(x))
     return EXIT_OK
+
+
+def _written(x: "ExportedWeights") -> str:
+    what = f"{x.parameters} parameters of step {x.step} as {x.dtype}, {format_bytes(x.bytes)}"
+    return f"written: {x.path}: {what}"
 
 
 COMMAND = Command(

@@ -1,0 +1,84 @@
+"""A run of another program as readers of its checkpoint give it: tensors by the names of parameters.
+
+Nothing is read before it is asked for, so a reader needs memory for the names alone.
+"""
+
+import pickle
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from zfunc.checkpoint.durable_files import os_errors_as, reject
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+COPY_AGAIN = "copy the checkpoint again, or take an earlier one"
+_WRAPPERS = re.compile(r"^(module\.)+|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+@frozen(eq=False)
+class ForeignTensor:
+    """A tensor of another program's checkpoint: its shape and dtype, and a function that reads it."""
+
+    shape: tuple[int, ...] = field(converter=tuple[int, ...])
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@frozen(eq=False)
+class ForeignRun:
+    """A checkpoint of Adam or AdamW in another program's files, by the names of the model's parameters.
+
+    `weights` has buffers of modules, too; `moments` has by parameter those of MOMENTS that there are. `frozen`
+    names parameters that are known not to be trained, `tied` the owner of each other name of a tensor. `step`
+    counts updates, `sequences` what they were trained on, None if the files do not say.
+    """
+
+    place: Path
+    step: int
+    weights: Mapping[str, ForeignTensor]
+    moments: Mapping[str, Mapping[str, ForeignTensor]]
+    sequences: int | None = None
+    frozen: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(factory=dict[str, str])
+
+
+def own_name(name: str) -> str:
+    """The model's own name of a parameter, without what wrappers put into it.
+
+    >>> own_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    return _WRAPPERS.sub("", name)
+
+
+def one_step(place: Path, steps: Iterable[tuple[str, float]]) -> int:
+    """The step that all parameters have, given by name. CheckpointError where two differ, or there is none."""
+    first: tuple[str, float] | None = None
+    for name, step in steps:
+        first = first or (name, step)
+        if step != first[1] or not step.is_integer():
+            got = f"step {first[1]:g} of {first[0]!r} and {step:g} of {name!r}"
+            reject(place, got, "one whole number of updates for all parameters", COPY_AGAIN)
+    if first is None:
+        reject(place, "no step of an optimizer", "one for each parameter", "save the optimizer's state, too")
+    return int(first[1])
+
+
+@contextmanager
+def reading_pickle(file: Path) -> Generator[None, None, None]:
+    """Turn what is raised while the tensors of `file` are read into CheckpointError, with what to do."""
+    try:
+        with os_errors_as(file, "reading it"):
+            yield
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            do = "if you trust who wrote it and have its packages, add `allow_pickle`, which runs its code"
+            reject(file, f"a pickle of {found[1]}", "tensors, numbers and texts alone", do)
+        reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
+    except (RuntimeError, EOFError, ImportError, AttributeError, KeyError) as error:
+        reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)

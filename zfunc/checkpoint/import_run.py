@@ -1,0 +1,216 @@
+"""A run of another program as a checkpoint of zfunc: weights, both moments and the step, each to the bit.
+
+A tensor at a time is read and written. The checkpoint has its name when all of it is on the disk.
+"""
+
+import logging
+import zlib
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint.dcp import METADATA, PARTS, open_dcp
+from zfunc.checkpoint.deepspeed_files import is_deepspeed, open_deepspeed
+from zfunc.checkpoint.durable_files import reject
+from zfunc.checkpoint.foreign_run import MOMENTS, ForeignRun, ForeignTensor
+from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
+from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
+from zfunc.checkpoint.writer import as_bytes
+from zfunc.core.optimizer_state import MASTER
+from zfunc.core.spec import FROZEN
+from zfunc.errors import did_you_mean, refuse
+from zfunc.optim.loss_scale import UNSCALED
+from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
+
+_POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
+_EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
+log = logging.getLogger("zfunc")
+
+
+@frozen
+class ImportedRun:
+    """A checkpoint that `import_run` wrote: its folder, number of parameters, step and sequences."""
+
+    path: Path
+    parameters: int
+    step: int
+    sequences: int
+
+
+@frozen(eq=False)
+class _Entry:
+    """A parameter, or a module's buffer, of the checkpoint to be: what is kept of it, by kind."""
+
+    name: str
+    trainable: bool
+    kinds: dict[str, ForeignTensor]
+
+
+def open_run(source: Path, *, allow_pickle: bool = False) -> ForeignRun:
+    """Open the DCP, or DeepSpeed's checkpoint, in a folder. Raises CheckpointError, with what to do."""
+    if not source.is_dir():
+        reject(source, "no such folder", "a DCP, or a checkpoint of DeepSpeed", "check the path")
+    if any((source / x / METADATA).exists() for x in ("", *PARTS)):
+        return open_dcp(source)
+    for pointer in (source / x for x in _POINTERS):
+        if pointer.is_file() and (tag := pointer.read_text().strip()) and (source / tag).is_dir():
+            return open_run(source / tag, allow_pickle=allow_pickle)
+    if is_deepspeed(source):
+        return open_deepspeed(source, allow_pickle=allow_pickle)
+    got = f"neither {METADATA} nor *_states.pt"
+    reject(
+        source,
+        got,
+        "a DCP, or a checkpoint of DeepSpeed",
+        "name the folder of one step, such as checkpoint-500",
+    )
+
+
+def import_run(
+    source: Path,
+    out: Path,
+    *,
+    segments: Iterable[Any] = (),
+    sequences: int | None = None,
+    allow_pickle: bool = False,
+) -> ImportedRun:
+    """Write the run of Adam or AdamW in folder `source` as a checkpoint of zfunc in the new folder `out`.
+
+    `source` has a DCP (FSDP2, torchtitan, a checkpoint of Trainer with FSDP), files of DeepSpeed's ZeRO or a
+    universal checkpoint. `segments` are those of the model that goes on (`zfunc.segments`, `zfunc.hf.load`): they
+    say which parameters are trained, frozen, tied or buffers. Without them every parameter is trained but for those
+    that DeepSpeed's files call frozen. `sequences` is where the data goes on, by default what the files say, or 0.
+
+    `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
+    settings of the optimizer are those of the program. A loss scale begins anew.
+
+    Raises ValueError if `out` holds anything, and CheckpointError, with what to do, for files that are missing or
+    torn, a parameter without moments, one of another shape, one that the model does not have, and a pickle of more
+    than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
+    """
+    if out.exists() and any(out.iterdir()):
+        refuse("out", f"{out}, which holds files", "a new folder", "name another")
+    run = open_run(source, allow_pickle=allow_pickle)
+    segments = [*segments]
+    entries = _of_model(run, segments) if segments else _of_all(run)
+    known = run.sequences if sequences is None else sequences
+    if known is None:
+        log.warning("import: the files do not say which data was seen: it begins anew; pass `sequences`")
+    position = TrainingPosition(run.step, run.step, known or 0, 0, UNSCALED)
+    path = _write(out, entries, position)
+    return ImportedRun(path, sum(BUFFER not in x.kinds for x in entries), run.step, known or 0)
+
+
+def _of_all(run: ForeignRun) -> list[_Entry]:
+    """The entries of a run whose every parameter is trained, but for those that it calls frozen."""
+    return [
+        _entry(run, x, x, weight.shape, trainable=x not in run.frozen) for x, weight in run.weights.items()
+    ]
+
+
+def _of_model(run: ForeignRun, segments: Iterable[Any]) -> list[_Entry]:
+    """The entries of the tensors of segments. Raises CheckpointError where the run is of another model."""
+    wanted = {p.name: p for s in segments for p in s.parameters}
+    buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
+    constants = {s.buffer_name(x) for s in segments for x in s.constants}
+    used = {name: _named(run, name) for name in (*wanted, *buffers)}
+    entries = [_entry(run, x, used[x], p.shape, trainable=p.trainable) for x, p in wanted.items()]
+    for name, t in buffers.items():
+        entries.append(_Entry(name, False, {BUFFER: _weight(run, name, used[name], tuple(t.shape))}))
+    for name in run.weights.keys() - {*used.values()} - constants:
+        owner = run.tied.get(name) or _twin(run, name, wanted.keys() & run.weights.keys())
+        if owner is None:
+            near = did_you_mean(name, [*wanted])
+            do = "name the model that was trained"
+            reject(run.place, f"{name!r}, which the model does not have{near}", "its parameters alone", do)
+        log.info("import: %r is tied to %r", name, owner)
+    return entries
+
+
+def _named(run: ForeignRun, name: str) -> str:
+    """The name by which a run has the tensor `name` of the model: another one where it is tied."""
+    return name if name in run.weights else run.tied.get(name, name)
+
+
+def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:
+    """Of the `others`, the one with the same bits as `name`, which has no moments: it is tied to that."""
+    own = run.weights[name]
+    if run.moments.get(name):
+        return None
+    alike = (x for x in sorted(others) if run.weights[x].shape == own.shape)
+    return next((x for x in alike if torch.equal(run.weights[x].read(), own.read())), None)
+
+
+def _entry(run: ForeignRun, name: str, there: str, shape: tuple[int, ...], *, trainable: bool) -> _Entry:
+    """The entry of a parameter that the run has under the name `there`."""
+    weight = _weight(run, name, there, shape)
+    if weight.dtype not in _EXACT:
+        got = f"{name!r} in {str(weight.dtype).removeprefix('torch.')}"
+        reject(run.place, got, "fp32, bf16 or fp16", "convert it before it is saved")
+    if not trainable:
+        return _Entry(name, False, {FROZEN: weight})
+    kinds = {MASTER: weight}
+    for kind in MOMENTS:
+        if (moment := run.moments.get(there, {}).get(kind)) is None:
+            do = "save the optimizer's state too; if it is frozen, or a buffer, name the model, which says so; or "
+            do += "begin with new moments: train from the weights, which `hf` or zfunc.init(params=...) take"
+            reject(
+                run.place, f"no {kind} of {name!r}", f"{' and '.join(MOMENTS)} of each trained parameter", do
+            )
+        if moment.shape != weight.shape:
+            reject(run.place, f"{kind} of {name!r} with shape {[*moment.shape]}", f"{[*weight.shape]}")
+        kinds[kind] = moment
+    return _Entry(name, True, {kind: evolve(x, dtype=torch.float32) for kind, x in kinds.items()})
+
+
+def _weight(run: ForeignRun, name: str, there: str, shape: tuple[int, ...]) -> ForeignTensor:
+    if (found := run.weights.get(there)) is None:
+        near = did_you_mean(name, [*run.weights])
+        got, do = f"no {name!r}{near}", "name the model that was trained"
+        reject(run.place, got, "each parameter of the model", do)
+    if found.shape != shape:
+        got, do = f"{name!r} of shape {[*found.shape]}", "name the model that was trained"
+        reject(run.place, got, f"{[*shape]}, as in the model", do)
+    return found
+
+
+def _write(out: Path, entries: list[_Entry], position: TrainingPosition) -> Path:
+    pending = checkpoints.begin_checkpoint(out, position.step)
+    try:
+        stored = {f"{x.name}/{kind}": t for x in entries for kind, t in x.kinds.items() if prod(t.shape)}
+        infos = [TensorInfo(name, SAFETENSORS_TYPES[t.dtype], t.shape) for name, t in stored.items()]
+        writer = create_shard(pending.path / checkpoints.shard_name(0, 1), infos)
+        try:
+            checksums: dict[str, list[int]] = {}
+            for name, t in stored.items():
+                data = as_bytes(_values(t).flatten())
+                writer.write_at(name, 0, data)
+                ends = cut(0, len(data), writer.shard.chunk)
+                checksums[name] = [zlib.crc32(data[start:stop]) for start, stop in ends]
+            writer.finish()
+        finally:
+            writer.close()
+        parameters = tuple(
+            ParameterEntry(x.name, next(iter(x.kinds.values())).shape, x.trainable, _pieces(x))
+            for x in entries
+        )
+        shards = (writer.shard.summed(checksums),)
+        manifest = Manifest(1, "fp32", shards, parameters, position, {}, {})
+        return checkpoints.publish_checkpoint(pending, manifest)
+    finally:
+        checkpoints.abandon_checkpoint(pending)
+
+
+def _values(t: ForeignTensor) -> Tensor:
+    return t.read().detach().to(t.dtype).contiguous()
+
+
+def _pieces(entry: _Entry) -> Mapping[str, tuple[StateSlice, ...]]:
+    sizes = {kind: prod(t.shape) for kind, t in entry.kinds.items()}
+    return {kind: (StateSlice(0, n, 0, f"{entry.name}/{kind}", 0),) if n else () for kind, n in sizes.items()}
