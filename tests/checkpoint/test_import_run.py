@@ -504,6 +504,6 @@ def test_pickles_are_run_where_that_is_asked_for_by_name(
 def test_an_optimizer_without_both_moments_has_no_dcp(tmp_path: Path) -> None:
     ours = program(optimizer=zfunc.SGD(1e-2))
     zfunc.save(tmp_path / "ours", ours, zfunc.init(ours))
-    with pytest.raises(ValueError, match="format: got 'embed.weight' with .*sgd.* as safetensors|.*weights"):
+    with pytest.raises(ValueError, match="format: got 'embed.weight' with .*: export the weights alone"):
         export_dcp(tmp_path / "ours", tmp_path / "dcp")
     assert not (tmp_path / "dcp").exists()
