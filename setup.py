@@ -142,6 +142,7 @@ setup(
         "zfunc.models": ["gpt2.toml"],
         "zfunc.planner": ["profiles/*.toml"],
         "zfunc.train.deepspeed": ["keys.toml"],
+        "zfunc.train.trainer": ["fields.toml"],
         "zfunc.viz": ["colours.toml", "web/*"],
     },
     include_package_data=False,  # the kernel's other sources are for the sdist

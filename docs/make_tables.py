@@ -1,4 +1,4 @@
-"""Write the tables of docs/settings.md and docs/deepspeed.md from the code: `python docs/make_tables.py`."""
+"""Write the tables of settings.md, deepspeed.md and trainer.md from the code: `python docs/make_tables.py`."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from markdown_table import table
 
 from zfunc.core.settings import HELP, named_settings
 from zfunc.train.deepspeed.keys import KEYS, OLD_NAMES, Key
+from zfunc.train.trainer.fields import CLASSES
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- python docs/make_tables.py writes from here -->", "<!-- to here -->"
@@ -32,7 +33,13 @@ def key_tables() -> str:
     return "\n\n".join([*(_block(name, keys) for name, keys in blocks.items()), f"### Old names\n\n{old}"])
 
 
-def _block(name: str, keys: list[Key]) -> str:
+def field_tables() -> str:
+    """A table for each class of a Trainer's arguments, fields of one text in a row."""
+    heads = ("field", "default", "in zfunc")
+    return "\n\n".join(_block(name, [*fields.values()], heads) for name, fields in CLASSES.items())
+
+
+def _block(name: str, keys: list[Key], heads: tuple[str, str, str] = HEADS) -> str:
     heading = f"### `{name}`" if name else "### At the top level"
     alike: dict[str, list[Key]] = {}
     for key in keys:
@@ -41,7 +48,7 @@ def _block(name: str, keys: list[Key]) -> str:
         (", ".join(f"`{key.name.removeprefix(f'{name}.')}`" for key in same), _default_in_file(same), text)
         for text, same in alike.items()
     )
-    return f"{heading}\n\n{table(HEADS, rows)}"
+    return f"{heading}\n\n{table(heads, rows)}"
 
 
 def _default_in_file(keys: list[Key]) -> str:
@@ -51,10 +58,11 @@ def _default_in_file(keys: list[Key]) -> str:
 
 
 def _in_zfunc(key: Key) -> str:
-    return {"supported": key.note, "ignored": "no effect", "unsupported": f"refused: {key.note}"}[key.fate]
+    ignored = "no effect" if "." in key.name or key.name in KEYS else f"no effect: {key.note}"
+    return {"supported": key.note, "ignored": ignored, "unsupported": f"refused: {key.note}"}[key.fate]
 
 
-TABLES = {"settings.md": settings_table, "deepspeed.md": key_tables}
+TABLES = {"settings.md": settings_table, "deepspeed.md": key_tables, "trainer.md": field_tables}
 
 
 def with_tables(name: str) -> str:

@@ -61,9 +61,9 @@ BUDGETS = {
     "viz": 1_240,
     "planner": 3_587,
     "models": 5_097,
-    "train": 5_172,
-    "cli": 2_707,
-    "tests": 47_357,
+    "train": 5_637,
+    "cli": 2_711,
+    "tests": 47_619,
     "course": 5_250,
 }
 

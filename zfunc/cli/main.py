@@ -114,10 +114,16 @@ def _unknown(word: str, which: str, flags: set[str]) -> str:
 def _settings(command: Command, args: argparse.Namespace) -> Any:
     """The settings object of a command, made of the flags in `args`."""
     given = {name: getattr(args, name) for name in command.options if name in args}
+    world, usual = max(1, world_size() // given.get("pp", 1)), dict[str, Any]()
+    if "trainer_args" in given:
+        from zfunc.train.trainer.mapping import with_trainer_args
+
+        given, usual = with_trainer_args(given, world)
     if "config" in given:
         from zfunc.train.deepspeed.mapping import with_config
 
-        given = with_config(given, max(1, world_size() // given.get("pp", 1)))
+        given = with_config(given, world)
+    given = {**usual, **given}
     if command.settings is TrainSettings:
         given = {**_length(given), **given}
     return command.settings(**given)

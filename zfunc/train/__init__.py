@@ -12,6 +12,7 @@
     tracking     events as scalars for TensorBoard, Weights & Biases and trackio
     data         corpora, documents, tokenizers, packing, batches
     deepspeed    DeepSpeed's configuration files (public as `zfunc.from_deepspeed`)
+    trainer      the arguments of transformers' Trainer and of TRL's
 
 A new setting: a field of `TrainSettings`, and its use. A new tracker: `log`, `close`, and its row in `tracking`.
 A new DeepSpeed key: a row in `deepspeed/keys.toml`, with the setting that it `sets`; what several keys decide is in

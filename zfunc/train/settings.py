@@ -245,6 +245,14 @@ class TrainSettings(StepFlags):
         group="configuration",
         common=True,
     )
+    trainer_args: Path | None = option(
+        None,
+        "arguments of transformers' Trainer or of TRL's, JSON or YAML. What they set decides (default: none)",
+        path,
+        "FILE",
+        group="configuration",
+        common=True,
+    )
     eval_data: Path | None = _data(
         None,
         "data to evaluate on, as for `data`, of which all is then trained on (default: about a tenth of `data` is "

@@ -51,6 +51,7 @@ from zfunc.train.settings import (
     reading,
     step_settings,
 )
+from zfunc.train.trainer.mapping import trainer_extras, trainer_notes
 
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
@@ -125,7 +126,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     say = partial(log.log, logging.DEBUG if ranks.job.rank else logging.INFO)
     # What is trained, and on what
     settings = resolve_settings(settings)
-    extras = config_extras(settings)
+    extras = trainer_extras(settings, config_extras(settings))
     model = pretrained_model(settings)
     tokenizer = choose_tokenizer(settings, model)
     corpus = _open_corpus(settings, model, tokenizer, cache)
@@ -134,7 +135,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     if model is None:
         check_size(settings)
     rate = learning_rate(settings, extras, settings.steps)
-    for line in startup_notes(settings, extras.values, ranks.world, rate):
+    for line in (*startup_notes(settings, extras.values, ranks.world, rate), *trainer_notes(settings)):
         say("%s", line)
     if settings.steps is None and rate != learning_rate(settings, extras, 10**9):  # it depends on the number
         say(
@@ -265,9 +266,8 @@ def optimizer_of(
 
 
 def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | None) -> Callable[[int], float]:
-    """The configuration's scheduler if it has one; else warm-up, then what `lr_schedule` says, until step `total`.
-
-    Without a `total` nothing decays.
+    """The configuration's scheduler if it has one, or the Trainer's; else warm-up, then what `lr_schedule` says,
+    until step `total`. Without a `total` nothing decays.
     """
     warmup = settings.warmup
     if warmup is None:
@@ -275,6 +275,8 @@ def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | No
     own = {"lr": settings.lr, "total_num_steps": total, "warmup_num_steps": max(1, warmup)}
     if settings.config is not None and (rate := lr_schedule(extras.values, **own)) is not None:
         return rate
+    if extras.schedule is not None and total is not None:
+        return extras.schedule(settings.lr, settings.warmup, total)
     if total is None or settings.lr_schedule == "constant":
         return linear_warmup(settings.lr, warmup)
     decaying = warmup_linear if settings.lr_schedule == "linear" else warmup_cosine

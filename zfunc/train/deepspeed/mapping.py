@@ -113,6 +113,9 @@ class ConfigExtras:
     values: ConfigValues
     optimizer: Mapping[str, Any]  # arguments beside lr and weight decay
     loss_scale: LossScale | None
+    schedule: Callable[[float, int | None, int], Callable[[int], float]] | None = (
+        None  # of lr, warm-up and steps
+    )
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:

@@ -1,0 +1,128 @@
+"""The fields of the Trainer's classes, of fields.toml, and a file read by them: JSON, or YAML with PyYAML.
+
+A field at its default says nothing, so a file may have all fields of an object. Checks, messages and
+docs/trainer.md are derived from the table.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from attrs import frozen
+
+from zfunc.errors import did_you_mean
+from zfunc.train.deepspeed.keys import FATES, Key, read_file, read_value
+
+TRAINER, SFT, DPO_CLASS = "TrainingArguments", "SFTConfig", "DPOConfig"
+_TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text())
+OLD_NAMES: Mapping[str, str] = _TABLE["old"]
+
+
+def read_field(kind: str | list[Any], value: Any) -> Any:
+    """A value converted to the type of a field; None for a value of another type. YAML reads 1e-4 as a text.
+
+    >>> read_field("float 0..", "1e-4"), read_field("any", ["wandb"]), read_field("int 1..", "many")
+    (0.0001, ['wandb'], None)
+    """
+    if kind == "any":
+        return value
+    if isinstance(value, str) and isinstance(kind, str) and kind.startswith(("int", "float")):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    return read_value(kind, value)
+
+
+def _field(name: str, row: dict[str, Any]) -> Key:
+    (fate,) = (fate for fate in FATES if fate in row)
+    note = row[fate].format_map(_TABLE["notes"])
+    return Key(name, row["type"], row.get("default"), fate, note, row.get("sets", ""), row.get("as"))
+
+
+CLASSES = {
+    kind: {name: _field(name, row) for name, row in _TABLE[kind].items()}
+    for kind in (TRAINER, SFT, DPO_CLASS)
+}
+CLASSES[TRAINER] |= {
+    name: Key(name, "any", None, "ignored", "transformers 5 has removed it")
+    for name in _TABLE["removed"]["names"]
+}
+"""The fields of each class; TRL's have those of TrainingArguments too."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = _TABLE["defaults"]
+
+
+@frozen
+class TrainerArgs:
+    """The arguments of a Trainer as read: of each field the file's value, else the default of the class."""
+
+    source: str  # as errors name it
+    kind: str  # of CLASSES
+    file: Mapping[str, Any]  # fields that are not at their default
+
+    def __getitem__(self, name: str) -> Any:
+        """The file's value of a field, else the default."""
+        fields = fields_of(self.kind)
+        return self.file.get(name, DEFAULTS.get(self.kind, {}).get(name, fields[name].default))
+
+    def refused(self, name: str, got: Any, field: str) -> ValueError:
+        """The error for a setting that contradicts a field."""
+        return ValueError(
+            f"{name}: got {got}, and {self.source} says {field} {self[field]}, expected one of them: leave one out"
+        )
+
+
+def fields_of(kind: str) -> dict[str, Key]:
+    """The fields of a class and of TrainingArguments."""
+    return {**CLASSES[TRAINER], **CLASSES[kind]}
+
+
+def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
+    """The arguments in a file, of the class whose fields it has, or for `dpo` of DPOConfig.
+
+    Raises ValueError for unknown fields, each with the nearest one, for values of another type, and for what is
+    unsupported, with what to do instead.
+    """
+    values = {OLD_NAMES.get(name, name): value for name, value in _read(path).items()}
+    own = {
+        kind: values.keys() & (CLASSES[kind].keys() - CLASSES[TRAINER].keys()) for kind in (SFT, DPO_CLASS)
+    }
+    kind = DPO_CLASS if dpo or own[DPO_CLASS] - own[SFT] else SFT if own[SFT] else TRAINER
+    args = TrainerArgs(str(path), kind, file := dict[str, Any]())
+    wrong = [*_take(args, values, file)]
+    if wrong:
+        raise ValueError(f"{path}: " + "\n".join(wrong))
+    return args
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if path.suffix not in (".yaml", ".yml"):
+        return read_file(path)
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.expanduser().read_bytes())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: got {' '.join(str(error).split())}, expected YAML: correct it") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: got a {type(values).__name__}, expected names with values: write them so")
+    return cast("dict[str, Any]", values)
+
+
+def _take(args: TrainerArgs, values: Mapping[str, Any], file: dict[str, Any]) -> Iterator[str]:
+    """Take the fields that are not at their default into `file`, and say what is wrong; null sets nothing."""
+    known = fields_of(args.kind)
+    for name, value in values.items():
+        if (field := known.get(name)) is None:
+            near = did_you_mean(str(name), [*known])
+            yield f"got the field {name!r}, which {args.kind} has not{near}: correct it"
+        elif value in (None, f"<{name.upper()}>"):  # a token, as to_dict hides it
+            continue
+        elif (plain := read_field(field.type, value)) is None:
+            hint = did_you_mean(str(value), field.type) if isinstance(field.type, list) else ""
+            yield f"{name}: got {value!r}, expected {field.expected}{hint}: correct it"
+        elif plain != args[name] and (plain or args[name]):
+            if field.fate == "unsupported":
+                yield f"{name}: got {value!r}, which is not supported: {field.note}"
+            file[name] = plain

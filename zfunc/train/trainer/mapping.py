@@ -1,0 +1,162 @@
+"""The arguments of a Trainer as settings of a training: what each field decides, and the lines about the rest.
+
+A field that is not at its default is as good as a flag, and contradicts one; of the others a flag wins. No torch
+here, so a wrong file is refused before torch is loaded.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from zfunc.train.deepspeed.mapping import PARAM, ConfigExtras
+from zfunc.train.settings import DPO, DPO_TYPES, TrainSettings
+from zfunc.train.trainer.fields import DPO_CLASS, SFT, TrainerArgs, fields_of, read_args
+from zfunc.train.trainer.schedules import TrainerSchedule, check_params
+
+MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+STEPS, EPOCHS, OPTIM, KWARGS = "max_steps", "num_train_epochs", "optim", "lr_scheduler_kwargs"
+SCHEDULER, WARMUP, RATIO = "lr_scheduler_type", "warmup_steps", "warmup_ratio"
+TRACKERS = ("tensorboard", "wandb", "trackio")
+BOUNDS = ("steps", "epochs", "seconds")
+
+
+def with_trainer_args(given: Mapping[str, Any], world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings given and those that the file of `given["trainer_args"]` sets; and those of its defaults, which
+    hold where nothing else says them.
+
+    Raises ValueError for an invalid file, and for a setting that contradicts it.
+    """
+    args = read_args(given["trainer_args"], dpo=given.get("loss") == DPO)
+    said, usual = dict(given), dict[str, Any]()
+    if "lr_schedule" in given:
+        raise args.refused("lr_schedule", given["lr_schedule"], SCHEDULER)
+    for name, value, fields in settings_from(args, world):
+        if name in given and given[name] != value:
+            if field := next((x for x in fields if x in args.file), None):
+                raise args.refused(name, given[name], field)
+        elif any(x in args.file for x in fields):
+            said[name] = value
+        else:
+            usual[name] = value
+    if said.keys() & {*BOUNDS}:
+        usual = {name: value for name, value in usual.items() if name not in BOUNDS}
+    return said, usual
+
+
+def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """The settings of a training that the arguments decide: name, value, and the fields that say so."""
+    # Those that one field says
+    for field in (x for x in fields_of(args.kind).values() if x.sets):
+        value = args[field.name] if field.values is None else field.values.get(str(args[field.name]))
+        if value is not None:
+            yield field.sets, Path(value) if field.sets in ("out", "config") else value, (field.name,)
+    # The batch, in sequences
+    rows = 2 if args.kind == DPO_CLASS else 1
+    size = args[MICRO] * args[ACCUMULATION] * world * rows
+    yield "batch_size", size, (MICRO, ACCUMULATION)
+    # How long
+    steps = args[STEPS]
+    yield ("steps", steps, (STEPS,)) if steps > 0 else ("epochs", args[EPOCHS], (EPOCHS,))
+    if args[WARMUP] >= 1 or not args[RATIO] + args[WARMUP]:
+        yield "warmup", int(args[WARMUP]), (WARMUP, RATIO)
+    # The precision
+    half = ("bf16", "fp16")
+    on = [x for x in half if args[x] and not (x == "bf16" and args["fp16"] and x not in args.file)]
+    if len(on) > 1:
+        raise ValueError(f"{args.source}: got bf16 and fp16, expected one: leave one out")
+    yield "precision", on[0] if on else "fp32", half
+    # The optimizer
+    family, _, bits = args[OPTIM].removeprefix("paged_").partition("_")
+    yield "optimizer", family, (OPTIM,)
+    if "8bit" in bits:
+        yield "moments", "8bit", (OPTIM,)
+    # Evaluations, checkpoints and trackers
+    part = partial(_steps_of, args)
+    every = "eval_steps" if args["eval_steps"] else "logging_steps"
+    yield "eval_every", part(every) if args["eval_strategy"] == "steps" else 0, ("eval_strategy",)
+    if args["save_strategy"] == "steps" and "save_steps" in args.file:
+        yield "save_every", part("save_steps"), ("save_steps",)
+    wanted = args["report_to"] if isinstance(args["report_to"], list) else [args["report_to"]]
+    for tracker in (x for x in wanted if x != "none"):
+        if tracker not in TRACKERS:
+            names = ", ".join((*TRACKERS, "none"))
+            raise ValueError(f"{args.source}: report_to: got {tracker!r}, expected {names}: choose some")
+        yield tracker, True, ("report_to",)
+    # TRL's
+    if args.kind == SFT:
+        stream = args["packing"] and args["packing_strategy"] == "wrapped"
+        yield "packing", "stream" if stream else "documents", ("packing", "packing_strategy")
+    if args.kind == DPO_CLASS:
+        yield "loss", DPO, (*args.file,)
+        kinds = args["loss_type"] if isinstance(args["loss_type"], list) else [args["loss_type"]]
+        if len(kinds) != 1 or kinds[0] not in DPO_TYPES:
+            raise ValueError(
+                f"{args.source}: loss_type: got {', '.join(map(str, kinds))}, expected one of "
+                f"{', '.join(DPO_TYPES)}: choose one"
+            )
+        yield "dpo_type", kinds[0], ("loss_type",)
+
+
+def _steps_of(args: TrainerArgs, name: str) -> int:
+    """A number of steps, which below 1 is a part of `max_steps`."""
+    if (value := args[name]) >= 1:
+        return int(value)
+    if args[STEPS] < 1 or not value:
+        raise ValueError(
+            f"{args.source}: {name}: got {value:g}, expected a number of steps, or a part of {STEPS}: write it"
+        )
+    return math.ceil(args[STEPS] * value)
+
+
+# --- what is no setting -----------------------------------------------------------------------------------
+
+
+def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtras:
+    """`extras` with the optimizer's arguments, the learning rate and the printed steps of `settings.trainer_args`.
+
+    What a DeepSpeed file says stays.
+    """
+    if (args := _args(settings)) is None:
+        return extras
+    values, optimizer = extras.values, dict(extras.optimizer)
+    betas = {"betas": (args["adam_beta1"], args["adam_beta2"])}
+    own = {"adamw": {**betas, "eps": args["adam_epsilon"]}, "lion": betas, "sgd": {"momentum": 0.0}}
+    if args[OPTIM].removeprefix("paged_").startswith(settings.optimizer):
+        taken = own.get(settings.optimizer, {})
+        optimizer |= {x: y for x, y in taken.items() if not values.sets(PARAM + x)}
+    if values["steps_per_print"] is None and "logging_steps" in args.file:
+        values = evolve(values, given={**values.given, "steps_per_print": _steps_of(args, "logging_steps")})
+    kwargs: Any = args[KWARGS]
+    try:
+        params = check_params(
+            args[SCHEDULER], json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
+        )
+    except ValueError as error:
+        raise ValueError(f"{args.source}: {SCHEDULER}: {error}") from None
+    ratio = args[WARMUP] if 0 < args[WARMUP] < 1 else args[RATIO]
+
+    def schedule(lr: float, warmup: int | None, total: int) -> TrainerSchedule:
+        warmup = math.ceil(ratio * total) if warmup is None else warmup
+        return TrainerSchedule(args[SCHEDULER], params, lr, warmup, total)
+
+    return evolve(extras, values=values, optimizer=optimizer, schedule=schedule)
+
+
+def trainer_notes(settings: TrainSettings) -> Iterator[str]:
+    """The log lines about the fields of `settings.trainer_args` that are set and have no effect."""
+    if (args := _args(settings)) is not None:
+        idle: dict[str, list[str]] = {}
+        for name in args.file:
+            if (field := fields_of(args.kind)[name]).fate == "ignored":
+                idle.setdefault(field.note, []).append(name)
+        yield from (f"{args.source}: no effect: {', '.join(x)}: {reason}" for reason, x in idle.items())
+
+
+def _args(settings: TrainSettings) -> TrainerArgs | None:
+    path = settings.trainer_args
+    return None if path is None else read_args(path, dpo=settings.loss == DPO)
