@@ -61,9 +61,9 @@ BUDGETS = {
     "viz": 1_240,
     "planner": 3_587,
     "models": 5_097,
-    "train": 5_637,
+    "train": 5_665,
     "cli": 2_711,
-    "tests": 47_634,
+    "tests": 47_657,
     "course": 5_250,
 }
 

@@ -87,6 +87,27 @@ def test_what_is_refused_says_what_to_do(kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("file", "idle"),
+    [
+        ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs: `max_steps` decides"),
+        ({"eval_steps": 5}, "eval_steps: `eval_strategy` is no"),
+        ({"save_strategy": "no", "save_steps": 5}, "save_steps: `save_strategy` is no"),
+        ({"warmup_steps": 5, "warmup_ratio": 0.1}, "warmup_ratio: `warmup_steps` decides"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps: constant has no warm-up"),
+        ({"optim": "sgd", "adam_beta1": 0.5}, "adam_beta1: not of the optimizer sgd"),
+        (
+            {"optim": "lion_32bit", "adam_beta1": 0.5, "adam_epsilon": 1e-3},
+            "adam_epsilon: not of the optimizer",
+        ),
+        ({"max_length": 9, "packing_strategy": "wrapped"}, "packing_strategy: `packing` is false"),
+    ],
+)
+def test_what_another_field_makes_mean_nothing_is_a_line(file: dict[str, Any], idle: str) -> None:
+    (line,) = trainer_notes(settings(file))
+    assert line.startswith(f"{ARGS}: no effect: {idle}")
+
+
 # --- learning rates --------------------------------------------------------------------------------------
 
 RATES: list[tuple[str, dict[str, Any]]] = [
@@ -248,6 +269,8 @@ def test_a_deepspeed_file_goes_on_to_config() -> None:
         ({"bf16": True, "fp16": True}, (), "got bf16 and fp16"),
         ({"report_to": ["wandb", "mlflow"]}, (), "got 'mlflow', expected tensorboard, wandb, trackio, none"),
         ({"learning_rate": 1e-3}, ("--lr", 0.1), "lr: got 0.1, and args.json says learning_rate 0.001"),
+        ({"warmup_ratio": 0.1}, ("--warmup", 2), "warmup: got 2, and args.json says warmup_ratio 0.1"),
+        ({"lr_scheduler_kwargs": [1]}, (), "expected names with values"),
         ({}, ("--lr-schedule", "linear"), "says lr_scheduler_type linear"),
         ({"max_steps": 5}, ("--epochs", 1), "epochs.*steps"),
         ({"lr_scheduler_kwargs": {"num_cycle": 1}, "lr_scheduler_type": "cosine"}, (), "did you mean 'num_cycles'"),

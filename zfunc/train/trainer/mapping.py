@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import evolve
 
@@ -33,8 +33,9 @@ def with_trainer_args(given: Mapping[str, Any], world: int) -> tuple[dict[str, A
     """
     args = read_args(given["trainer_args"], dpo=given.get("loss") == DPO)
     said, usual = dict(given), dict[str, Any]()
-    if "lr_schedule" in given:
-        raise args.refused("lr_schedule", given["lr_schedule"], SCHEDULER)
+    for name, field in (("lr_schedule", SCHEDULER), ("warmup", _part_of_all(args))):
+        if name in given and field:
+            raise args.refused(name, given[name], field)
     for name, value, fields in settings_from(args, world):
         if name in given and given[name] != value:
             if field := next((x for x in fields if x in args.file), None):
@@ -62,7 +63,7 @@ def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tup
     # How long
     steps = args[STEPS]
     yield ("steps", steps, (STEPS,)) if steps > 0 else ("epochs", args[EPOCHS], (EPOCHS,))
-    if args[WARMUP] >= 1 or not args[RATIO] + args[WARMUP]:
+    if not _part_of_all(args):
         yield "warmup", int(args[WARMUP]), (WARMUP, RATIO)
     # The precision
     half = ("bf16", "fp16")
@@ -102,6 +103,11 @@ def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tup
         yield "dpo_type", kinds[0], ("loss_type",)
 
 
+def _part_of_all(args: TrainerArgs) -> str:
+    """The field that gives the warm-up as a part of all steps; "" if it is a number of steps."""
+    return WARMUP if 0 < args[WARMUP] < 1 else RATIO if args[RATIO] and not args[WARMUP] else ""
+
+
 def _steps_of(args: TrainerArgs, name: str) -> int:
     """A number of steps, which below 1 is a part of `max_steps`."""
     if (value := args[name]) >= 1:
@@ -133,15 +139,16 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
         values = evolve(values, given={**values.given, "steps_per_print": _steps_of(args, "logging_steps")})
     kwargs: Any = args[KWARGS]
     try:
-        params = check_params(
-            args[SCHEDULER], json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
-        )
+        kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
+        if not isinstance(kwargs, dict):
+            raise ValueError(f"got {KWARGS} {kwargs!r}, expected names with values: correct it")
+        params = check_params(args[SCHEDULER], cast("dict[str, Any]", kwargs))
     except ValueError as error:
         raise ValueError(f"{args.source}: {SCHEDULER}: {error}") from None
-    ratio = args[WARMUP] if 0 < args[WARMUP] < 1 else args[RATIO]
+    part = _part_of_all(args)
 
     def schedule(lr: float, warmup: int | None, total: int) -> TrainerSchedule:
-        warmup = math.ceil(ratio * total) if warmup is None else warmup
+        warmup = math.ceil(args[part] * total) if warmup is None else warmup
         return TrainerSchedule(args[SCHEDULER], params, lr, warmup, total)
 
     return evolve(extras, values=values, optimizer=optimizer, schedule=schedule)
@@ -151,10 +158,31 @@ def trainer_notes(settings: TrainSettings) -> Iterator[str]:
     """The log lines about the fields of `settings.trainer_args` that are set and have no effect."""
     if (args := _args(settings)) is not None:
         idle: dict[str, list[str]] = {}
+        for name, reason in _unread(settings, args):
+            idle.setdefault(reason, []).extend([name] if name in args.file else [])
+        idle = {reason: names for reason, names in idle.items() if names}
         for name in args.file:
             if (field := fields_of(args.kind)[name]).fate == "ignored":
                 idle.setdefault(field.note, []).append(name)
         yield from (f"{args.source}: no effect: {', '.join(x)}: {reason}" for reason, x in idle.items())
+
+
+def _unread(settings: TrainSettings, args: TrainerArgs) -> Iterator[tuple[str, str]]:
+    """The fields that others make mean nothing, each with the reason."""
+    betas, eps = ("adam_beta1", "adam_beta2"), "adam_epsilon"
+    taken = {"adamw": (*betas, eps), "lion": betas}.get(settings.optimizer, ())
+    yield from ((x, f"not of the optimizer {settings.optimizer}") for x in (*betas, eps) if x not in taken)
+    if args[STEPS] > 0:
+        yield EPOCHS, f"`{STEPS}` decides"
+    if args[WARMUP]:
+        yield RATIO, f"`{WARMUP}` decides"
+    if args[SCHEDULER] == "constant":
+        yield from ((x, "constant has no warm-up, unlike constant_with_warmup") for x in (WARMUP, RATIO))
+    for event in ("eval", "save"):
+        if args[f"{event}_strategy"] != "steps":
+            yield f"{event}_steps", f"`{event}_strategy` is no"
+    if args.kind == SFT and not args["packing"]:
+        yield "packing_strategy", "`packing` is false"
 
 
 def _args(settings: TrainSettings) -> TrainerArgs | None:
