@@ -5,7 +5,8 @@ the difference is that of the hand-overs. Then the plan of a small GPT's step ru
 with stages that hold the interpreter lock, each for as long, under Serial, Overlapped and TwoThreads: threads of
 Python have one such lock, so lanes hide no such time, and fewer threads hand over less. Last, the operations that
 torch dispatches in each stage of a real step, of which those that are no views are launches on a device; and an
-update of few elements, whose buffers are checked in each step (as in debug mode) or once for a State.
+update of few elements, whose buffers are checked in each step (as in debug mode) or once for a State, and of three
+runs of such, each a call of the kernel, or all one call.
 
     python -m benchmarks.handoffs [--num-layers 6] [--json FILE_OR_FOLDER]
 """
@@ -33,7 +34,7 @@ from zfunc.engine.program.program import rescheduled
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.cost_trace import is_launched
-from zfunc.optim.updates import CheckedState
+from zfunc.optim.updates import CheckedState, KernelCalls
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 CPU = torch.device("cpu")
@@ -139,25 +140,35 @@ def updates(args: argparse.Namespace) -> dict[str, Any]:
     every = {name: torch.zeros(64) for name in ("master", "exp_avg", "exp_avg_sq")}
     decision, grad, out = StepDecision(False, 1.0, 1, optimizer.factors(1)), torch.ones(64), torch.zeros(64)
 
-    def run(state: dict[str, torch.Tensor], times: int = 1000) -> float:
+    def run(states: list[dict[str, torch.Tensor]], at_once: bool, times: int = 1000) -> float:
         start = time.perf_counter()
         for _ in range(times):
-            optimizer.host_update(state, grad, decision, group=0, out=out, threads=1)
+            calls: KernelCalls = {}
+            how = {"calls": calls} if at_once else {}
+            for state in states:
+                optimizer.host_update(state, grad, decision, group=0, out=out, threads=1, **how)
+            for kernel, own in calls.items():
+                kernel.update_runs(own)
         return (time.perf_counter() - start) / times
 
-    ways = {"each step": every, "once a State": CheckedState(every)}
-    taken, calls = in_turns(args.turns, {name: partial(run, state) for name, state in ways.items()}), {}
-    for name, state in ways.items():
+    runs = [CheckedState(every) for _ in range(3)]
+    ways: dict[str, Any] = {
+        **{"each step": ([every], False), "once a State": ([CheckedState(every)], False)},
+        **{"three runs alone": (runs, False), "three runs at once": (runs, True)},
+    }
+    taken, calls = in_turns(args.turns, {name: partial(run, *way) for name, way in ways.items()}), {}
+    for name, way in ways.items():
         seen = Counter[str]()
         sys.setprofile(lambda _, event, __, seen=seen: seen.update([event]))
         try:
-            run(state, 1)
+            run(*way, 1)
         finally:
             sys.setprofile(None)
         calls[name] = seen["call"] + seen["c_call"]
     return {
         **{name: {"seconds": median(of), "calls": calls[name]} for name, of in taken.items()},
         "ratio": ratios(taken["once a State"], taken["each step"]),
+        "at once": ratios(taken["three runs at once"], taken["three runs alone"]),
     }
 
 
@@ -195,9 +206,9 @@ def show(found: dict[str, Any]) -> None:
     n, dispatched, launched = (sum(column) for column in zip(*found["dispatches"].values(), strict=True))
     print(f"{'all':32}{n:>10}{dispatched / n:>12.1f}{launched / n:>10.1f}")
     of = found["updates"]
-    for name in ("each step", "once a State"):
-        print(f"update, checked {name:16}{of[name]['seconds'] * 1e6:>10.1f} us{of[name]['calls']:>10} calls")
-    print(f"once a State / each step {of['ratio']:.2f}")
+    for name in [x for x in of if isinstance(of[x], dict)]:
+        print(f"update, {name:24}{of[name]['seconds'] * 1e6:>10.1f} us{of[name]['calls']:>10} calls")
+    print(f"once a State / each step {of['ratio']:.2f}, at once / alone {of['at once']:.2f}")
 
 
 def parser() -> argparse.ArgumentParser:

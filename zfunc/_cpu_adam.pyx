@@ -7,6 +7,7 @@ copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best 
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
 
 
 cdef extern from *:
@@ -107,6 +108,15 @@ def writable(uintptr_t address):
     return zf_writable(address)
 
 
+cdef struct Update:
+    uintptr_t at[14]
+    int how[7]
+    uint32_t dither[2]
+    float k[13]
+    size_t n
+    int threads, isa
+
+
 def update(
     addresses,               # INOUT of grad, [n], read only; out, [n], or 0; of the state, then of the new one, which may
                              #       be the same: [n] weights in fp32, or bf16: the high half, or 0; [n] int16, the low
@@ -119,22 +129,37 @@ def update(
     int isa=-1,
 ):
     """One step of an element-wise rule; rules.py says what it computes."""
-    cdef uintptr_t at[14]
-    cdef int numbers[7]
-    cdef uint32_t dither[2]
-    cdef float k[13]
-    cdef int use = checked_isa(isa), i
-    for i in range(14):
-        at[i] = addresses[i]
-    for i in range(7):
-        numbers[i] = how[i]
-    for i in range(2):
-        dither[i] = dithers[i]
-    for i in range(13):
-        k[i] = <float><double>factors[i]
-    assert 8 * 6 == sizeof(zf_state) and 4 * 13 == sizeof(zf_factors) and len(factors) == 13
-    with nogil:
-        zf_update_from(at, numbers, dither, k, n, threads, use)
+    update_runs([(addresses, how, dithers, factors, n, threads, isa)])
+
+
+def update_runs(calls):
+    """A step for each of `calls`, the arguments of `update`, in order; Python's lock is given up once."""
+    cdef size_t count = len(calls), c
+    cdef Update *all = <Update *>malloc((count + 1) * sizeof(Update))
+    cdef Update *one
+    cdef int i
+    if all == NULL:
+        raise MemoryError(f"{count} updates")
+    try:
+        for c in range(count):
+            one = all + c
+            addresses, how, dithers, factors, n, threads, isa = calls[c]
+            for i in range(14):
+                one.at[i] = addresses[i]
+            for i in range(7):
+                one.how[i] = how[i]
+            for i in range(2):
+                one.dither[i] = dithers[i]
+            for i in range(13):
+                one.k[i] = <float><double>factors[i]
+            one.n, one.threads, one.isa = n, threads, checked_isa(isa)
+            assert 8 * 6 == sizeof(zf_state) and 4 * 13 == sizeof(zf_factors) and len(factors) == 13
+        with nogil:
+            for c in range(count):
+                one = all + c
+                zf_update_from(one.at, one.how, one.dither, one.k, one.n, one.threads, one.isa)
+    finally:
+        free(all)
 
 
 LARGEST, FACTOR_SUMS, FACTOR_SQUARES, FACTORED = range(4)  # sweeps

@@ -5,11 +5,13 @@ That a way of training changes no bit of any, and that torch's optimizers do the
 
 import gc
 import weakref
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import isabstract
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,6 +50,7 @@ from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
 from zfunc.errors import CheckpointError, ExecutionError
 from zfunc.optim.base import Optimizer
+from zfunc.optim.elementwise import matrices_only
 from zfunc.optim.groups import GroupedOptimizer
 from zfunc.optim.updates import checked_span
 
@@ -309,6 +312,41 @@ def test_an_update_checks_its_buffers_once_for_a_state(name: str, monkeypatch: p
     other.buffers.memory[region] = buffer.double()
     with pytest.raises(ExecutionError, match=rf"{region.buffer}: got float64, expected"):
         checks(1, other)
+
+
+@pytest.mark.parametrize("name", ["fp32", "groups, 8 bits"])
+def test_an_update_of_several_runs_is_one_call_of_the_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bits of an optimizer whose `host_update` is another's, so that each run is a call of its own."""
+    kernel, calls = zfunc.optim.updates.cpu_adam, list[int]()
+    settings: dict[str, Any] = {"weight_decay": 0.1, "decay": matrices_only}
+
+    def seen(of: Callable[..., None], count: Callable[..., int]) -> Callable[..., None]:
+        return lambda *args: (calls.append(count(*args)), of(*args))[1]
+
+    spied: Any = ModuleType("spied")
+    spied.__dict__.update(vars(kernel))
+    spied.update, spied.update_runs = seen(kernel.update, lambda *_: 1), seen(kernel.update_runs, len)
+    monkeypatch.setattr("zfunc.optim.updates.cpu_adam", spied)
+
+    def trained_with(optimizer: Any) -> tuple[dict[str, Tensor], list[int]]:
+        calls.clear()
+        program, batch = trained.compiled("odd sizes", **adam_of(**{**NUMBERS[name], "optimizer": optimizer}))
+        state, _ = zfunc.train_step(program, zfunc.init(program), batch(0))
+        assert {len(x.runs) for x in program.cache.prepared[state.buffers].values()} != {1}
+        return flats(state, "params", "state"), [*calls]
+
+    class Alone(zfunc.AdamW):
+        def host_update(self, *args: Any, **how: Any) -> None:
+            super().host_update(*args, **how)
+
+    together, at_once = trained_with(zfunc.AdamW(1e-2, **settings))
+    single, each = trained_with(Alone(1e-2, **settings))
+    assert max(at_once) > 1 == max(each)
+    assert len(at_once) < len(each) == sum(at_once)
+    assert together
+    assert all(torch.equal(x, single[buffer]) for buffer, x in together.items())
 
 
 def test_what_an_update_was_prepared_with_is_freed_with_its_state() -> None:

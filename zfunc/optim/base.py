@@ -83,3 +83,8 @@ class Optimizer(Protocol):
 def has_moments(optimizer: Any) -> bool:
     """Whether an optimizer offers a choice of state formats (the method `with_moments`)."""
     return hasattr(optimizer, "with_moments")
+
+
+def gathers_calls(optimizer: Any, group: int) -> bool:
+    """Whether updates of `group` on the host take `calls=`, which receives the kernel's calls: zfunc's own do."""
+    return hasattr(optimizer, "gathers_calls") and optimizer.gathers_calls(group)

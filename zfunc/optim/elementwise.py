@@ -267,6 +267,11 @@ class Elementwise(KernelOptimizer):
 
         host_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
+    def gathers_calls(self, group: int) -> bool:
+        """Whether `host_update` takes `calls=`, as `updates.host_update_`; a subclass's may read the result."""
+        del group
+        return type(self).host_update is Elementwise.host_update
+
     def device_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:

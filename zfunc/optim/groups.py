@@ -16,7 +16,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.errors import refuse
-from zfunc.optim.base import Optimizer, has_moments
+from zfunc.optim.base import Optimizer, gathers_calls, has_moments
 
 Rule = str | Callable[[str, tuple[int, ...]], bool]
 
@@ -133,6 +133,11 @@ class GroupedOptimizer:
         shown = [x if isinstance(x, str) else getattr(x, "__name__", "a function") for x in self.rules]
         each = zip([*shown[:-1], "default"], self.optimizers, strict=True)
         return {"groups": [{"rule": rule, "optimizer": type(x).__name__, **x.describe()} for rule, x in each]}
+
+    def gathers_calls(self, group: int) -> bool:
+        """Whether the group's optimizer takes `calls=` in `host_update`."""
+        own, n = divmod(group, len(self.optimizers))
+        return gathers_calls(self.optimizers[n], own)
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""

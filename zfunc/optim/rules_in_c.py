@@ -263,6 +263,11 @@ class CompiledRule:
         kinds = zip((ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_float), arrays, strict=True)
         self._call(*((kind * len(x))(*x) for kind, x in kinds), ctypes.c_size_t(n), threads, isa)
 
+    def update_runs(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Update as `_cpu_adam.update_runs` does."""
+        for call in calls:
+            self.update(*call)
+
 
 def compiled(rule: Rule) -> CompiledRule | None:
     """The compiled kernel of a rule that zfunc's kernel lacks; None where the rule runs in torch operations. A rule

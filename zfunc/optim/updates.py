@@ -61,6 +61,11 @@ class CheckedState(dict[str, Tensor]):
 
     asked: tuple[Any, ...] = ()
     spans: "dict[str, Span]"
+    known: dict[Any, tuple[list[int], list[int]]]  # addresses and formats of them, as kernels take them
+
+
+KernelCalls = dict[Any, list[tuple[Any, ...]]]
+"""Calls of `host_update_` that are checked and not made, by kernel, whose `update_runs` makes them at once."""
 
 
 def host_update_(
@@ -72,12 +77,14 @@ def host_update_(
     into: Mapping[str, Tensor] | None = None,
     threads: int | None = None,
     isa: int = -1,
+    calls: KernelCalls | None = None,
 ) -> None:
     """One optimizer step over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
     result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
     set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`rules_in_c`).
+    `calls` receives the kernel's call, which its owner makes with others, instead of it being made here.
 
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
     that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
@@ -91,14 +98,22 @@ def host_update_(
         device_update_(step, into or state, grad, out=out)
         return
     room = cpu_adam.MOMENTS if rule.name else kernel.num_moments
-    names, kept = kernel_layout(step.state_format, room, weights=rule.weights)
-    new = INTO if into is not None else ""
-    addresses = [spans[x][0] if x in spans else 0 for x in ("grad", "out", *names, *(new + x for x in names))]
-    types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
-    which = cpu_adam.RULES[rule.name] if rule.name else 0
-    how = [which, *types, DECAYS[step.decay], *(getattr(cpu_adam, x) for x in kept)]
+    known = state.known if isinstance(state, CheckedState) else {}
+    if (key := (kernel, rule.name, step.decay)) not in known:
+        names, kept = kernel_layout(step.state_format, room, weights=rule.weights)
+        new = INTO if into is not None else ""
+        every = "grad", "out", *names, *(new + x for x in names)
+        types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
+        which = cpu_adam.RULES[rule.name] if rule.name else 0
+        how = [which, *types, DECAYS[step.decay], *(getattr(cpu_adam, x) for x in kept)]
+        known[key] = [spans[x][0] if x in spans else 0 for x in every], how
+    addresses, how = known[key]
     dithers = [first_dither(number, moment) for moment in range(room)]
-    kernel.update(addresses, how, dithers, step.factors, grad.numel(), team, cpu_adam.checked(isa))
+    call = addresses, how, dithers, step.factors, grad.numel(), team, cpu_adam.checked(isa)
+    if calls is None:
+        kernel.update(*call)
+    else:
+        calls.setdefault(kernel, []).append(call)
 
 
 def device_update_(
@@ -248,7 +263,7 @@ def update_spans(
         spans["out"] = checked_span("out", out, n, KERNEL_DTYPES, device=place)
     check_disjoint(spans.values())
     if isinstance(state, CheckedState):
-        state.asked, state.spans = asked, spans
+        state.asked, state.spans, state.known = asked, spans, {}
     return spans
 
 

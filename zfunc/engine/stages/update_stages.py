@@ -20,8 +20,9 @@ from zfunc.core.optimizer_state import HIGH_HALF, state_slice
 from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.stages.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.engine.state.memory import Flat
+from zfunc.optim.base import gathers_calls
 from zfunc.optim.formats import master_weights, unpack_weights
-from zfunc.optim.updates import CheckedState, average_
+from zfunc.optim.updates import CheckedState, KernelCalls, average_
 from zfunc.runtime.accelerator import on_accelerator
 
 KEPT = "program", "state"  # lifetimes of regions that an update may hold on to
@@ -71,12 +72,16 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
         return
     by_parameter = step.spec.places[b].by_parameter
     update = _prepared(op, mem, step, decision.unused, state, copy, by_parameter=by_parameter)
-    apply = optimizer.device_update if on_accelerator(update.grad.device) else optimizer.host_update
+    on_host, calls = not on_accelerator(update.grad.device), KernelCalls()
+    apply, several = optimizer.host_update if on_host else optimizer.device_update, len(update.runs) > 1
     for run in update.runs:
-        if run.given["group"] != LEFT:
-            apply(run.state, run.grad, decision, out=run.out, **run.given)
+        if (group := run.given["group"]) != LEFT:
+            later = {"calls": calls} if on_host and several and gathers_calls(optimizer, group) else {}
+            apply(run.state, run.grad, decision, out=run.out, **run.given, **later)
         elif run.out is not None:  # of a slot, which had another bucket before
             run.out.copy_(unpack_weights(run.state))
+    for kernel, own in calls.items():
+        kernel.update_runs(own)
     for padding in update.padding:
         padding.zero_()
 
