@@ -55,7 +55,7 @@ BUDGETS = {
     "core": 7_245,
     "schedules and ground": 1_450,
     "runtime": 3_641,
-    "optim": 3_105,
+    "optim": 3_137,
     "checkpoint": 3_898,
     "engine": 10_016,
     "viz": 1_240,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 5_097,
     "train": 5_665,
     "cli": 2_711,
-    "tests": 47_657,
+    "tests": 47_695,
     "course": 5_250,
 }
 
