@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 5_097,
     "train": 5_665,
     "cli": 2_711,
-    "tests": 47_695,
+    "tests": 47_704,
     "course": 5_250,
 }
 

@@ -282,3 +282,12 @@ def test_what_a_machine_has_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for world, nbytes in ((8, 250), (2, 500)):
         ranks = type(program.ranks)(world=world)
         assert room.local_hardware(evolve(program, ranks=ranks)).memory == {"host": nbytes}
+
+
+def test_larger_buckets_are_advised_where_hand_overs_take_long() -> None:
+    """Of a step that has little else to do; not where a hand-over takes no time, nor an operation any to start."""
+    for seconds in (0.0, 1e-3):
+        fast = dict.fromkeys(ROUND.rates, 1000000000000.0)
+        on = evolve(ROUND, flops=1e15, rates=fast, latency=0.0, latencies={}, handoff=seconds)
+        advised = {name for x in planned(hardware=on, advice=True).suggestions for name in x.changes}
+        assert ("bucket_size" in advised) == (seconds > 0)
