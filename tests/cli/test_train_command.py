@@ -206,7 +206,7 @@ def test_the_bar_leaves_room_for_two_ctrl_c_and_the_terminal_as_it_was(
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
     figures = dict.fromkeys(("lr", "grad_norm", "loss_scale", "seconds", "host_seconds"), 4.0)
-    metrics: Any = SimpleNamespace(loss=2.5, skipped=True, **figures)
+    metrics: Any = SimpleNamespace(loss=2.5, skipped=True, aux={}, **figures)
     sizes = {"device_bytes": 1 << 34, "host_bytes": 1 << 35, "tokens_per_second": 1e6}
     step = Stepped(7, metrics, seconds_left=4.0, held_out=None, **sizes)
     output = TrainingOutput(run, "byte", stopping=lambda: INTERRUPT)
