@@ -2,8 +2,7 @@
 
 Files of DeepSpeed are written here, in the layout of DeepSpeed 0.19.8: two ranks of it were run with gloo, for
 stages 1, 2 and 3, with two groups of parameters and a frozen layer, and its `ds_to_universal` on 2 and 3. The
-readers gave the bits of its zero_to_fp32 and safe_get_full_optimizer_state for stage 3, for universal files those of
-their source; stages 1 and 2 were read, and compared with stage 3 in part.
+readers gave the bits of its zero_to_fp32 for stage 3, and of the source of universal files; 1 and 2 only in part.
 """
 
 import pickle
