@@ -57,13 +57,13 @@ BUDGETS = {
     "runtime": 3_641,
     "optim": 3_137,
     "checkpoint": 3_898,
-    "engine": 10_016,
+    "engine": 10_022,
     "viz": 1_240,
     "planner": 3_587,
     "models": 5_097,
-    "train": 5_665,
+    "train": 5_673,
     "cli": 2_711,
-    "tests": 47_704,
+    "tests": 47_708,
     "course": 5_250,
 }
 
