@@ -29,7 +29,7 @@ from zfunc.core import bucketing, settings
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.engine.rows import row_attention, tile_attention
-from zfunc.engine.trace import purity
+from zfunc.engine.trace import purity, tensor_memory
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.errors import CheckpointError, RankError
@@ -266,7 +266,7 @@ def tiles(_: int, __: pytest.MonkeyPatch) -> None:
     """A few tiles that are counted as all have the costs of all, which grow evenly behind the first."""
     for backward in (False, True):
         counted = [
-            (i, tile_attention.COUNTED.get())
+            (i, tensor_memory.COUNTED.get())
             for i in tile_attention.tile_numbers(9, 2, fake=True, backward=backward)
         ]
         assert sum(i * times for i, times in counted) == sum(range(9))

@@ -19,7 +19,7 @@ from zfunc.core.layout import Parameter
 from zfunc.engine.trace.cost_trace import MADE_OF
 from zfunc.engine.trace.graph_cuts import DECODERS
 from zfunc.engine.trace.segment import Segment, Values, checked_segments
-from zfunc.engine.trace.tensor_memory import COUNTED
+from zfunc.engine.trace.tensor_memory import counted_times
 from zfunc.errors import did_you_mean
 from zfunc.options import one_of
 
@@ -77,15 +77,13 @@ def _scaled(values: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def _starts(count: int, step: int, *, fake: bool) -> Iterator[int]:
-    """Yield where the pieces of `step` elements of `count` begin. Of `fake` tensors the second piece stands for all
+    """Where the pieces of `step` elements of `count` begin. Of `fake` tensors the second piece stands for all
     but the first and the last: each allocates and reads as much, beside what is left of the piece before."""
-    starts, times = [*range(0, count, step)], 1
+    starts = range(0, count, step)
+    times = dict.fromkeys(starts, 1)
     if fake and len(starts) > 3:
-        starts, times = [*starts[:2], starts[-1]], len(starts) - 2
-    for i, start in enumerate(starts):
-        before = COUNTED.set(COUNTED.get() * (times if i == 1 else 1))
-        yield start
-        COUNTED.reset(before)
+        times = {starts[0]: 1, starts[1]: len(starts) - 2, starts[-1]: 1}
+    return counted_times(times.items())
 
 
 def joined(*parts: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zfunc.engine.rows.keys import DeviceKeys, HostKeys, Part
-from zfunc.engine.trace.tensor_memory import COUNTED
+from zfunc.engine.trace.tensor_memory import counted_times
 from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
@@ -122,26 +122,22 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
     parts = list(view.parts(q.shape[2]))
     times = _times(len(parts), fake=isinstance(q, FakeTensor))
     parts = parts[: len(times)]
-    for (k, v, *own), part, count in zip(row.visit(parts, sums=sums), parts, times, strict=True):
-        before = COUNTED.set(COUNTED.get() * count)
+    visits = zip(row.visit(parts, sums=sums), parts, strict=True)
+    for (k, v, *own), part in counted_times(zip(visits, times, strict=True)):
         if isinstance(row, HostKeys):
             row.host.count(*((k, v) if row.still_here(part) is None else ()), *own, *own)
         yield Pair(q, k, v, view, part), own
-        COUNTED.reset(before)
 
 
 def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
-    """Yield the numbers of the tiles. Of `fake` tensors yield a few, counted as all: after the first `grown` tiles
+    """The numbers of the tiles. Of `fake` tensors a few, counted as all: after the first `grown` tiles
     costs grow evenly, but for the last tile."""
     between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
     if between > FEW and fake:
         ends = {grown: between // 2, tiles - 2: between // 2}
         middle = {(tiles - 1 + grown) // 2: 1} if between % 2 else {}
         times = dict(sorted({**dict.fromkeys(range(grown), 1), **ends, **middle, tiles - 1: 1}.items()))
-    for i in reversed(times) if backward else times:
-        before = COUNTED.set(times[i])
-        yield i
-        COUNTED.reset(before)
+    return counted_times(reversed(times.items()) if backward else times.items())
 
 
 def _times(count: int, *, fake: bool) -> list[int]:

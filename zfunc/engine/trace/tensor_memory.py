@@ -1,13 +1,15 @@
 """Where a tensor lies in memory: its storage, the range from its first element to its last, and its strides."""
 
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, run_fallback_kernel
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+T = TypeVar("T")
 aten = torch.ops.aten
 OWN_STRIDES = {  # operations whose kernels return other strides or types than torch's fake ones
     aten._batch_norm_with_update.default,
@@ -48,6 +50,14 @@ UNCACHED = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.defaul
 # Some operations on fake tensors stand for others like them, as those of a few tiles for those of all tiles.
 COUNTED: ContextVar[int] = ContextVar("times that an operation is counted", default=1)
 MOST_RUN = 1 << 22  # elements of all arguments of a kernel that is run while a segment is traced
+
+
+def counted_times(items: Iterable[tuple[T, int]]) -> Iterator[T]:
+    """Yield each first element; until the next is asked for, operations on fake tensors count so many times."""
+    for x, times in items:
+        before = COUNTED.set(COUNTED.get() * times)
+        yield x
+        COUNTED.reset(before)
 
 
 class FakeTensors(FakeTensorMode):
