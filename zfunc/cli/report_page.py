@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from math import log
 from statistics import fmean, median
 from typing import Any, cast
 
@@ -135,7 +134,7 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
     if losses := run.last_losses:
         yield f"loss, mean of the last {len(losses)}", f"{fmean(losses):.4f}"
     if held_out:
-        yield f"held out,{run.held_out_unit}".rstrip(","), f"{held_out[-1]:.4f}"
+        yield f"held out,{run.held_out_unit.words}".rstrip(","), f"{held_out[-1]:.4f}"
         yield "held out, best", f"{min(held_out):.4f}"
     if steps:
         yield "tokens/s, median", f"{median(run.numbers('tokens_per_second') or [0.0]):,.0f}"
@@ -157,9 +156,7 @@ def _charts(run: RunHistory) -> Iterator[Chart]:
         idle = usual is not None and {y for _, y in points} <= {*usual, None}
         curves = [] if idle else [Curve(name, "line", points)]
         if figure == "loss" and (held_out := run.of(run.held_out)):
-            points = tuple(
-                (x, None if y is None else y * (log(2) if run.held_out_unit else 1)) for x, y in held_out
-            )
+            points = tuple((x, None if y is None else y * run.held_out_unit.nats) for x, y in held_out)
             curves.append(Curve("held out, in the unit of the loss", "dots", points))
         marks = skipped if figure in ("loss", "loss_scale") else ()
         if curves:
@@ -258,7 +255,7 @@ def _events(run: RunHistory) -> Iterator[Cells]:
     for row in run.rows:
         step = f"{row['step']:,}"
         if run.held_out in row:
-            yield step, f"held out: {_figure(row, run.held_out, '.4f')}{run.held_out_unit}"
+            yield step, f"held out: {_figure(row, run.held_out, '.4f')}{run.held_out_unit.words}"
         if row.get("skipped") is True:
             yield step, f"skipped, for an overflow at the loss scale {_figure(row, 'loss_scale', ',.0f')}"
         if "saved" in row:

@@ -76,7 +76,7 @@ class TrainingOutput:
                         self.told_at = now
                         yield f"{self.counted_step(event.step)}  {step_figures(event)}  {self.left}".rstrip()
                 if event.held_out is not None:
-                    held_out = f"held out {event.held_out:.4f}{held_out_unit(self.unit, self.loss)}"
+                    held_out = f"held out {event.held_out:.4f}{held_out_unit(self.unit, self.loss).words}"
                     yield f"{self.counted_step(event.step)}  {held_out}"
             case Saved(path=path) if path is not None:  # else the failure is in the log
                 yield f"{self.counted_step(event.step)}  saved {os.path.relpath(path)}"
@@ -169,7 +169,7 @@ def summary_lines(event: Finished, folder: RunFolder) -> Iterator[tuple[str, str
     run, peaks = read_history(folder.path), event.peak_bytes
     yield "loss", f"{folder.summary['loss']:.4f}, the mean of the last {len(run.last_losses)} steps"
     if event.held_out is not None:
-        yield "held out", f"{event.held_out:.4f}{run.held_out_unit}"
+        yield "held out", f"{event.held_out:.4f}{run.held_out_unit.words}"
     yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
     if "device" in peaks:
         planned = event.planned_bytes["device"]

@@ -5,7 +5,6 @@ end a training after the step in which they have passed, and changes none before
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,6 +46,7 @@ from zfunc.train.events import (
 )
 from zfunc.train.reference import kept_reference, with_reference
 from zfunc.train.resume import ResumePoint, changed_settings, elapsed_in, end_reason, saved_extra
+from zfunc.train.run_history import held_out_unit
 from zfunc.train.setup import Batch, TrainingJob
 
 TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
@@ -330,7 +330,7 @@ def evaluate_held_out(
             last = y
         losses.append(float(last[0] if isinstance(last, tuple) else last))  # beside auxiliary outputs
     rows = [len(tree_leaves(inputs)[0]) for inputs, _ in job.held_out]  # the last batch may have fewer
-    return fmean(losses, rows) / (1 if job.corpus.train.pairs else math.log(2))
+    return fmean(losses, rows) / held_out_unit(job.corpus.unit, job.settings.loss).nats
 
 
 def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda: "") -> tuple[int, ...]:

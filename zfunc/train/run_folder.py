@@ -43,7 +43,7 @@ from zfunc.train.run_history import (
     SUMMARY,
     TRACE,
     Row,
-    held_out_name,
+    held_out_unit,
     read_history,
     read_json_object,
     rows_of,
@@ -173,7 +173,7 @@ class RunFolder:
 
     @property
     def _held_out(self) -> str:
-        return held_out_name(self._config["unit"], self._config["settings"])
+        return held_out_unit(self._config["unit"], self._config["settings"].get("loss")).name
 
     def _add(self, step: int, fields: dict[str, Any]) -> None:
         """Add figures to the row of a step in metrics.jsonl, the last or a new one. A kill loses no step."""

@@ -27,14 +27,24 @@ LAST = 50  # steps that the loss of a run is the mean of
 Row = dict[str, Any]
 
 
-def held_out_name(unit: str, settings: Mapping[str, Any]) -> str:
-    """The name of the held-out loss in a row of metrics, of data in such a unit."""
-    return "held_out_loss" if settings.get("loss") == DPO else f"held_out_bits_per_{unit}"
+@frozen
+class HeldOutUnit:
+    """The unit of a held-out loss: the figure's name in metrics.jsonl, the words behind it, and its nats."""
+
+    name: str
+    words: str
+    nats: float
 
 
-def held_out_unit(unit: str, loss: Any) -> str:
-    """The words behind a held-out loss of data in such a unit: none for preferences, whose loss is as it is."""
-    return "" if loss == DPO else f" bits per {unit}"
+def held_out_unit(unit: str, loss: Any) -> HeldOutUnit:
+    """The unit of a held-out loss on data in bytes or tokens, by the setting `loss`: bits, or DPO's own loss.
+
+    >>> held_out_unit("byte", "tokens").words, held_out_unit("token", "dpo").name
+    (' bits per byte', 'held_out_loss')
+    """
+    if loss == DPO:
+        return HeldOutUnit("held_out_loss", "", 1.0)
+    return HeldOutUnit(f"held_out_bits_per_{unit}", f" bits per {unit}", math.log(2))
 
 
 @frozen
@@ -66,11 +76,11 @@ class RunHistory:
     @property
     def held_out(self) -> str:
         """The name of the held-out loss in a row of metrics."""
-        return held_out_name(self.unit, self.settings)
+        return self.held_out_unit.name
 
     @property
-    def held_out_unit(self) -> str:
-        """The words behind a held-out loss."""
+    def held_out_unit(self) -> HeldOutUnit:
+        """The unit of the run's held-out loss."""
         return held_out_unit(self.unit, self.settings.get("loss"))
 
     @property
