@@ -14,11 +14,11 @@ from small_trainings import config, rows
 
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
-from zfunc.train.deepspeed.mapping import config_extras
+from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras
 from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import learning_rate, optimizer_of
 from zfunc.train.trainer.fields import CLASSES, DPO_CLASS, SFT, TRAINER, fields_of, read_args, read_field
-from zfunc.train.trainer.mapping import trainer_extras, trainer_notes
+from zfunc.train.trainer.mapping import trainer_extras
 from zfunc.train.trainer.schedules import SCHEDULES, TrainerSchedule, check_params
 
 ARGS = "args.json"
@@ -40,9 +40,13 @@ def settings(file: Any, *flags: object, dump: Any = json.dumps, name: str = ARGS
     return _settings(COMMANDS["train"], args)
 
 
+def extras_of(found: TrainSettings) -> ConfigExtras:
+    return trainer_extras(found, config_extras(found))
+
+
 def refusal(file: Any, *flags: object) -> str:
     with pytest.raises(ValueError, match="expected|not supported|which") as caught:
-        trainer_extras(found := settings(file, *flags), config_extras(found))
+        extras_of(settings(file, *flags))
     return str(caught.value)
 
 
@@ -72,7 +76,7 @@ def test_all_arguments_of_an_object_say_nothing_but_what_was_set() -> None:
     found = settings(own, "--seconds", 5)
     made = {"report_to", "accelerator_config", "dataloader_pin_memory"}  # by transformers, when it is made
     assert {*read_args(Path(ARGS)).file} - made == {"output_dir", "learning_rate", "use_cpu"}
-    assert len([*trainer_notes(found)]) <= 2
+    assert len(extras_of(found).notes) <= 2
     assert (found.lr, found.device, found.out, found.epochs) == (1e-3, "cpu", Path("run"), None)
 
 
@@ -104,7 +108,7 @@ def test_what_is_refused_says_what_to_do(kind: str) -> None:
     ],
 )
 def test_what_another_field_makes_mean_nothing_is_a_line(file: dict[str, Any], idle: str) -> None:
-    (line,) = trainer_notes(settings(file))
+    (line,) = extras_of(settings(file)).notes
     assert line.startswith(f"{ARGS}: no effect: {idle}")
 
 
@@ -229,7 +233,7 @@ def test_defaults_are_the_class_s_and_flags_hold_where_a_field_is_at_its_default
 )
 def test_optimizers_are_the_trainers(optim: str, name: str, moments: str, own: dict[str, Any]) -> None:
     found = settings({"optim": optim, "adam_beta1": 0.8})
-    optimizer: Any = optimizer_of(found, trainer_extras(found, config_extras(found)), 0.1)
+    optimizer: Any = optimizer_of(found, extras_of(found), 0.1)
     assert (type(optimizer).__name__, found.moments) == (name, moments)
     assert {x: getattr(optimizer, x) for x in own} == own
 
@@ -250,7 +254,7 @@ def test_a_deepspeed_file_goes_on_to_config() -> None:
     }
     found = settings(file)
     assert (found.config, found.stage, found.clip, found.lr) == (Path("ds.json"), 3, 0.5, 1e-3)
-    extras = trainer_extras(found, config_extras(found))
+    extras = extras_of(found)
     assert (extras.optimizer["betas"], extras.optimizer["eps"]) == ((0.7, 0.999), 1e-5)
     rate: Any = learning_rate(found, extras, 20)
     assert (rate.kind, rate.params["warmup_num_steps"]) == ("WarmupLR", 4)

@@ -51,7 +51,7 @@ from zfunc.train.settings import (
     reading,
     step_settings,
 )
-from zfunc.train.trainer.mapping import trainer_extras, trainer_notes
+from zfunc.train.trainer.mapping import trainer_extras
 
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
@@ -135,7 +135,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     if model is None:
         check_size(settings)
     rate = learning_rate(settings, extras, settings.steps)
-    for line in (*startup_notes(settings, extras.values, ranks.world, rate), *trainer_notes(settings)):
+    for line in (*startup_notes(settings, extras.values, ranks.world, rate), *extras.notes):
         say("%s", line)
     if settings.steps is None and rate != learning_rate(settings, extras, 10**9):  # it depends on the number
         say(

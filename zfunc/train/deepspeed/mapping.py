@@ -108,14 +108,16 @@ def from_deepspeed(
 
 @frozen
 class ConfigExtras:
-    """The values of a configuration that are no settings of a training, with the defaults for none."""
+    """The values of a configuration that are no settings of a training, with the defaults for none.
+
+    A Trainer's arguments add `schedule`, the learning rate by lr, warm-up and steps, and `notes`, log lines.
+    """
 
     values: ConfigValues
     optimizer: Mapping[str, Any]  # arguments beside lr and weight decay
     loss_scale: LossScale | None
-    schedule: Callable[[float, int | None, int], Callable[[int], float]] | None = (
-        None  # of lr, warm-up and steps
-    )
+    schedule: Callable[[float, int | None, int], Callable[[int], float]] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:

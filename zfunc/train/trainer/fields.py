@@ -55,7 +55,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = _TABLE["defaults"]
 
 @frozen
 class TrainerArgs:
-    """The arguments of a Trainer as read: of each field the file's value, else the default of the class."""
+    """The arguments of transformers' Trainer in a file: `args[name]` is a field's value there, else its default."""
 
     source: str  # as errors name it
     kind: str  # of CLASSES

@@ -1,4 +1,4 @@
-"""The arguments of a Trainer as settings of a training: what each field decides, and the lines about the rest.
+"""The arguments of transformers' Trainer as settings of a training, and log lines about fields of no effect.
 
 A field that is not at its default is as good as a flag, and contradicts one; of the others a flag wins. No torch
 here, so a wrong file is refused before torch is loaded.
@@ -26,8 +26,8 @@ BOUNDS = ("steps", "epochs", "seconds")
 
 
 def with_trainer_args(given: Mapping[str, Any], world: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings given and those that the file of `given["trainer_args"]` sets; and those of its defaults, which
-    hold where nothing else says them.
+    """Two sets of a training's settings by name: those `given` with those that fields of the file
+    `given["trainer_args"]` set; and those of the fields at their defaults, for settings that nothing else decides.
 
     Raises ValueError for an invalid file, and for a setting that contradicts it.
     """
@@ -123,12 +123,13 @@ def _steps_of(args: TrainerArgs, name: str) -> int:
 
 
 def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtras:
-    """`extras` with the optimizer's arguments, the learning rate and the printed steps of `settings.trainer_args`.
+    """`extras` with the optimizer's arguments, learning rate, printed steps and notes of `settings.trainer_args`.
 
     What a DeepSpeed file says stays.
     """
-    if (args := _args(settings)) is None:
+    if settings.trainer_args is None:
         return extras
+    args = read_args(settings.trainer_args, dpo=settings.loss == DPO)
     values, optimizer = extras.values, dict(extras.optimizer)
     betas = {"betas": (args["adam_beta1"], args["adam_beta2"])}
     own = {"adamw": {**betas, "eps": args["adam_epsilon"]}, "lion": betas, "sgd": {"momentum": 0.0}}
@@ -151,20 +152,20 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
         warmup = math.ceil(args[part] * total) if warmup is None else warmup
         return TrainerSchedule(args[SCHEDULER], params, lr, warmup, total)
 
-    return evolve(extras, values=values, optimizer=optimizer, schedule=schedule)
+    notes = tuple(_notes(settings, args))
+    return evolve(extras, values=values, optimizer=optimizer, schedule=schedule, notes=notes)
 
 
-def trainer_notes(settings: TrainSettings) -> Iterator[str]:
-    """The log lines about the fields of `settings.trainer_args` that are set and have no effect."""
-    if (args := _args(settings)) is not None:
-        idle: dict[str, list[str]] = {}
-        for name, reason in _unread(settings, args):
-            idle.setdefault(reason, []).extend([name] if name in args.file else [])
-        idle = {reason: names for reason, names in idle.items() if names}
-        for name in args.file:
-            if (field := fields_of(args.kind)[name]).fate == "ignored":
-                idle.setdefault(field.note, []).append(name)
-        yield from (f"{args.source}: no effect: {', '.join(x)}: {reason}" for reason, x in idle.items())
+def _notes(settings: TrainSettings, args: TrainerArgs) -> Iterator[str]:
+    """The log lines about fields that are set and have no effect, those of one reason in one line."""
+    idle: dict[str, list[str]] = {}
+    for name, reason in _unread(settings, args):
+        if name in args.file:
+            idle.setdefault(reason, []).append(name)
+    for name in args.file:
+        if (field := fields_of(args.kind)[name]).fate == "ignored":
+            idle.setdefault(field.note, []).append(name)
+    yield from (f"{args.source}: no effect: {', '.join(x)}: {reason}" for reason, x in idle.items())
 
 
 def _unread(settings: TrainSettings, args: TrainerArgs) -> Iterator[tuple[str, str]]:
@@ -183,8 +184,3 @@ def _unread(settings: TrainSettings, args: TrainerArgs) -> Iterator[tuple[str, s
             yield f"{event}_steps", f"`{event}_strategy` is no"
     if args.kind == SFT and not args["packing"]:
         yield "packing_strategy", "`packing` is false"
-
-
-def _args(settings: TrainSettings) -> TrainerArgs | None:
-    path = settings.trainer_args
-    return None if path is None else read_args(path, dpo=settings.loss == DPO)
