@@ -43,13 +43,13 @@ def section(name: str) -> tuple[str, str]:
     )
     system, _, idea = title.partition(": ")
     plan = Overlapped()(show.graph_of(name)).verify()
+    time, device, host = show.compared(name, plan)
     rows = [row[:8] for row in show.published_cells(name)]
     published = table(COLUMNS, rows, "---:") if rows else "No row of published.md is of this system."
     parts = [
         *(f"## {system}", f"{idea[:1].upper()}{idea[1:]}", text),
-        f"Time {{0}}, device memory {{1}}, host memory {{2}}: [{name}.py](../examples/systems/{name}.py).".format(
-            *(f"{x:.2f}" for x in show.compared(name, plan))
-        ),
+        f"Time {time:.2f}, device memory {device:.2f}, host memory {host:.2f}: "
+        f"[{name}.py](../examples/systems/{name}.py).",
         f"![{title.rstrip('.')}](system-{name}.svg)",
         published,
     ]

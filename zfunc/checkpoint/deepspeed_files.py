@@ -47,7 +47,7 @@ Parts = Sequence[
 
 @frozen(eq=False)
 class _Shard:
-    """A rank's part of the optimizer: by kind, one flat tensor for each group of parameters."""
+    """A rank's part of the optimizer's state: of the master weights and each moment, a flat tensor a group."""
 
     flat: Mapping[str, Sequence[Tensor]]
     steps: Sequence[float]
@@ -118,7 +118,7 @@ def _load(file: Path, allow_pickle: bool) -> Any:
 def _zero(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], world: int | None, allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """The steps of all groups, and by kind and name the parts of all ranks."""
+    """Of ZeRO's files: the step of each group on each rank; by kind and parameter the parts on all ranks."""
     files = _files(folder, "optim")
     shards = [_shard(x, _load(x, allow_pickle)["optimizer_state_dict"]) for x in files]
     world = world or shards[0].ranks
@@ -173,7 +173,7 @@ def _shard(file: Path, saved: Any) -> _Shard:
 def _universal(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """The steps of parameters, where a universal checkpoint has them, and by kind and name a part each."""
+    """Of a universal checkpoint: the step of each parameter that has one; by kind and parameter its one part."""
     steps: list[tuple[str, float]] = []
     parts: dict[str, dict[str, Parts]] = {kind: {} for kind in (FP32, *MOMENTS)}
     for name in shapes:

@@ -115,7 +115,7 @@ def _of_all(run: ForeignRun) -> list[_Entry]:
 
 
 def _of_model(run: ForeignRun, segments: Iterable[Any]) -> list[_Entry]:
-    """The entries of the tensors of segments. Raises CheckpointError where the run is of another model."""
+    """The entries of all parameters and buffers of `segments`. CheckpointError where the run has another model."""
     wanted = {p.name: p for s in segments for p in s.parameters}
     buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
     constants = {s.buffer_name(x) for s in segments for x in s.constants}
