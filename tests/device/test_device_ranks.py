@@ -32,11 +32,13 @@ from zfunc.runtime.collectives import _all_gather, _reduce_scatter
 from zfunc.runtime.executor import Jitter
 
 WORLD = 2
-# Seconds; LONG where nobody waits for it.
+DIES = 9  # the exit code of a rank that is to die
+# Seconds that a collective waits: LONG where the other rank only is slow, as while a dozen processes start on two
+# cores; TIMEOUT from the step on in which rank 1 dies or comes late, in scenarios in which rank 0 waits so long.
+LONG = 120.0
 TIMEOUT = dict.fromkeys(
     ("late", "dies", "gathers", "begins", "weights", "params", "average", "evaluate", "stages"), 3.0
 )
-LONG = 120.0
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batches": 2},
     "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
@@ -128,7 +130,7 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     def backward(op: Any, mem: Any, step: Any) -> None:
         if due and op.index == (0, 1):
             if action in ("dies", "reports"):
-                os._exit(9)
+                os._exit(DIES)
             if action == "fails":
                 raise ZeroDivisionError("of rank 1")
             time.sleep(LONG)
@@ -136,7 +138,7 @@ def failing(rank: int, action: str) -> dict[str, Any]:
 
     def gather(op: Any, mem: Any, step: Any) -> None:
         if due and op.index == (0, 1):
-            os._exit(9)
+            os._exit(DIES)
         STAGES["gather"](op, mem, step)
 
     settings: dict[str, Any] = {"bucket_size": 600, "schedule": "Overlapped"}
@@ -158,7 +160,9 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     state, begun = zfunc.init(program, seed=1), 0.0
     try:
         for i in range(4):
-            begun, due = time.monotonic(), i == 2 * (action != "begins") and rank == 1
+            if i == 2 * (action != "begins"):
+                begun, due = time.monotonic(), rank == 1
+                limit_collectives(TIMEOUT.get(action, LONG))
             if action in READS and i == 2:
                 READS[action](program, state, data(i), dies=rank == 1)
             state, _ = zfunc.train_step(program, state, data(i))
@@ -169,11 +173,19 @@ def failing(rank: int, action: str) -> dict[str, Any]:
     return {"error": ""}
 
 
+def limit_collectives(seconds: float) -> None:
+    """Let every collective of this process, of all its groups, wait so long for the others."""
+    limit = timedelta(seconds=seconds)
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+        group.get_group_store().set_timeout(limit)
+
+
 def read_weights(program: Any, state: Any, _: Any, dies: bool) -> None:
     """Copy each bucket to the host, behind its gather, which a rank that dies does not issue."""
     weights = zfunc.weights(program, state, device="cpu")
     if dies:
-        os._exit(9)
+        os._exit(DIES)
     dict(weights)
 
 
@@ -181,13 +193,13 @@ def read_params(program: Any, state: Any, _: Any, dies: bool, *, ema: bool = Fal
     """Gather each bucket's weights or averages on the host, behind an agreement, after which a rank may die."""
     if dies:
         program.ranks.agree("params")
-        os._exit(9)
+        os._exit(DIES)
     zfunc.params(program, state, ema=ema)
 
 
 def evaluate(program: Any, state: Any, batch: Any, dies: bool) -> None:
     if dies:
-        os._exit(9)
+        os._exit(DIES)
     zfunc.evaluate(program, state, batch)
 
 
@@ -215,7 +227,7 @@ def _is_free(device: torch.device) -> bool:
 def rank_main(scenario: str, rank: int, folder: Path) -> None:
     pretend.load().delay(3e-4, rank)
     torch.accelerator.set_device_index(rank)
-    patience = timedelta(seconds=TIMEOUT.get(scenario, LONG))
+    patience = timedelta(seconds=LONG)
     store = dist.FileStore(str(folder / f"{scenario}.store"), WORLD)
     store.set_timeout(patience)
     backends = f"cpu:gloo,pretend:{pretend.BACKEND}"
@@ -227,21 +239,29 @@ def rank_main(scenario: str, rank: int, folder: Path) -> None:
 def all_scenarios(folder: Path) -> None:
     """In a process of its own, which forks the ranks."""
     warm()
-    pids = []
+    ranks: list[tuple[str, int]] = []
     for scenario in ("bits", "dies", "gathers", "begins", *READS, "reports", "fails", "late"):
         for rank in range(WORLD):
-            pids.append(fork(lambda s=scenario, r=rank: rank_main(s, r, folder)))
+            pid = fork(lambda s=scenario, r=rank: rank_main(s, r, folder))
+            ranks.append((f"{scenario}-{rank}", pid))
         # Or one that waits for a busy machine times out as well.
         if scenario in ("bits", "gathers", "begins", "reports"):
-            while pids:
-                os.waitpid(pids.pop(), 0)
+            join(ranks)
         if scenario == "late":  # when rank 0 has given it up, nobody waits for rank 1
-            os.waitpid(pids[-2], 0)
-            os.kill(pids[-1], signal.SIGKILL)
-            os.waitpid(pids[-1], 0)
-            del pids[-2:]
-    for pid in pids:
-        os.waitpid(pid, 0)
+            late = ranks.pop()
+            join([ranks.pop()])
+            os.kill(late[1], signal.SIGKILL)
+            os.waitpid(late[1], 0)
+    join(ranks)
+
+
+def join(ranks: list[tuple[str, int]]) -> None:
+    """Wait for the processes (name, pid) of `ranks`, and empty it; one that ended neither well nor by `DIES` is an
+    error of this process."""
+    while ranks:
+        name, pid = ranks.pop()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in (0, DIES), f"{name} ended with {code}"
 
 
 @pytest.fixture(scope="module")
