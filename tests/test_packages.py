@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 5_097,
     "train": 5_673,
     "cli": 2_711,
-    "tests": 47_708,
+    "tests": 47_728,
     "course": 5_250,
 }
 
