@@ -32,7 +32,7 @@ from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, parse
 from zfunc.core.recipes import zero_offload
-from zfunc.core.settings import PLACES
+from zfunc.core.setting_values import PLACES
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.verifier import verify

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from markdown_table import table
 
-from zfunc.core.settings import HELP, named_settings
+from zfunc.core.setting_values import HELP
+from zfunc.core.settings import named_settings
 from zfunc.train.deepspeed.keys import KEYS, OLD_NAMES, Key
 from zfunc.train.trainer.fields import CLASSES
 

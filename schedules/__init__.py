@@ -25,7 +25,7 @@ import attrs
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.pipeline import InGroups, Order
-from zfunc.core.settings import BY_DEVICE, ONE_DEVICE, Schedule, schedule_for
+from zfunc.core.setting_values import BY_DEVICE, ONE_DEVICE, Schedule, schedule_for
 from zfunc.options import one_of
 
 from .critical_path import CriticalPath

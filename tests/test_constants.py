@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import zfunc
 from zfunc.checkpoint import export, manifest, safetensors_file, strict_json, swap_file
 from zfunc.checkpoint.directory import open_checkpoint
-from zfunc.core import bucketing, settings
+from zfunc.core import bucketing, setting_values
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.engine.rows import row_attention, tile_attention
@@ -75,7 +75,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
     ],
     "of a text": [
         "engine.program.specialize SHOWN",
-        "core.settings DOCSTRING_WIDTH",
+        "core.setting_docs DOCSTRING_WIDTH",
         "core.graph SHOWN",
         "core.display FIELD WHOLE",
         "core.explain NAMED",
@@ -447,7 +447,7 @@ def counts_of_tiles(shortest: int, _: pytest.MonkeyPatch) -> None:
     """None is shorter, unless it is the row; and the longest that may be are among them."""
     for tokens in (1, 7, 8, 9, 16, 56, 64, 72, 120):
         may_be = [n for n in range(1, tokens + 1) if tokens % n == 0 and tokens >= n * shortest] or [1]
-        found = settings.tile_counts(tokens)
+        found = setting_values.tile_counts(tokens)
         assert {*found} <= {*may_be}
         assert found[0] == 1
         assert min(may_be, key=lambda n: abs(n - 4)) in found
@@ -477,10 +477,10 @@ ROWS = {
     "checkpoint.swap_file.HEADER_LIMIT": at_most(SWAP_HEADER, lambda: evolve(SWAP).raw),
     "checkpoint.manifest.LIMIT": at_most(len(manifest.to_json(MANIFEST)), lambda: manifest.to_json(MANIFEST)),
     "core.bucketing.MIN_PARTIAL_BUCKETS": Row(8, in_shares),
-    "core.settings.MOST_TILES": counted(1 << 16, lambda n: StepSettings(tiles=n)),
-    "core.settings.MOST_DEVICES": counted(1024, lambda n: StepSettings(devices=n)),
-    "core.settings.MOST_MICRO_BATCHES": counted(1 << 16, lambda n: StepSettings(micro_batches=n)),
-    "core.settings.SHORTEST_TILE": Row(8, counts_of_tiles),
+    "core.setting_values.MOST_TILES": counted(1 << 16, lambda n: StepSettings(tiles=n)),
+    "core.setting_values.MOST_DEVICES": counted(1024, lambda n: StepSettings(devices=n)),
+    "core.setting_values.MOST_MICRO_BATCHES": counted(1 << 16, lambda n: StepSettings(micro_batches=n)),
+    "core.setting_values.SHORTEST_TILE": Row(8, counts_of_tiles),
     "runtime.stage_ranks.MOST_HEAD": Row(64, message),
     "runtime.host_memory._OF_LIBRARIES": Row(1.0, addresses, 0.5),
     "models.hf.cutting.RECORDED": Row(12, windows),

@@ -12,7 +12,7 @@ from zfunc.cli.catalogue import COMMANDS, SHELLS
 from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import MOMENTS
-from zfunc.core.settings import BY_DEVICE, PLACES, RECOMPUTE
+from zfunc.core.setting_values import BY_DEVICE, PLACES, RECOMPUTE
 from zfunc.planner.profile import profile_names as profiles
 from zfunc.train.settings import DEVICES
 

@@ -18,9 +18,9 @@ from zfunc.cli.commands.calibrate import CalibrateSettings
 from zfunc.cli.commands.draw import DrawSettings
 from zfunc.cli.commands.plan import PlanSettings
 from zfunc.cli.parser import make_parser
-from zfunc.core import settings as module
 from zfunc.core.bucketing import default_bucket_size
-from zfunc.core.settings import CHECK, HELP, OPTION, StepSettings, named_settings, settings_with
+from zfunc.core.setting_values import CHECK, HELP, OPTION, make_setting, one_or_more
+from zfunc.core.settings import StepSettings, named_settings, settings_with
 from zfunc.options import flag_fields, options_of, values_of_flags
 from zfunc.train.deepspeed.mapping import from_deepspeed
 from zfunc.train.settings import ModelFlags, TrainSettings, step_settings
@@ -162,7 +162,7 @@ def test_zfunc_train_has_every_flag(flag: str) -> None:
 def test_a_new_field_is_a_flag_at_once() -> None:
     @frozen(kw_only=True)
     class Extended(StepSettings):
-        streams: int = module._setting(1, module._count, "offload", "copies at a time")
+        streams: int = make_setting(1, one_or_more, "offload", "copies at a time")
 
     assert options_of(Extended)["streams"].help == "copies at a time"
     flags = flag_fields(Extended, ModelFlags, {}, without=["ema"], clip=1.0)

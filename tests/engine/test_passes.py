@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
-from zfunc.core.settings import RECOMPUTE
+from zfunc.core.setting_values import RECOMPUTE
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace import tensor_memory, vjp
 from zfunc.engine.trace.cost_trace import trace

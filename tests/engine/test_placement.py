@@ -27,7 +27,8 @@ from benchmarks.streaming import measure, parser
 from zfunc.core.bucketing import resident_buckets
 from zfunc.core.layout import make_layout, round_up
 from zfunc.core.memory_model import peak_memory
-from zfunc.core.settings import CHOICES, StepSettings
+from zfunc.core.setting_values import CHOICES
+from zfunc.core.settings import StepSettings
 from zfunc.core.spec import ALLOCATION
 from zfunc.engine import compile as compiling
 from zfunc.engine.program import fit_to_memory

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from zfunc.core.settings import RECOMPUTE
+from zfunc.core.setting_values import RECOMPUTE
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded

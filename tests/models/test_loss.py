@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zfunc.core.settings import RECOMPUTE
+from zfunc.core.setting_values import RECOMPUTE
 from zfunc.engine.trace.cost_trace import trace
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.vjp import SegmentWeights, make_vjp

@@ -11,7 +11,7 @@ from trained import adam_of
 import zfunc
 from zfunc.core.extents import BLOCK
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import TIERS_OF
+from zfunc.core.setting_values import TIERS_OF
 from zfunc.engine.program.program import staging_buffers
 from zfunc.planner.candidate import DRIVES
 from zfunc.planner.plan_step import plan

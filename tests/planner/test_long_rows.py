@@ -15,7 +15,8 @@ import zfunc
 import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.cli.commands.plan import PlanSettings, plan_model
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import StepSettings, tile_counts
+from zfunc.core.setting_values import tile_counts
+from zfunc.core.settings import StepSettings
 from zfunc.engine.rows import tile_attention
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig

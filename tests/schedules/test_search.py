@@ -19,7 +19,8 @@ from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.recipes import Recipe, deferred, zero_offload
-from zfunc.core.settings import DEVICE_SHARE, DISK_SHARE, PLACES, TIERS_OF, UPDATE_SHARES, StepSettings
+from zfunc.core.setting_values import DEVICE_SHARE, DISK_SHARE, PLACES, TIERS_OF, UPDATE_SHARES
+from zfunc.core.settings import StepSettings
 from zfunc.core.shares import as_shares, two_tiers, word_of
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, least_seconds, step_of

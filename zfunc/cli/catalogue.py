@@ -7,8 +7,8 @@ from attrs import NOTHING, frozen
 
 from zfunc.cli.commands import calibrate, doctor, draw, export, import_, plan, report, train
 from zfunc.cli.parser import EXIT_OK, Command, make_parser
-from zfunc.core.settings import GONE as GONE_SETTINGS
-from zfunc.core.settings import OF_OPTIMIZER
+from zfunc.core.setting_values import GONE as GONE_SETTINGS
+from zfunc.core.setting_values import OF_OPTIMIZER
 from zfunc.options import flag, one_of, option
 
 SHELLS = ("bash", "zsh", "fish")

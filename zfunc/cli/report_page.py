@@ -18,7 +18,7 @@ from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.display import html_table
 from zfunc.core.graph import Kind
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import BY_DEVICE, schedule_for
+from zfunc.core.setting_values import BY_DEVICE, schedule_for
 from zfunc.core.simulator import simulate
 from zfunc.train.events import ENDINGS
 from zfunc.train.run_history import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import evolve, frozen
 
 from zfunc.core.hardware import Hardware
-from zfunc.core.settings import tile_counts
+from zfunc.core.setting_values import tile_counts
 from zfunc.errors import CheckpointError, SettingError, refuse
 from zfunc.models.config_file import check_config_file, check_flags
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer

@@ -3,7 +3,9 @@
     dtypes            one table of dtypes: bytes, and their names in torch, NumPy and safetensors
     layout            parameters as spans of one flat buffer; buckets and shards of it
     optimizer_state   the buffers of each format of the optimizer state
-    settings          `StepSettings`: every setting of a step, once; as keyword arguments
+    setting_values    the values a setting may have: words, limits, checks
+    settings          `StepSettings`: every setting of a step, once
+    setting_docs      the settings in the signature and docstring of a function that takes them by name
     shares            "device:0.25,host": the grammar of places and modes by share
     bucketing         the buckets that settings ask for
     places            `BucketPlaces`: where the data of a bucket is, answered once

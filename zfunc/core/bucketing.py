@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.setting_values import DISK
+from zfunc.core.settings import StepSettings
 from zfunc.errors import refuse, setting
 
 BUCKET_SIZE, LARGEST = 50_000_000, 500_000_000  # elements where none are set, of few ranks and of any number

@@ -4,205 +4,56 @@
 flags. A new setting is one field here and the code where it has an effect.
 """
 
-import inspect
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import product
-from textwrap import fill
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast
 
-from attrs import Attribute, evolve, field, fields, frozen
+from attrs import Attribute, evolve, fields, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Dtype, Precision, one_precision
-from zfunc.core.graph import Graph
 from zfunc.core.layout import Bucket, Parameter
 from zfunc.core.optimizer_state import MOMENTS, Moments
-from zfunc.core.pipeline import InGroups, Order
-from zfunc.core.plan import Plan
+from zfunc.core.pipeline import Order
+from zfunc.core.setting_values import (
+    BY_DEVICE,
+    CHECK,
+    CHOICES,
+    DEVICE_SHARE,
+    DISK,
+    DISK_SHARE,
+    GONE,
+    MOST_DEVICES,
+    MOST_MICRO_BATCHES,
+    MOST_TILES,
+    OF_OPTIMIZER,
+    ONE_DEVICE,
+    PLACES,
+    RECOMPUTE,
+    SHARES,
+    TIERS_OF,
+    UPDATE_SHARES,
+    Recompute,
+    Schedule,
+    clip_norm_or_none,
+    globs_of_names,
+    joined,
+    make_setting,
+    name_or_callable,
+    one_or_more,
+    order_or_group_size,
+    schedule_for,
+    size_or_names,
+    swap_folders,
+    word_or_number,
+)
 from zfunc.core.shares import InShares, InTiers, every_part_has_one, shares_of, word_of, words_of
-from zfunc.errors import SettingError, SettingTypeError, did_you_mean, refuse, setting
-from zfunc.options import AUTO, Check, OneOf, Option, not_negative, one_of
+from zfunc.errors import SettingTypeError, did_you_mean, refuse, setting
+from zfunc.options import AUTO, one_of
 from zfunc.values import number, of_type, truth, whole
-
-Recompute = Literal["all", "none", "min-cut"]
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-Schedule = Callable[[Graph], Plan]
-Function = TypeVar("Function", bound=Callable[..., Any])
-T = TypeVar("T")
-
-DISK: Literal["disk"] = "disk"
-PLACES: tuple[Literal["device", "host"], ...] = ("device", "host")
-TIERS_OF: dict[str, tuple[str, ...]] = {  # where things may be, the nearest first
-    "state_on": ("host", DISK),
-    "params_on": (*PLACES, DISK),
-    "grads_on": (*PLACES, DISK),
-    "activations_on": (*PLACES, DISK),
-}
-DEVICE_SHARE, DISK_SHARE = (
-    f"device:{AUTO},host",
-    f"host:{AUTO},disk",
-)  # of the state, as much as fits or helps
-UPDATE_SHARES = ("host", "host:0.75,device", "host,device", "host:0.25,device", "device")
-# The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
-CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all"), "update_on": UPDATE_SHARES, "tiles": (1,)}
-BY_DEVICE = "by-device"  # the schedule and the order, unless one is named
-
-SHARES = (
-    'Several are for shares of the segments, from the first: "host:0.25,device"; without numbers equal ones.'
-)
-DOCSTRING_WIDTH = 116  # columns
-MOST_TILES = 1 << 16
-SHORTEST_TILE = (
-    512  # tokens; below, a device waits for launches, whose number grows with the square of the tiles
-)
-MOST_DEVICES = 1024
-MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
-ONE_DEVICE = {"horizontal": 1, "vertical": MOST_MICRO_BATCHES}  # its orders: micro-batches of a group
-OPTION, CHECK, HELP, TRIES = "option", "check", "help", "tries"  # keys of a field's metadata
-
-_WITH_NORM = "pass defer, which hides the host with the same bits"
-# Settings that are gone, and what to use instead.
-GONE = {
-    **dict.fromkeys(("delay_from", "delayed"), f"{_WITH_NORM}; examples/systems has the other"),
-    "speculate": f"{_WITH_NORM} and no shadow",
-    "parallel": "pass pp, the number of pipeline stages",
-    "sync_buffers": "leave it out: ranks keep the buffers of rank 0, as with DistributedDataParallel",
-    **dict.fromkeys(
-        ("weight_slots", "grad_slots", "host_slots"), "pass `slots`, which is the number of them all"
-    ),
-    **dict.fromkeys(("update_slots", "state_slots"), "pass `slots`, of which the state has one more"),
-    "offload_ratio": "pass the device's share of the state, which is the rest, as `state_on='device:0.25,host'`",
-    "disk_ratio": "pass the host's share of the state, which is the rest, as `state_on='host:0.25,disk'`",
-    "accumulate": "pass it as `order`, that of one device; several add up on the host with `grads_on=host`",
-    "moments": "pass it to the optimizer, as optimizer=zfunc.AdamW(moments='8bit')",
-}
-OF_OPTIMIZER = ("moments",)  # fields that `zfunc.compile` has from the optimizer; plans vary them, too
-
-_names = ", ".join
-ORDER_SIGNATURE = "(devices, segments, micro_batches) -> passes"
-_count = partial(whole, least=1)
-
-
-def _setting(
-    default: Any,
-    check: Check,
-    group: str,
-    help: str,
-    detail: str = "",
-    *,
-    note: str = "",
-    tries: tuple[Any, ...] = (),
-    **more: Any,
-) -> Any:
-    """An attrs field for a setting. Its flag is checked like the setting, but takes "auto" only where a command
-    offers it. `more` are further arguments of its Option.
-
-    `tries` are the values that the planner tries, those that take most memory of the device first; "auto" stands
-    for what it computes.
-
-    `detail` is added to `help` in documentation, `note` in the help of commands. Without a `group` it has no flag.
-    """
-    typed = evolve(check, names=[x for x in check.names if x != AUTO]) if isinstance(check, OneOf) else check
-    option = Option(group, help + note, typed, **more)
-    documentation = f"{help}. {detail}" if detail else f"{help}."
-    return field(default=default, metadata={OPTION: option, CHECK: check, HELP: documentation, TRIES: tries})
-
-
-def tile_counts(tokens: int) -> list[int]:
-    """The numbers of tiles that "auto" stands for in a row of `tokens` tokens, the fewest first: divisors of it.
-
-    >>> tile_counts(3000), tile_counts(1)
-    ([1, 4, 5], [1])
-    """
-    divisors = [n for n in range(1, tokens // SHORTEST_TILE + 1) if tokens % n == 0] or [1]
-    near = (min(divisors, key=lambda n: abs(n - wanted)) for wanted in (1, 4, 16, 64, 256, 1024))
-    return list(dict.fromkeys(near))
-
-
-def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
-    """`schedule`, or the default schedule on a CPU or on an accelerator where it is BY_DEVICE."""
-    return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
-
-
-def _callable(signature: str, name: str, value: Any) -> Any:
-    """Check setting `name`: a name or a callable; a class is called without arguments to make an object."""
-    if isinstance(value, type):
-        try:
-            return value()
-        except TypeError as error:
-            expected = f"one that takes no arguments, or an object ({error})"
-            do = "pass an object of it"
-            raise SettingTypeError(name, f"the class {value.__name__}", expected, do) from error
-    if not isinstance(value, str) and not callable(value):
-        do = "pass a name or an object of zfunc.schedules"
-        refuse(name, f"a {type(value).__name__}", f"a callable {signature}", do, SettingTypeError)
-    return value
-
-
-def _order(name: str, value: Any) -> Any:
-    """Check `order`: a name, a callable, or a number of micro-batches, also as text or the order that it makes."""
-    if isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    value = value.size if isinstance(value, InGroups) else value
-    check = _count if isinstance(value, int) else partial(_callable, ORDER_SIGNATURE)
-    return check(name, value)
-
-
-def _word_or(words: tuple[str, ...], other: str, check: Check) -> Check:
-    """A check that a value is one of `words`, or a number, also as text, that `check` takes (`other` in errors)."""
-
-    def either(name: str, value: Any) -> Any:
-        if not isinstance(value, str):
-            return check(name, value)
-        if value in words:
-            return value
-        try:
-            typed = int(value) if value.isdecimal() else float(value)
-        except ValueError:
-            raise SettingError(name, repr(value), f"{_names(words)}, or {other}", "choose one") from None
-        return check(name, typed)
-
-    return either
-
-
-def _clip_norm(name: str, value: Any) -> float | None:
-    """Check `clip_norm`: a number of 0 or more; 0 returns None, which does not clip."""
-    return not_negative(name, value) or None
-
-
-def _persistent(name: str, value: Any) -> int | str:
-    """Check `persistent_params`: a number of elements, or names and numbers, as a list or joined by commas."""
-    if isinstance(value, list | tuple):
-        value = ",".join(str(part) for part in cast("Sequence[Any]", value))
-    if not isinstance(value, str):
-        return whole(name, value, least=0)
-    if "" in value.split(","):
-        refuse(name, f"{value!r}", "names of segments or parameters, joined by commas", "name some")
-    return int(value) if value.isdecimal() else value
-
-
-def _globs(name: str, value: Any) -> tuple[str, ...]:
-    """Check globs of parameter names: a list, or a text joined by commas; returns a tuple."""
-    texts: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(text, str) for text in texts):
-        refuse(name, f"{value!r}", "globs of names", "pass such as '*norm*,*.router'", SettingTypeError)
-    globs = tuple(glob for text in texts for glob in text.split(",") if text)
-    if "" in globs:
-        refuse(name, f"{value!r}", "globs joined by commas", "leave out the empty one")
-    return globs
-
-
-def _swap(name: str, value: Any) -> tuple[str, ...]:
-    """Check `swap`: a folder, or one per drive; returns a tuple of paths."""
-    folders: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
-    for folder in folders:
-        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):  # pyright: ignore
-            refuse(name, f"{folder!r}", "the path of a folder", "pass one for each drive", SettingTypeError)
-    return tuple(os.fsdecode(folder) for folder in folders)
 
 
 @frozen(kw_only=True)
@@ -216,18 +67,18 @@ class StepSettings:
     zfunc.errors.SettingError: micro_batches: got 0, expected a whole number of at least 1...: pass 1 or more
     """
 
-    precision: Precision = _setting(
+    precision: Precision = make_setting(
         "bf16",
         one_precision,
         "how it runs",
-        f"dtype of parameters and gradients on the device: {_names(PRECISIONS)}",
+        f"dtype of parameters and gradients on the device: {joined(PRECISIONS)}",
         "Master weights are always fp32; fp16 trains with dynamic loss scaling.",
         tries=("fp32", "bf16"),
         common=True,
     )
-    fp32_params: tuple[str, ...] = _setting(
+    fp32_params: tuple[str, ...] = make_setting(
         (),
-        _globs,
+        globs_of_names,
         "how it runs",
         "parameters that are fp32 on the device in any precision: globs of names, joined by commas",
         'Such as "*norm*,*.router": their gradients are fp32 too, and their values those of the master. A glob may '
@@ -236,9 +87,9 @@ class StepSettings:
         note=" (default: none)",
         metavar="GLOB,...",
     )
-    schedule: str | Schedule = _setting(
+    schedule: str | Schedule = make_setting(
         BY_DEVICE,
-        partial(_callable, "Graph -> Plan"),
+        partial(name_or_callable, "Graph -> Plan"),
         "how it runs",
         "what runs when, and on which lane",
         "The name of a class in `zfunc.schedules`, or anything callable `Graph -> Plan`. By device: `Overlapped` "
@@ -246,20 +97,20 @@ class StepSettings:
         tries=("Overlapped", "Interleaved", "CriticalPath"),
         common=True,
     )
-    recompute: str = _setting(
+    recompute: str = make_setting(
         "all",
         InShares((*RECOMPUTE, AUTO)),
         "how it runs",
-        f"what backward recomputes of forward: {_names(RECOMPUTE)}",
+        f"what backward recomputes of forward: {joined(RECOMPUTE)}",
         "With all, a segment keeps only its input; with none, all that autograd keeps; with min-cut, the residuals "
         f"that are cheapest to keep. {SHARES} "
         '"auto", with `example`: min-cut if it fits, else all; `zfunc.plan` tries shares of the segments, too.',
         tries=(*("none", "min-cut", "all:0.25,min-cut", "all,min-cut", "all:0.75,min-cut", "all"),),
         common=True,
     )
-    tiles: int | Literal["auto"] = _setting(
+    tiles: int | Literal["auto"] = make_setting(
         1,
-        _word_or((AUTO,), "a number of tiles", partial(_count, most=MOST_TILES)),
+        word_or_number((AUTO,), "a number of tiles", partial(one_or_more, most=MOST_TILES)),
         "how it runs",
         "equal tiles of a row of tokens, which pass a segment one by one; its memory follows the tile",
         "Tokens of a segment depend on each other through causal attention alone, which takes all keys so far. The "
@@ -269,15 +120,15 @@ class StepSettings:
         metavar=f"N|{AUTO}",
         tries=(AUTO,),
     )
-    compile_segments: bool | Literal["reduce-overhead"] = _setting(
+    compile_segments: bool | Literal["reduce-overhead"] = make_setting(
         False,
-        _word_or(("reduce-overhead",), "True or False", truth),
+        word_or_number(("reduce-overhead",), "True or False", truth),
         "how it runs",
         "compile the blocks with torch.compile",
         '"reduce-overhead" is torch\'s mode that launches each pass as one CUDA graph: docs/devices.md.',
         note="; needs a compiler",
     )
-    deterministic: bool = _setting(
+    deterministic: bool = make_setting(
         False,
         truth,
         "how it runs",
@@ -285,49 +136,49 @@ class StepSettings:
         "An operation without a deterministic kernel is an error that names it. Costs, and what holds "
         "without it: docs/devices.md.",
     )
-    micro_batches: int = _setting(
+    micro_batches: int = make_setting(
         1,
-        partial(_count, most=MOST_MICRO_BATCHES),
+        partial(one_or_more, most=MOST_MICRO_BATCHES),
         "step",
         "equal parts of a batch; their gradients are accumulated",
         f"In fp32, on the host. At most {MOST_MICRO_BATCHES:,}.",
         tries=(AUTO,),
         common=True,
     )
-    clip_norm: float | None = _setting(
+    clip_norm: float | None = make_setting(
         None,
-        _clip_norm,
+        clip_norm_or_none,
         "step",
         "largest global gradient norm",
         "None or 0 does not clip. As `torch.nn.utils.clip_grad_norm_`; no update starts before the norm is known.",
         note="; 0 does not clip",
         name="clip",
     )
-    norms: bool = _setting(
+    norms: bool = make_setting(
         False,
         truth,
         "step",
         "report the norm of every parameter's gradient",
         "In `metrics.norms`, by name, before clipping; measured with the global norm, which keeps its bits.",
     )
-    devices: int = _setting(
+    devices: int = make_setting(
         1,
-        partial(_count, most=MOST_DEVICES),
+        partial(one_or_more, most=MOST_DEVICES),
         "step",
         "devices of this process; each makes the passes of some segments",
         "A pipeline, in the order of `order`, with the bits of one device at the same `micro_batches`.",
     )
-    pp: int = _setting(
+    pp: int = make_setting(
         1,
-        partial(_count, most=MOST_DEVICES),
+        partial(one_or_more, most=MOST_DEVICES),
         "step",
         "pipeline stages, each on ranks of its own; these are data parallel",
         "A pipeline, in the order of `order`, with the bits of one stage at the same `micro_batches`. The ranks of "
         "a stage follow one another, and the n-th of each get the same rows.",
     )
-    order: str | int | Order = _setting(
+    order: str | int | Order = make_setting(
         BY_DEVICE,
-        _order,
+        order_or_group_size,
         "step",
         "order of passes: horizontal (micro-batches one by one), vertical (all pass a segment, then the next) or "
         "so many at a time; of several devices one that also places the segments, such as OneFOneB",
@@ -339,7 +190,7 @@ class StepSettings:
         metavar="horizontal|vertical|NAME|N",
         tries=("horizontal", "vertical", 2, 4, 8),
     )
-    stage: int = _setting(
+    stage: int = make_setting(
         2,
         partial(whole, least=1, most=3),
         "step",
@@ -349,7 +200,7 @@ class StepSettings:
         metavar="1|2|3",
         tries=(1, 2, 3),
     )
-    ema: float | None = _setting(
+    ema: float | None = make_setting(
         None,
         partial(number, positive=True, below=1, hint="pass a decay such as 0.999, or leave it out"),
         "step",
@@ -358,11 +209,11 @@ class StepSettings:
         "step leaves it, those of frozen weights move. `params`, `apply` and `evaluate` read it with `ema=True`.",
         note=" (default: none)",
     )
-    params_on: Literal["device", "host", "disk", "auto"] = _setting(
+    params_on: Literal["device", "host", "disk", "auto"] = make_setting(
         "device",
         one_of((*TIERS_OF["params_on"], AUTO)),
         "offload",
-        f"where parameters live: {_names(TIERS_OF['params_on'])}; from host and disk those of a segment "
+        f"where parameters live: {joined(TIERS_OF['params_on'])}; from host and disk those of a segment "
         "are fetched before it runs",
         'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit, '
         "else on the host, several ranks in stage 3, or on the disk with the state. On the disk they are part of "
@@ -370,9 +221,9 @@ class StepSettings:
         tries=TIERS_OF["params_on"],
         common=True,
     )
-    persistent_params: int | str = _setting(
+    persistent_params: int | str = make_setting(
         0,
-        _persistent,
+        size_or_names,
         "offload",
         "parameters that stay on the device where others are streamed: of at most so many elements, or by name",
         "Same result. Names are those of segments or parameters, joined by commas, a number among them: "
@@ -380,11 +231,11 @@ class StepSettings:
         metavar="N|NAME,...",
         tries=(AUTO, 0),
     )
-    activations_on: str = _setting(
+    activations_on: str = make_setting(
         "device",
         InShares((*TIERS_OF["activations_on"], AUTO)),
         "offload",
-        f"where the inputs of segments wait for backward: {_names(TIERS_OF['activations_on'])}; "
+        f"where the inputs of segments wait for backward: {joined(TIERS_OF['activations_on'])}; "
         "the disk needs folders, swap",
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
         '"auto", with `example`: on the device if they fit, or the nearest place that helps.',
@@ -394,28 +245,28 @@ class StepSettings:
         ),
         common=True,
     )
-    keys_on: Literal["device", "host"] = _setting(
+    keys_on: Literal["device", "host"] = make_setting(
         "device",
         one_of(PLACES),
         "offload",
-        f"where keys and values of a row in tiles are while it passes a segment: {_names(PLACES)}",
+        f"where keys and values of a row in tiles are while it passes a segment: {joined(PLACES)}",
         "Same result. With the sums of their gradients they are in pinned memory, and some are copied while "
         "others are attended, so that device memory follows the tile alone. Windows and packed documents are "
         "attended in operations of torch then, on CUDA too. An evaluation has keys on the device.",
         tries=PLACES,
     )
-    moments: Moments = _setting(
+    moments: Moments = make_setting(
         "fp32",
         one_of(MOMENTS),
         "offload",
-        f"format of Adam's moments on the host: {_names(MOMENTS)}; smaller is faster",
+        f"format of Adam's moments on the host: {joined(MOMENTS)}; smaller is faster",
         "That of the optimizer.",
         tries=MOMENTS,
         common=True,
     )
-    bucket_size: int | None = _setting(
+    bucket_size: int | None = make_setting(
         None,
-        _count,
+        one_or_more,
         "buffers",
         "elements that are moved and updated as a unit",
         "Without it 50,000,000 for every 16 ranks, at least that and at most 500,000,000, because a collective "
@@ -423,16 +274,16 @@ class StepSettings:
         note=" (default: 50,000,000, and up to 500,000,000 among more than 16 ranks)",
         tries=tuple(n * 1_000_000 for n in (500, 200, 100, 50, 25, 10)),
     )
-    slots: int = _setting(
+    slots: int = make_setting(
         2,
-        _count,
+        one_or_more,
         "buffers",
         "buffers for each kind of data that moves, each way; for optimizer state one more",
         "Streamed parameters have room for so many segments, gradients and copies for so many buckets in a row, in "
         "classes of size: a large embedding does not decide the size of all.",
         tries=(4, 3, 2, 1),
     )
-    state_on: str = _setting(
+    state_on: str = make_setting(
         "host",
         InTiers((*PLACES, DISK, AUTO)),
         "offload",
@@ -445,31 +296,31 @@ class StepSettings:
         tries=(DEVICE_SHARE, "host", DISK_SHARE, DISK),
         common=True,
     )
-    update_on: str = _setting(
+    update_on: str = make_setting(
         "host",
         InShares((*PLACES, AUTO)),
         "offload",
-        f"where optimizer state that is not on the device is updated: {_names(PLACES)}",
+        f"where optimizer state that is not on the device is updated: {joined(PLACES)}",
         "Same result, but for the last digits of the norm of sums that stay on an accelerator, which measures it. "
         "A bucket's state is copied to the device and back; its gradient waits where `grads_on` says. Several are "
         'for shares of the buckets, from the first. "auto", with `example`: the share that '
         "takes least, by the measured rates of host and copies, if it fits.",
         tries=UPDATE_SHARES[::-1],
     )
-    grads_on: Literal["device", "host", "disk", "auto"] = _setting(
+    grads_on: Literal["device", "host", "disk", "auto"] = make_setting(
         "device",
         one_of((*TIERS_OF["grads_on"], AUTO)),
         "offload",
-        f"where gradients wait for the norm or for a deferred update: {_names(TIERS_OF['grads_on'])}; "
+        f"where gradients wait for the norm or for a deferred update: {joined(TIERS_OF['grads_on'])}; "
         "the last with state_on disk",
         "Same result. Those of updates on the host wait in its memory at the nearest. Sums that the host makes, of "
         "several micro-batches or of tied parameters, wait there. Several devices add up micro-batches themselves "
         'where parameters are fetched, unless this is host. "auto", with `example`: the nearest that fits.',
         tries=TIERS_OF["grads_on"],
     )
-    swap: tuple[str, ...] = _setting(
+    swap: tuple[str, ...] = make_setting(
         (),
-        _swap,
+        swap_folders,
         "offload",
         "folder for what lives on the disk; once for each drive",
         "A state there is a checkpoint: training goes on from it with `zfunc.load`.",
@@ -477,14 +328,14 @@ class StepSettings:
         metavar="FOLDER",
         common=True,
     )
-    commit_every: int = _setting(
+    commit_every: int = make_setting(
         1,
-        _count,
+        one_or_more,
         "offload",
         "with state_on disk, steps between two that can be gone back to after a crash",
         "Such a step also writes what memory has of the state, and waits until the disk has it.",
     )
-    defer: bool = _setting(
+    defer: bool = make_setting(
         False,
         truth,
         "offload",
@@ -780,37 +631,3 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
 def named_settings() -> "dict[str, Attribute[Any]]":
     """The fields that `zfunc.compile` takes by name: all but those of the optimizer."""
     return {f.name: f for f in fields(StepSettings) if f.name not in OF_OPTIMIZER}
-
-
-def takes_settings(**defaults: Any) -> Callable[[Function], Function]:
-    """A decorator that lists every setting in the signature and docstring of a function with `**changes`.
-
-    `defaults` are the function's own defaults. The list replaces `{settings}` in the docstring.
-    """
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        settings = [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type)
-            for f in named_settings().values()
-            for default in (defaults.get(f.name, f.default),)
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
-        function.__doc__ = (function.__doc__ or "").replace("{settings}", "\n".join(_list(defaults)).strip())
-        return function
-
-    return decorate
-
-
-def _list(defaults: Mapping[str, Any]) -> Iterator[str]:
-    for f in named_settings().values():
-        default = defaults.get(f.name, f.default)
-        text = f"{default:,}" if type(default) is int else repr(default)
-        yield fill(
-            f"- `{f.name}` (default {text}): {f.metadata[HELP]}",
-            DOCSTRING_WIDTH,
-            initial_indent="    ",
-            subsequent_indent="      ",
-            break_on_hyphens=False,
-        )

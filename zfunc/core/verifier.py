@@ -11,7 +11,7 @@ from attrs import evolve
 
 from zfunc.core.graph import Conflict, Graph
 from zfunc.core.plan import Plan, check_is_plan, lane_errors, plan_excerpt
-from zfunc.core.settings import Schedule
+from zfunc.core.setting_values import Schedule
 from zfunc.errors import PlanError
 
 

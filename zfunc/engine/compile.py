@@ -16,7 +16,9 @@ from torch.distributed import ProcessGroup
 from zfunc.core.methods import above
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe, recipe_of
-from zfunc.core.settings import StepSettings, settings_with, takes_settings, tile_counts
+from zfunc.core.setting_docs import takes_settings
+from zfunc.core.setting_values import tile_counts
+from zfunc.core.settings import StepSettings, settings_with
 from zfunc.engine.program.fit_to_memory import (
     fastest_shares,
     first_that_fits,

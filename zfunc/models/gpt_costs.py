@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter, round_up
-from zfunc.core.settings import tile_counts
+from zfunc.core.setting_values import tile_counts
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.pass_options import PassOptions, pass_options

@@ -42,7 +42,8 @@ from zfunc.core.memory_model import (
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.regions import USED_WHOLLY, Regions, rings
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.setting_values import DISK
+from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import seconds_alone, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Event, Timeline

@@ -17,15 +17,9 @@ from attrs import evolve, fields
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.settings import (
-    BY_DEVICE,
-    DEVICE_SHARE,
-    DISK,
-    DISK_SHARE,
-    StepSettings,
-    settings_with,
-    takes_settings,
-)
+from zfunc.core.setting_docs import takes_settings
+from zfunc.core.setting_values import BY_DEVICE, DEVICE_SHARE, DISK, DISK_SHARE
+from zfunc.core.settings import StepSettings, settings_with
 from zfunc.engine.program.step_spec import choose_optimizer
 from zfunc.errors import PlanError, refuse, setting
 from zfunc.optim.base import Optimizer

@@ -17,7 +17,8 @@ from zfunc.core.memory_model import initial_memory
 from zfunc.core.pipeline import B, F
 from zfunc.core.plan import Plan
 from zfunc.core.regions import Regions
-from zfunc.core.settings import DISK, named_settings
+from zfunc.core.setting_values import DISK
+from zfunc.core.settings import named_settings
 from zfunc.core.timeline import Timeline
 from zfunc.planner.candidate import DRIVES, PlannedStep, operations_of, shortage_text
 from zfunc.planner.profile import Profile

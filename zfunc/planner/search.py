@@ -24,7 +24,8 @@ from attrs import define, evolve, fields, frozen
 from zfunc.core.bucketing import lay_out
 from zfunc.core.display import brief
 from zfunc.core.graph import Kind, Tier
-from zfunc.core.settings import DEVICE_SHARE, DISK, DISK_SHARE, TIERS_OF, TRIES, StepSettings
+from zfunc.core.setting_values import DEVICE_SHARE, DISK, DISK_SHARE, TIERS_OF, TRIES
+from zfunc.core.settings import StepSettings
 from zfunc.core.shares import as_shares, every_part_has_one, two_tiers, word_of, words_of
 from zfunc.errors import PlanError
 from zfunc.options import AUTO

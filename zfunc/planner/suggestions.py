@@ -14,7 +14,8 @@ from attrs import field, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.optimizer_state import STATE_FORMATS, format_with
-from zfunc.core.settings import DISK, OF_OPTIMIZER, StepSettings
+from zfunc.core.setting_values import DISK, OF_OPTIMIZER
+from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
 from zfunc.errors import PlanError
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text

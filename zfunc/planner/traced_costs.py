@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import bytes_by_tier
-from zfunc.core.settings import tile_counts
+from zfunc.core.setting_values import tile_counts
 from zfunc.core.shares import two_tiers
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile

@@ -20,7 +20,7 @@ import torch
 from attrs import frozen
 from torch.utils._pytree import tree_leaves
 
-from zfunc.core.settings import Precision
+from zfunc.core.dtypes import Precision
 from zfunc.errors import LaneTimeout, did_you_mean
 from zfunc.options import AUTO
 

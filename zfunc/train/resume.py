@@ -19,7 +19,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.strict_json import JsonNode, Within
 from zfunc.checkpoint.writer import all_or_none
-from zfunc.core.settings import DISK
+from zfunc.core.setting_values import DISK
 from zfunc.core.shares import words_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup

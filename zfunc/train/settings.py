@@ -16,7 +16,8 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.settings import BY_DEVICE, DISK, TIERS_OF, StepSettings
+from zfunc.core.setting_values import BY_DEVICE, DISK, TIERS_OF
+from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, check_config_file
 from zfunc.models.gpt_config import GPTConfig

@@ -18,7 +18,7 @@ from attrs import evolve, field, frozen
 
 from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
-from zfunc.core.settings import schedule_for
+from zfunc.core.setting_values import schedule_for
 from zfunc.engine.compile import compile, ranks_of_stage
 from zfunc.engine.program.program import Program
 from zfunc.engine.trace.segment import Segment

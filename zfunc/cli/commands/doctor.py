@@ -13,7 +13,7 @@ from attrs import frozen
 
 from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, version_line
 from zfunc.cli.terminal import printable
-from zfunc.core.settings import BY_DEVICE, schedule_for
+from zfunc.core.setting_values import BY_DEVICE, schedule_for
 from zfunc.options import option
 from zfunc.runtime.host_memory import check_addresses
 from zfunc.units import format_bytes

@@ -23,7 +23,8 @@ from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
-from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
+from zfunc.core.setting_values import BY_DEVICE, schedule_for
+from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline

@@ -21,7 +21,8 @@ from zfunc.cli.terminal import progress_line
 from zfunc.core.display import counted
 from zfunc.core.hardware import ROUND
 from zfunc.core.pipeline import B, F
-from zfunc.core.settings import BY_DEVICE, StepSettings
+from zfunc.core.setting_values import BY_DEVICE
+from zfunc.core.settings import StepSettings
 from zfunc.errors import refuse, setting
 from zfunc.options import AUTO, as_flag, count, file_to_write, one_of, option
 from zfunc.planner.candidate import garbage_collection_paused, shortage_text

@@ -19,7 +19,8 @@ from zfunc.core.dtypes import DTYPES
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.plan import project
-from zfunc.core.settings import UPDATE_SHARES, StepSettings
+from zfunc.core.setting_values import UPDATE_SHARES
+from zfunc.core.settings import StepSettings
 from zfunc.core.shares import shares_of, words_of
 from zfunc.core.spec import StepSpec
 from zfunc.engine.program.program import Program, ProgramCache, make_plan, needed_bytes

@@ -27,7 +27,8 @@ from zfunc.core.memory_model import Peak
 from zfunc.core.methods import in_notebook
 from zfunc.core.plan import Plan, project
 from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
-from zfunc.core.settings import TIERS_OF, Schedule, StepSettings
+from zfunc.core.setting_values import TIERS_OF, Schedule
+from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import plan_with

@@ -3,7 +3,7 @@
 from attrs import evolve, frozen
 
 from zfunc.core.pipeline import R, W
-from zfunc.core.settings import Recompute
+from zfunc.core.setting_values import Recompute
 from zfunc.core.spec import StepSpec
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import attrs
 from attrs import evolve, frozen
 
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.setting_values import DISK
+from zfunc.core.settings import StepSettings
 from zfunc.core.shares import two_tiers, words_of
 from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.elementwise import decay_all
