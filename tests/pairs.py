@@ -31,6 +31,12 @@ def covering(rows: Sequence[Row], meets: Callable[[Row], Collection[Hashable]]) 
     return [rows[n] for n in sorted(chosen)]
 
 
+def by_day(rows: Sequence[Any], meets: Callable[[Any], Collection[Hashable]] = enumerate) -> list[Any]:
+    """For parametrize: rows, of which those of `covering` are run by day, and the others are `slow`."""
+    always = {*covering(rows, lambda row: {*meets(row)})}
+    return [pytest.param(*row, marks=() if row in always else (pytest.mark.slow,)) for row in rows]
+
+
 def in_pairs(*axes: Iterable[Any], meet: int = 2) -> list[Any]:
     """Rows for parametrize: the product of the axes. Rows in which every two entries of two axes meet are run by
     day, or in which each entry is met: of two axes, or if one is to `meet`. The others, which repeat what those

@@ -332,14 +332,13 @@ class Row:
 
     @property
     def pairs(self) -> set[Any]:
-        """What meets in it: its numbers and its way's kind, each setting of the numbers and each of the way, with
-        where it puts something; ranks and these; a schedule, residuals and the kind."""
+        """What meets in it: its numbers and its way's kind; any setting of its numbers and any of its way; ranks
+        and these; a schedule, residuals and the kind."""
         way = WAYS[self.way]
-        placed = {*way, *((name, place) for name, place in way.items() if isinstance(place, str))}
         varied = (self.number % len(SCHEDULES), f"{self.number % 6} of six")
         return {
             *product((*varied, self.numbers, self.job), [self.kind]),
-            *product((*NUMBERS[self.numbers], self.world > 1), placed),
+            *product((*NUMBERS[self.numbers], self.world > 1), way),
             self.way,
         }
 
