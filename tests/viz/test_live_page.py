@@ -301,6 +301,76 @@ def test_a_wait_is_removed_by_key_and_click_and_the_race_is_named(tmp_path: Path
     )
 
 
+@needs_browser
+def test_a_click_on_the_arrow_of_a_wait_removes_it_and_another_puts_it_back(tmp_path: Path) -> None:
+    """The arrow is found as a hand finds it, by what is said where the mouse is. Then the same with keys alone."""
+    plan = two_plans()[("Overlapped",)]
+    op, awaited = next((i, own[0]) for i, own in enumerate(plan.waits) if own)
+    names = [plan.graph.ops[i].name for i in (op, awaited)]
+    found = after(
+        live_page(two_plans(), ROUND, questions=["Schedule"]),
+        """
+        const race = () => [el("race").hidden, el("race").textContent];
+        const tip = () => (el("tip").hidden ? "" : el("tip").textContent);
+        function search() {
+          for (let y = 4; y < rect.height; y += 4) {
+            for (let x = 4; x < rect.width; x += 4) {
+              pointer("pointermove", x, y);
+              if (tip().startsWith(WORDS)) return [x, y];
+            }
+          }
+        }
+        result.there = search();
+        result.tip = tip();
+        result.cursor = picture.style.cursor;
+        click(...result.there);
+        await rest();
+        result.removed = [...race(), chosen()];
+        const again = search();
+        result.again = tip();
+        click(...again);
+        await rest();
+        result.back = race();
+        pointer("pointermove", 2, 2);
+        result.nowhere = [tip(), picture.style.cursor];
+        const button = el("wait");
+        result.tabs = [button.tabIndex, picture.nextElementSibling.id];
+        button.focus();
+        await rest();
+        const all = new Set();
+        while (!button.textContent.startsWith(WORDS) && !all.has(button.textContent)) {
+          all.add(button.textContent);
+          key("ArrowRight", button);
+          await rest();
+        }
+        result.held = button.textContent;
+        button.click(); // as Enter and the space bar do
+        await rest();
+        result.byKey = [...race(), button.textContent, document.activeElement.id];
+        button.click();
+        await rest();
+        result.end = race();
+        key("Escape", button);
+        result.picture = document.activeElement.id;
+        """.replace("WORDS", json.dumps(f"{names[0]} waits for {names[1]}.")),
+        tmp_path,
+    )
+    assert "Click to remove the wait" in found["tip"]
+    assert "Click to put the wait back" in found["again"]
+    assert found["cursor"] == "pointer"
+    broken = Case(plan, ROUND, [1.0] * len(KINDS), 1.0, (op, awaited)).broken
+    assert [found[x][0] for x in ("removed", "back", "byKey", "end")] == [False, True, False, True]
+    assert found["removed"][2] == ""
+    for before, late, region in races(broken):
+        for word in (plan.graph.ops[before].name, plan.graph.ops[late].name, str(region)):
+            assert word in found["removed"][1]
+    assert found["byKey"][1] == found["removed"][1]
+    assert "Enter to remove the wait" in found["held"]
+    assert "Enter to put the wait back" in found["byKey"][2]
+    assert (found["byKey"][3], found["picture"]) == ("wait", "picture")
+    assert (found["nowhere"], found["tabs"]) == (["", ""], [0, "wait"])
+
+
 def lane_after(plan: Plan, op: int) -> int:
     """The operation behind it on its lane; itself, if it is the last."""
     lane, position = plan.place[op]

@@ -32,6 +32,7 @@ function live(document) {
     const numbered = data.verbs.map((_, verb) => whole.numbered.includes(verb));
     const lanes = whole.rows.map(({ lane, thin }) => ({ ...whole.lanes[lane], thin }));
     const frame = related({ ...data, numbered, lanes, regions: graph.regions.name, ops: { ...graph.ops, waits: plan.waits } });
+    frame.removed = removed[number];
     const most = mostBytes(plan, places);
     Object.assign(shown, { number, plan, frame, most, races: races(plan) });
     shown.came = simulateOn(planOf(data, number), hardware).seconds;
@@ -83,7 +84,7 @@ function live(document) {
     el.fits.textContent = lacks.length ? `Does not fit: ${lacks.join(", ")}.` : `At most ${held(shown.most)}, in any timing.`;
     root.dataset.races = shown.races.length;
     el.race.hidden = !shown.races.length;
-    el.race.replaceChildren(...(shown.races.length ? told(shown.races) : []));
+    el.race.replaceChildren(...(shown.races.length ? toldOf(shown.races) : []));
   }
 
   // What the chain of operations that led to the end is made of, in shares of the step.
@@ -114,7 +115,7 @@ function live(document) {
     });
   }
 
-  function told(found) {
+  function toldOf(found) {
     const { frame, plan, model } = shown;
     const [{ from, to }] = model.timelines, most = 5;
     const lane = (op) => plan.lanes[plan.lane[op]].name;
@@ -147,6 +148,37 @@ function live(document) {
     const left = shown.plan.waits[op], cause = shown.model.timelines[0].after[op];
     if (left.length) toggle(op, left.includes(cause) ? cause : left[0]);
   }
+
+  const told = ({ to, from }) =>
+    `${shown.frame.name(to)} waits for ${shown.frame.name(from)}. Click to ${isRemoved(to, from) ? "put the wait back" : "remove the wait"}`;
+
+  // With the keyboard, a button lies on one arrow after the other.
+  const handle = node("button", "", { type: "button", id: "wait", hidden: true });
+  let arrows = [];
+  const heldArrow = ({ wait }) => arrows.findIndex(({ from, to }) => wait && wait.from === from && wait.to === to);
+
+  function alongArrows(by) {
+    const now = heldArrow(page.state);
+    page.hold(arrows[now < 0 ? 0 : (now + by + arrows.length) % arrows.length] ?? null);
+  }
+
+  function placeHandle({ gutter, width }, state) {
+    const arrow = arrows[heldArrow(state)];
+    handle.hidden = !arrows.length;
+    handle.textContent = arrow ? told(arrow).replace("Click", "Enter") : "Waits";
+    const { x, y } = arrow ? along(arrow, 0.5) : { x: 0, y: 0 };
+    handle.style.left = `${Math.max(0, Math.min(width - handle.offsetWidth, gutter + x + 12))}px`;
+    handle.style.top = `${y - handle.offsetHeight / 2}px`;
+  }
+
+  handle.onfocus = () => alongArrows(0);
+  handle.onblur = () => page.hold(null);
+  handle.onclick = () => page.state.wait && toggle(page.state.wait.to, page.state.wait.from);
+  handle.onkeydown = ({ key }) => {
+    const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[key];
+    if (by) alongArrows(by);
+    if (key === "Escape") el.picture.focus();
+  };
 
   // For each wait of an operation a button to remove it, or to put it back; and what is in memory when it begins.
   function waits(op, say) {
@@ -228,7 +260,9 @@ function live(document) {
 
   let error = "", filled = "";
 
-  function paint(context, place, state, colour) {
+  function paint(context, place, state, colour, painted) {
+    arrows = painted.sort((a, b) => a.x1 - b.x1);
+    placeHandle(place, state);
     const style = getComputedStyle(root);
     [error, filled] = ["--error", "--filled"].map((name) => style.getPropertyValue(name).trim());
     if (shown.races.length) paintRaces(context, place, state, colour);
@@ -333,10 +367,11 @@ function live(document) {
     Insert: () => removed[shown.number].length && toggle(...removed[shown.number].at(-1)),
   };
 
+  el.picture.after(handle);
   showChoices();
   showMachine();
   choosePlan(0);
-  page = start(document, step(), { paint, detail: waits, keys });
+  page = start(document, step(), { paint, detail: waits, keys, toggle, told });
 }
 
 live(document);

@@ -1,5 +1,5 @@
-// The page: what the hands do to the view, and what is told of an operation. The live page has `own` keys, and texts
-// and pictures of its own beside these.
+// The page: what the hands do to the view, and what is told of an operation. The live page has `own` keys, texts and
+// pictures beside these; and on it arrows can be held, which `own.told` puts into words, and clicked.
 
 const readData = (document) => JSON.parse(document.getElementById("data").textContent);
 
@@ -8,10 +8,10 @@ function start(document, first, own = {}) {
   const el = Object.fromEntries([...document.querySelectorAll("[id]")].map((e) => [e.id, e]));
   const context = el.picture.getContext("2d");
   const root = document.documentElement;
-  const state = { view: { t0: 0, t1: model.seconds }, hover: -1, chosen: -1, lit: null, matches: [], critical: true };
+  const state = { view: { t0: 0, t1: model.seconds }, hover: -1, chosen: -1, lit: null, matches: [], critical: true, wait: null };
   state.hidden = new Set();
   let say = teller(document, model, (op) => choose(op));
-  let place = layout(model, 800), colour = {}, asked = false, linked = null;
+  let arrows = [], place = layout(model, 800), colour = {}, asked = false, linked = null;
 
   // --- painting ---
 
@@ -31,8 +31,8 @@ function start(document, first, own = {}) {
       [el.picture.style.width, el.picture.style.height] = [`${place.width}px`, `${place.height}px`];
     }
     context.setTransform(sharp, 0, 0, sharp, 0, 0);
-    painter(context, model, place, state, colour)();
-    own.paint?.(context, place, state, colour);
+    arrows = painter(context, model, place, state, colour)();
+    own.paint?.(context, place, state, colour, arrows);
     const { t0, t1 } = state.view;
     const zoom = model.seconds / (t1 - t0);
     el.where.textContent = zoom < 1.0001 ? "the whole step" : `${inWords(t0, 6)} to ${inWords(t1, 6)}, ${rounded(zoom, 3)} times closer`;
@@ -41,7 +41,7 @@ function start(document, first, own = {}) {
 
   function readColours() {
     const style = getComputedStyle(root);
-    const names = { ink: "--ink", dim: "--dim", line: "--line", track: "--track", onBar: "--on-bar", critical: "--critical", font: "--font" };
+    const names = { ink: "--ink", dim: "--dim", line: "--line", track: "--track", onBar: "--on-bar", critical: "--critical", focus: "--focus", font: "--font" };
     colour = Object.fromEntries(Object.entries(names).map(([key, name]) => [key, style.getPropertyValue(name).trim()]));
     repaint();
   }
@@ -198,6 +198,19 @@ function start(document, first, own = {}) {
     return { op: at(timeline.rows[row.lane], timeline, timeAt(offsetX), slack, shown), row };
   }
 
+  // The wait whose arrow is pointed at, unless an operation is.
+  function waitAt(event) {
+    const { offsetX, offsetY, pointerType } = event, row = rowAt(place, offsetY);
+    const onBar = row && offsetY >= row.y && offsetY < row.y + row.bar && pick(event).op >= 0;
+    return own.toggle && !onBar ? arrowAt(arrows, offsetX - place.gutter, offsetY, pointerType === "mouse" ? 6 : 12) : null;
+  }
+
+  function hold(wait) {
+    if (wait?.from !== state.wait?.from || wait?.to !== state.wait?.to) repaint();
+    state.wait = wait;
+    el.picture.style.cursor = wait ? "pointer" : "";
+  }
+
   const fingers = new Map();
   let moved = 0;
 
@@ -228,34 +241,43 @@ function start(document, first, own = {}) {
   el.picture.onpointerup = el.picture.onpointercancel = (event) => {
     const held = fingers.delete(event.pointerId);
     el.picture.classList.remove("held");
-    if (held && !fingers.size && moved <= 4 && event.type === "pointerup") choose(pick(event).op, { move: false });
+    if (!held || fingers.size || moved > 4 || event.type !== "pointerup") return;
+    const wait = waitAt(event);
+    if (wait) own.toggle(wait.to, wait.from);
+    else choose(pick(event).op, { move: false });
   };
 
   el.picture.onpointerleave = () => {
     el.tip.hidden = true;
     if (state.hover >= 0) repaint();
     state.hover = -1;
+    hold(null);
   };
 
   function hover(event) {
-    const { op, row } = pick(event);
-    if (op < 0) el.tip.hidden = true;
-    else tip(event, op, row);
+    const wait = waitAt(event), { op, row } = wait ? { op: -1 } : pick(event);
+    hold(wait);
+    if (wait) tip(event, [own.told(wait)], event.offsetY - 6, event.offsetY + 18);
+    else if (op >= 0) tip(event, about(event, op, row), row.y, row.y + row.bar + STRIPE + 4);
+    else el.tip.hidden = true;
     if (op !== state.hover) repaint();
     state.hover = op;
   }
 
-  function tip(event, op, row) {
+  function about(event, op, row) {
     const timeline = model.timelines[row.timeline];
     const time = timeAt(event.offsetX), pixel = (state.view.t1 - state.view.t0) / place.plot;
     const others = countIn(timeline.rows[row.lane], timeline, time - pixel / 2, time + pixel / 2) - 1;
-    el.tip.replaceChildren(...say.tip(op, others));
+    return say.tip(op, others);
+  }
+
+  function tip(event, content, above, below) {
+    el.tip.replaceChildren(...content);
     el.tip.hidden = false;
     const room = el.stage.clientWidth - el.tip.offsetWidth - 4;
     el.tip.style.left = `${Math.max(0, Math.min(room, event.offsetX + 14))}px`;
-    const below = row.y + row.bar + STRIPE + 4;
     const fits = el.stage.getBoundingClientRect().top + below + el.tip.offsetHeight < window.innerHeight;
-    el.tip.style.top = `${fits || row.y < el.tip.offsetHeight ? below : row.y - el.tip.offsetHeight - 6}px`;
+    el.tip.style.top = `${fits || above < el.tip.offsetHeight ? below : above - el.tip.offsetHeight - 6}px`;
   }
 
   el.picture.ondblclick = (event) => {
@@ -334,5 +356,5 @@ function start(document, first, own = {}) {
     paint();
   }
 
-  return { show, choose, closeUp, alongLane, state };
+  return { show, choose, closeUp, alongLane, hold, state };
 }

@@ -23,10 +23,29 @@ function layout(model, width) {
   return { rows, width, height: y, gutter, plot: Math.max(1, width - gutter - 12) };
 }
 
+// The arrow of a wait that is nearest to a point of the plot and at most `slack` px from it, else null.
+function arrowAt(arrows, x, y, slack) {
+  let nearest = null, least = slack;
+  for (const arrow of arrows) {
+    for (let k = 0; k <= 24; k++) {
+      const { x: at, y: height } = along(arrow, k / 24), away = Math.hypot(at - x, height - y);
+      if (away <= least) [nearest, least] = [arrow, away];
+    }
+  }
+  return nearest;
+}
+
+// A point of an arrow, from 0 where it begins to 1 at its head: vertical at both ends, as `arrow` of the painter.
+function along({ x0, y0, x1, y1 }, t) {
+  const turn = t * t * (3 - 2 * t), s = 1 - t, middle = (y0 + y1) / 2;
+  return { x: x0 + (x1 - x0) * turn, y: s ** 3 * y0 + 3 * s * t * middle + t ** 3 * y1 };
+}
+
 const rowAt = (place, y) => place.rows.find((r) => y >= r.y - 3 && y < r.y + r.bar + STRIPE) ?? null;
 
 function painter(context, model, place, state, colour) {
   const { view } = state;
+  const arrows = []; // of waits, as painted
   const faintest = model.count > FULL_UP_TO ? 0.2 : 1;
   const scale = place.plot / (view.t1 - view.t0);
   const shown = (op) => !state.hidden.has(model.ops.verb[op]);
@@ -50,8 +69,10 @@ function painter(context, model, place, state, colour) {
     if (state.lit) raised();
     if (state.chosen >= 0) model.timelines.forEach((_, timeline) => relations(timeline));
     else if (!state.lit && model.timelines.length === 1 && bars.length <= ARROWS_UP_TO) waits(bars);
+    for (const [to, from] of model.removed ?? []) arrow(0, from, to, 1.6, colour.ink, [2, 3]);
     for (const op of new Set([state.hover, state.chosen])) if (op >= 0) outline(op);
     context.restore();
+    return arrows;
   }
 
   function axis() {
@@ -182,15 +203,20 @@ function painter(context, model, place, state, colour) {
     context.globalAlpha = 1;
   }
 
-  function arrow(timeline, from, to, thick) {
+  function arrow(timeline, from, to, thick, ink = colour.ink, dashes = []) {
     const a = rowOf(from, timeline), b = rowOf(to, timeline);
     const x0 = right(timeline, from) - 0.8, x1 = left(timeline, to) + 1;
     if (a === b || !inView(Math.min(x0, x1), Math.max(x0, x1))) return;
     const down = b.y > a.y;
     const y0 = down ? a.y + a.bar : a.y, y1 = down ? b.y : b.y + b.bar;
     const bend = (y1 - y0) / 2;
-    context.strokeStyle = context.fillStyle = colour.ink;
-    context.lineWidth = thick;
+    const held = state.wait && state.wait.from === from && state.wait.to === to;
+    arrows.push({ from, to, x0, y0, x1, y1 });
+    context.save();
+    if (held) context.globalAlpha = 1;
+    context.strokeStyle = context.fillStyle = held ? colour.focus : ink;
+    context.lineWidth = held ? 3.5 : thick;
+    context.setLineDash(dashes);
     context.beginPath();
     context.moveTo(x0, y0);
     context.bezierCurveTo(x0, y0 + bend, x1, y1 - bend, x1, y1);
@@ -200,6 +226,7 @@ function painter(context, model, place, state, colour) {
     context.lineTo(x1 - 3, y1 - (down ? 6 : -6));
     context.lineTo(x1 + 3, y1 - (down ? 6 : -6));
     context.fill();
+    context.restore();
   }
 
   function outline(op) {
