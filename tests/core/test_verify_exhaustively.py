@@ -25,9 +25,8 @@ has none. Operations are atomic here; docs/proof.md has those that overlap.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, reduce
+from functools import cache
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
-from operator import or_
 from random import Random
 from typing import NamedTuple
 
@@ -148,7 +147,9 @@ def all_plans(ops: int) -> Iterator[tuple[Lanes, Waits]]:
 @cache
 def plans_by_interleavings(ops: int) -> dict[int, tuple[Lanes, Waits]]:
     """A plan for each set of interleavings: those that lanes alone allow, cut by one wait after another."""
-    found = {set_of_interleavings(lanes, ((),) * ops): (lanes, ((),) * ops) for lanes in all_lanes(ops)}
+    found: dict[int, tuple[Lanes, Waits]] = {
+        set_of_interleavings(lanes, ((),) * ops): (lanes, ((),) * ops) for lanes in all_lanes(ops)
+    }
     new = [*found]
     while new:
         orders = new.pop()
@@ -279,6 +280,13 @@ def test_verify_accepts_exactly_what_keeps_versions_in_every_interleaving(
     assert counts == [graphs, plans, right, stricter]
 
 
+def any_of(sets: Iterable[int]) -> int:
+    whole = 0
+    for some in sets:
+        whole |= some
+    return whole
+
+
 class Wrong(NamedTuple):
     """Plans of a graph that are wrong: of all sets of interleavings by number, sums of bits."""
 
@@ -286,9 +294,6 @@ class Wrong(NamedTuple):
     not_strict: int  # one that is not at a write without a read
     ends: int  # some interleaving does not end as the serial order
     keeps: int  # or does not keep versions
-
-    def __or__(self, other: "Wrong") -> "Wrong":
-        return Wrong(*map(or_, self, other))
 
 
 @cache
@@ -317,7 +322,7 @@ def wrong(accesses: Accesses) -> Wrong:
         if region.index[0] in reads or region.index[0] not in writes:
             not_strict |= swapping(ops)[before, after]
     ends, keeps = (
-        reduce(or_, (x for x, right in zip(holding(ops), y, strict=True) if not right), 0)
+        any_of(x for x, right in zip(holding(ops), y, strict=True) if not right)
         for y in judged(accesses, numbers(ops))
     )
     return Wrong(refused, not_strict, ends, keeps)
@@ -336,7 +341,7 @@ def test_a_graph_is_judged_region_by_region(ops: int, regions: int) -> None:
     columns = [*zip(product(range(4), repeat=ops), wrong_of_regions(ops), strict=True)]
     for chosen in product(columns, repeat=regions):
         accesses = accesses_of(zip(*(column for column, _ in chosen), strict=True))
-        assert wrong(accesses) == reduce(or_, (x for _, x in chosen)), accesses
+        assert wrong(accesses) == (*map(any_of, zip(*(x for _, x in chosen), strict=True)),), accesses
 
 
 @pytest.mark.parametrize(("ops", "regions", "graphs", "plans", "right", "stricter"), [*BOUNDS, *LARGER])
@@ -388,7 +393,7 @@ def test_conflicts_of_a_graph_refuse_what_is_wrong_for_its_regions(
         if number % parts != part:
             continue
         tables, keeps = zip(*(columns[n] for n in some), strict=True)
-        known = reduce(or_, keeps)
+        known = any_of(keeps)
         for table, wrong in columns[some[-1] :]:
             refused = 0
             for before, after, _ in Graph(

@@ -243,7 +243,7 @@ function start(document, first, own = {}) {
     el.picture.classList.remove("held");
     if (!held || fingers.size || moved > 4 || event.type !== "pointerup") return;
     const wait = waitAt(event);
-    if (wait) own.toggle(wait.to, wait.from);
+    if (wait) (el.tip.hidden = true), own.toggle(wait.to, wait.from);
     else choose(pick(event).op, { move: false });
   };
 
