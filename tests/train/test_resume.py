@@ -31,6 +31,7 @@ from small_trainings import (
 from text_data import write_jsonl
 
 from zfunc.checkpoint.manifest import FILE, read_manifest, to_json
+from zfunc.cli.main import main
 from zfunc.engine.step import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.launch import fresh_store
@@ -495,3 +496,81 @@ def rank_of(launcher: int, rank: int) -> int:
             if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
                 return child
     raise ProcessLookupError(f"no child of {launcher} has rank {rank}")
+
+
+# --- the best checkpoint, and early stopping --------------------------------------------------------------
+
+LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.1, 10: 1.9}  # held out, by step, in nats
+
+
+@pytest.fixture
+def held_out_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations say LOSSES."""
+
+    def evaluate(job: Any, program: Any, state: Any, stop: Any) -> float:
+        return LOSSES.get(state.batches, 5.0)
+
+    monkeypatch.setattr("zfunc.train.loop.evaluate_held_out", evaluate)
+
+
+BEST = ("--eval-every", 2, "--keep-best", "--keep", 1)
+
+
+@pytest.mark.usefixtures("held_out_losses")
+@pytest.mark.parametrize("failing", [5, 6, 8, 9])
+def test_the_best_checkpoint_is_kept_by_a_run_that_is_resumed(
+    failing: int, at_step: Any, capsys: Out
+) -> None:
+    steps, stopping = ("--save-every", 3, "--steps", 9), ("--early-stopping", 3)
+    assert train(*BEST, *steps, "--out", "whole") == 0
+    assert checkpoints("whole") == ["step-00000004", "step-00000009"]
+    assert {x["step"]: x["saved"][-1] for x in rows("whole") if "saved" in x} == {
+        n: str(n) for n in (2, 3, 4, 6, 9)
+    }
+    at_step(failing, fail)
+    assert train(*BEST, *steps, "--out", "run") == 1
+    assert train(*BEST, *steps, "--out", "run", "--resume", "auto") == 0
+    assert checkpoints("run") == checkpoints("whole")
+    assert [row.get("saved") for row in rows("run")] == [row.get("saved") for row in rows("whole")]
+    assert measured("run") == measured("whole")
+    assert summary("run")["best"] == "step-00000004"
+    assert "after step 4, in run/checkpoints/step-00000004" in capsys.readouterr().out
+    assert main(["export", "run", "--out", "weights.safetensors"]) == 0
+    assert "of step 4 " in capsys.readouterr().out
+    # It is resumed from the newest, and the evaluations of all sessions count
+    assert train(*BEST, *stopping, "--out", "run", "--resume", "auto", "--steps", 20) == 0
+    assert (summary("run")["ended"], summary("run")["steps"]) == ("early stopping", 16)
+    assert checkpoints("run") == ["step-00000010", "step-00000016"]
+
+
+@pytest.mark.usefixtures("held_out_losses")
+@pytest.mark.parametrize("failing", [5, 7, 8])
+def test_a_run_stops_early_wherever_it_was_resumed(failing: int, at_step: Any, capsys: Out) -> None:
+    stopping = ("--eval-every", 2, "--early-stopping", 2, "--save-every", 1, "--steps", 20)
+    at_step(failing, fail)
+    assert train(*stopping, "--out", "run") == 1
+    for _ in range(2):  # a run that ended stays so
+        assert train(*stopping, "--out", "run", "--resume", "auto") == 0
+        assert (summary("run")["ended"], summary("run")["steps"]) == ("early stopping", 8)
+        assert checkpoints("run") == ["step-00000007", "step-00000008"]
+    assert "nothing is left to train without more --early-stopping" in capsys.readouterr().out
+    assert train(*stopping, "--out", "run", "--resume", "auto", "--early-stopping", 3) == 0
+    assert (summary("run")["ended"], summary("run")["steps"]) == ("early stopping", 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"keep_best": True, "eval_every": 0}, "keep_best: got it with `eval_every=0`"),
+        ({"early_stopping": 1, "eval_every": 0}, "early_stopping: got it with `eval_every=0`"),
+        ({"early_stopping_threshold": 0.1}, "without `early_stopping`"),
+        ({"keep_best": True, "save_every": 0}, "keep_best: got it with `save_every=0`"),
+        (
+            {"keep_best": True, "state_on": "disk", "swap": ("swap",)},
+            "keep_best: got it with `state_on=disk`",
+        ),
+    ],
+)
+def test_what_has_no_best_checkpoint_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        TrainSettings(**given)

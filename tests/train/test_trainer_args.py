@@ -3,20 +3,25 @@ and a run is what the file says."""
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_trainings
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from small_trainings import config, rows
 
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
 from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras
+from zfunc.train.evaluations import Evaluation, best_saved, num_without_improvement
 from zfunc.train.settings import TrainSettings
-from zfunc.train.setup import learning_rate, optimizer_of
+from zfunc.train.setup import learning_rate, optimizer_of, prepare_job
 from zfunc.train.trainer.fields import CLASSES, DPO_CLASS, SFT, TRAINER, fields_of, read_args, read_field
 from zfunc.train.trainer.mapping import trainer_extras
 from zfunc.train.trainer.schedules import SCHEDULES, TrainerSchedule, check_params
@@ -153,6 +158,51 @@ def test_learning_rates_are_transformers_over_all_steps(
         witness.step()
 
 
+# --- early stopping --------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 1.05, 1.1, 1.5, 2.0, math.nan, math.inf]), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_evaluations_without_improvement_are_counted_as_the_callback_does(
+    losses: list[float], threshold: float
+) -> None:
+    """And the best step is that of the Trainer, which hears of a loss after the callback."""
+    callback: Any = transformers.EarlyStoppingCallback(99, threshold)
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(metric_for_best_model="loss", greater_is_better=False, save_strategy="best"),
+        state=transformers.TrainerState(),
+    )
+    told: list[Evaluation] = []
+    for step, loss in enumerate(losses):
+        trainer.state.global_step = step
+        callback.on_evaluate(trainer.args, trainer.state, None, {"eval_loss": loss})
+        transformers.Trainer._determine_best_metric(trainer, {"eval_loss": loss}, None)
+        told.append(Evaluation(step, loss if math.isfinite(loss) else math.inf, f"step-{step}"))
+        assert num_without_improvement(told, threshold) == callback.early_stopping_patience_counter
+        best = best_saved(told)
+        assert (best.step if best else None) == trainer.state.best_global_step
+
+
+def test_strategies_of_the_trainer_are_steps_of_a_pass_and_the_best_checkpoint() -> None:
+    file = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "use_cpu": True,
+    }
+    said = {**file, "metric_for_best_model": "loss", "greater_is_better": False, "early_stopping_patience": 3}
+    flags = (*small_trainings.TINY, "--data", "data.txt")
+    found = settings({**said, "early_stopping_threshold": 0.1}, *flags)
+    job = prepare_job(found, cache=Path("cache"))
+    steps = [math.ceil(epochs * job.sequences_per_epoch / 8) for epochs in (1, 1, 3)]
+    assert [job.settings.eval_every, job.settings.save_every, job.settings.steps] == steps
+    assert (found.keep_best, found.early_stopping) == (True, 3)
+    assert found.early_stopping_threshold == pytest.approx(0.1 / math.log(2))
+    assert settings({"save_strategy": "best", "eval_strategy": "epoch"}).keep_best
+
+
 # --- what a file sets ------------------------------------------------------------------------------------
 
 FILE = {
@@ -268,7 +318,11 @@ def test_a_deepspeed_file_goes_on_to_config() -> None:
         ({"packin": 1, "max_length": 9}, (), "which SFTConfig has not .did you mean 'packing'"),
         ({"learning_rate": "fast"}, (), "learning_rate: got 'fast', expected float"),
         ({"optim": "galore_adamw"}, (), "optim: got 'galore_adamw', expected adamw_torch"),
-        ({"eval_strategy": "epoch"}, (), "eval_strategy: got 'epoch', expected no, steps"),
+        ({"eval_strategy": "epochs"}, (), "eval_strategy: got 'epochs', expected no, steps, epoch"),
+        ({"eval_strategy": "epoch"}, ("--eval-every", 5), "eval_every: got 5, and args.json says eval_str"),
+        ({"metric_for_best_model": "f1"}, (), "metric_for_best_model: got 'f1', expected eval_loss, loss"),
+        ({"greater_is_better": True}, (), "greater_is_better: got True, expected false"),
+        ({"load_best_model_at_end": True}, (), "keep_best: got it with `eval_every=0`"),
         ({"eval_strategy": "steps", "eval_steps": 0.1}, (), "eval_steps: got 0.1, expected a number of steps"),
         ({"bf16": True, "fp16": True}, (), "got bf16 and fp16"),
         ({"report_to": ["wandb", "mlflow"]}, (), "got 'mlflow', expected tensorboard, wandb, trackio, none"),

@@ -95,12 +95,15 @@ def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
         return pending
 
 
-def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, keep: int = 2) -> Path:
+def publish_checkpoint(
+    pending: UnfinishedCheckpoint, manifest: Manifest, *, keep: int = 2, spare: str = ""
+) -> Path:
     """Give a checkpoint whose shards are complete its name, and return its folder.
 
     Everything is on the disk before it is named, and the name before `latest` changes. Then all but the newest
-    `keep` complete checkpoints are deleted, and what killed writers left. Raises CheckpointError if a shard is
-    missing or does not match the manifest, or the disk fails; older checkpoints are unchanged then.
+    `keep` complete checkpoints and the one named `spare` are deleted, and what killed writers left. Raises
+    CheckpointError if a shard is missing or does not match the manifest, or the disk fails; older checkpoints are
+    unchanged then.
     """
     _check_files(pending.path, manifest)
     for shard in manifest.shards:
@@ -116,7 +119,7 @@ def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, kee
             disk.write_durably(pending.folder / LATEST, f"{path.name}\n".encode())
         except CheckpointError as error:  # the checkpoint is complete and named, which is what counts
             log.warning("checkpoints: %s is saved, but not synced to the disk: %s", path, error)
-        obsolete = _set_aside(pending.folder, keep)
+        obsolete = _set_aside(pending.folder, keep, spare)
     for old in obsolete:
         shutil.rmtree(old, ignore_errors=True)
     if left := [old.name for old in obsolete if old.exists()]:
@@ -228,7 +231,7 @@ def _free(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:08d}.{back}" if back else f"step-{step:08d}")
 
 
-def _set_aside(folder: Path, keep: int) -> list[Path]:
+def _set_aside(folder: Path, keep: int, spare: str) -> list[Path]:
     """Rename old checkpoints, and return the folders to delete, including those that killed writers left.
 
     The checkpoint just published is the newest, so it is not among them.
@@ -238,7 +241,8 @@ def _set_aside(folder: Path, keep: int) -> list[Path]:
         newest = [x.path for _, x in zip(range(keep), complete_checkpoints(folder, []), strict=False)]
         steps = _steps(folder)
         obsolete += [x for x in _steps(folder, _UNFINISHED) if not disk.is_locked(x)]
-        for path in steps[steps.index(newest[-1]) + 1 :] if newest else ():
+        older = steps[steps.index(newest[-1]) + 1 :] if newest else []
+        for path in (x for x in older if x.name != spare):
             os.rename(path, aside := _unfinished(folder, path.name))
             obsolete.append(aside)
     except (OSError, CheckpointError) as error:  # must not fail the save, which is complete

@@ -47,7 +47,7 @@ def _folder(path: Any) -> Path:
 
 @frozen
 class Save:
-    """Where to save checkpoints: `folder` gets a folder for each, of which the newest `keep` stay.
+    """Where to save checkpoints: `folder` gets one for each, of which the newest `keep` and `spare`, a name, stay.
 
     `extra`, a dict of JSON's own types, is saved with each checkpoint. Raises ValueError for a `keep` below 1, and
     CheckpointError for an `extra` that JSON cannot hold.
@@ -55,6 +55,7 @@ class Save:
 
     folder: Path = field(converter=_folder)
     keep: int = field(default=2, kw_only=True)
+    spare: str = field(default="", kw_only=True)
     extra: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -147,7 +148,9 @@ class CheckpointWriter:
             return None
         shards = [strict_json.parse_json(text.encode(), "a rank's shard").read(Shard) for text in texts]
         manifest = self.snapshot.manifest(len(shards), shards, self.save.extra)
-        return checkpoints.publish_checkpoint(self._unfinished, manifest, keep=self.save.keep)
+        return checkpoints.publish_checkpoint(
+            self._unfinished, manifest, keep=self.save.keep, spare=self.save.spare
+        )
 
 
 def begin_writing(

@@ -20,7 +20,7 @@ from zfunc.core.graph import Kind
 from zfunc.core.hardware import ROUND
 from zfunc.core.setting_values import BY_DEVICE, schedule_for
 from zfunc.core.simulator import simulate
-from zfunc.train.events import ENDINGS
+from zfunc.train.events import COMPLETE, ENDINGS
 from zfunc.train.run_history import (
     METRICS,
     TRACE,
@@ -124,7 +124,7 @@ def _ending(run: RunHistory) -> tuple[str, str]:
             ending += f"; its last step was {format_clock(seconds)} ago"
     if run.damage or error:
         return "bad", f"{ending}\n{run.damage}".rstrip()
-    return "good" if how in ("steps", "seconds") else "", ending
+    return "good" if how in COMPLETE else "", ending
 
 
 def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
@@ -136,6 +136,8 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
     if held_out:
         yield f"held out,{run.held_out_unit.words}".rstrip(","), f"{held_out[-1]:.4f}"
         yield "held out, best", f"{min(held_out):.4f}"
+    if best := run.best:
+        yield "best checkpoint", f"{best.saved}, {best.held_out:.4f}"
     if steps:
         yield "tokens/s, median", f"{median(run.numbers('tokens_per_second') or [0.0]):,.0f}"
         yield "a step, median", format_seconds(median(run.numbers("seconds") or [0.0]))

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from zfunc.checkpoint.directory import FOLDER
 from zfunc.cli.terminal import printable
 from zfunc.core.display import counted
 from zfunc.train.events import (
@@ -170,6 +171,9 @@ def summary_lines(event: Finished, folder: RunFolder) -> Iterator[tuple[str, str
     yield "loss", f"{folder.summary['loss']:.4f}, the mean of the last {len(run.last_losses)} steps"
     if event.held_out is not None:
         yield "held out", f"{event.held_out:.4f}{run.held_out_unit.words}"
+    if best := run.best:
+        words = f"{best.held_out:.4f}{run.held_out_unit.words} after step {best.step:,}"
+        yield "best", f"{words}, in {os.path.relpath(run.path / FOLDER / best.saved)}"
     yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
     if "device" in peaks:
         planned = event.planned_bytes["device"]

@@ -5,6 +5,7 @@
     pretrained   the Hugging Face model of the setting `hf`
     loop         the loop, as a generator of events
     events       what happens in a training
+    evaluations  the best checkpoint, and when to stop early, by held-out losses
     reference    the log-probabilities that DPO compares with, computed once and kept
     resume       when a run ends, and from which checkpoint it continues
     run_folder   the files of a run, written

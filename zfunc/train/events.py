@@ -16,10 +16,13 @@ if TYPE_CHECKING:  # they need torch
     from zfunc.train.setup import TrainingJob
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training
+EARLY = "early stopping"
+COMPLETE = ("steps", "seconds", EARLY)  # endings after which nothing is left to train
 TEMPERATURE = 0.8  # of the sample
 ENDINGS = {  # how a training may end, in words
     "steps": "all steps done",
     "seconds": "the time was up",
+    EARLY: "the held-out loss no longer improves",
     "interrupt": "stopped as asked",
     "terminated": "terminated",
     "failed": "failed",
@@ -89,7 +92,7 @@ class Traced:
 class Finished:
     """The event of a training that ended. After SIGTERM, evaluation and sampling are skipped."""
 
-    ended: str  # "steps" (all that were requested), "seconds", "interrupt" or "terminated"
+    ended: str  # of ENDINGS
     steps: int
     held_out: float | None
     tokens_per_second: float

@@ -5,6 +5,7 @@ end a training after the step in which they have passed, and changes none before
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +31,7 @@ from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_byte
 from zfunc.runtime.fault_injection import Fault, from_environment
 from zfunc.runtime.host_memory import peak_resident_bytes, resident_bytes
 from zfunc.train.data.corpus import without_labels
+from zfunc.train.evaluations import Evaluation, best_saved
 from zfunc.train.events import (
     INTERRUPT,
     TEMPERATURE,
@@ -97,6 +99,7 @@ class _Loop:
     held_out: float | None = None
     checkpoint: Path | None = None
     saved_step: int | None = None  # of `checkpoint`
+    evaluations: tuple[Evaluation, ...] = ()  # of all sessions of the run
     cut: bool = False  # a signal interrupted an evaluation: no other follows
 
     def begin(self) -> Iterator[Event]:
@@ -105,15 +108,19 @@ class _Loop:
         self.first = at = self.state.batches
         if checkpoint is None or self.start.own:
             self.checkpoint, self.saved_step = checkpoint, at
+        self.evaluations = tuple(
+            x for x in self.start.evaluations if x.step < at
+        )  # that of `at` is repeated if due
         kept = kept_reference(job, self.start, at) if job.corpus.train.pairs else None
         yield Started(job, at, checkpoint, self.start.own, self.elapsed)
         if job.corpus.train.pairs:
             yield Working("reference")
             self.job = job = with_reference(job, self.state, self.start, kept, self.stop)
         self.began = time.perf_counter() - self.elapsed
-        self.ended = end_reason(job.settings, at, self.elapsed)
+        self.ended = self._end_reason(at)
         if not at or (self._due_to_evaluate(at) and not self.ended):
             yield from self._evaluate_apart()
+            self.ended = self._end_reason(at)
         signal = self._elapsed_and_signal()[1]
         if signal == INTERRUPT and not at:
             raise KeyboardInterrupt  # there is nothing yet to save or to report
@@ -170,8 +177,10 @@ class _Loop:
     def _stepped(self, number: int) -> None:
         """Set the seconds trained after step `number`, and whether it was the last."""
         self.elapsed, signal = self._elapsed_and_signal()
-        ended = end_reason(self.job.settings, number, self.elapsed, stopping=signal)
-        self.ended = signal if signal == TERMINATED else ended
+        self.ended = signal if signal == TERMINATED else self._end_reason(number, signal)
+
+    def _end_reason(self, number: int, signal: str = "") -> str:
+        return end_reason(self.job.settings, number, self.elapsed, self.evaluations, stopping=signal)
 
     def _seconds_left(self, number: int, pace: float) -> float | None:
         """Seconds until training ends: until `seconds` are over, or all steps at the speed of the last one."""
@@ -216,6 +225,15 @@ class _Loop:
         yield Working("evaluation")
         self.held_out = evaluate_held_out(self.job, self.program, self.state, self.stop)
         self.cut = self.held_out is None
+        self._note_evaluation()
+
+    def _note_evaluation(self) -> None:
+        """Add rank 0's held-out loss to the run's evaluations, so that all ranks decide the same."""
+        at, ranks, loss = self.state.batches, self.job.ranks, self.held_out
+        total, num_cut = ranks.sums([0.0 if ranks.rank or loss is None else loss, float(loss is None)])
+        if not num_cut:
+            saved = self.checkpoint.name if self.checkpoint is not None and self.saved_step == at else ""
+            self.evaluations += (Evaluation(at, total if math.isfinite(total) else math.inf, saved),)
 
     def _evaluate_apart(self) -> Iterator[Event]:
         """Evaluate before the first step or after the last, if the settings ask for evaluations."""
@@ -279,15 +297,26 @@ class _Loop:
         settings, at = self.job.settings, self.state.batches
         if self.swap is not None:
             return Save(self.swap, extra=self._extra()) if self.program.commits(self.state.step) else None
-        no_time = not settings.save_every or at in (self.first, self.saved_step) or at % settings.save_every
-        if self.start.folder is None or no_time:
+        every = settings.save_every
+        due = (every and at % every == 0) or (settings.keep_best and self._is_best(at))
+        if self.start.folder is None or not due or at in (self.first, self.saved_step):
             return None
-        return Save(self.start.folder, keep=settings.keep, extra=self._extra())
+        return Save(self.start.folder, keep=settings.keep, spare=self._spare(), extra=self._extra())
+
+    def _is_best(self, at: int) -> bool:
+        """Whether the state after step `at` was evaluated, and no checkpoint's was as good."""
+        best, last = best_saved(self.evaluations), self.evaluations[-1:]
+        return any(x.step == at and x.held_out < (math.inf if best is None else best.held_out) for x in last)
+
+    def _spare(self) -> str:
+        """The name of the checkpoint that is kept whatever its age; "" for none."""
+        best = best_saved(self.evaluations) if self.job.settings.keep_best else None
+        return "" if best is None or self._is_best(self.state.batches) else best.saved
 
     def _save(self, folder: Path) -> Saved:
-        at, keep = self.state.batches, self.job.settings.keep
+        at, kept = self.state.batches, {"keep": self.job.settings.keep, "spare": self._spare()}
         try:
-            return self._saved(at, save(folder, self.program, self.state, keep=keep, extra=self._extra()))
+            return self._saved(at, save(folder, self.program, self.state, extra=self._extra(), **kept))
         except CheckpointError as error:
             return self._saved(at, None, str(error))
 
@@ -295,6 +324,8 @@ class _Loop:
         """The event of a save at batch `at`; a `path` is the newest checkpoint from now on, None a failure."""
         if path is not None:
             self.checkpoint, self.saved_step = path, at
+            same = [evolve(x, saved=path.name) if x.step == at else x for x in self.evaluations]
+            self.evaluations = tuple(same)
         return Saved(at, path, failure)
 
     def _extra(self) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from zfunc.core.setting_values import DISK
 from zfunc.core.shares import words_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
+from zfunc.train.evaluations import Evaluation, num_without_improvement
+from zfunc.train.events import COMPLETE, EARLY
 from zfunc.train.run_folder import jsonable
-from zfunc.train.run_history import CONFIG, SUMMARY, read_json_object
+from zfunc.train.run_history import CONFIG, METRICS, SUMMARY, read_history, read_json_object
 from zfunc.train.settings import AUTO, TrainSettings
 
 KEY = "train"  # in a checkpoint's extra
@@ -37,18 +39,27 @@ DECIDING = (
 )
 # fmt: on
 RUN = "run"  # in a commit's extra, with the rest of the progress: whose swap space it is
-COMPLETE = ("steps", "seconds")  # endings after which nothing is left to train
 log = logging.getLogger("zfunc")
 
 
-def end_reason(settings: TrainSettings, step: int, elapsed: float, *, stopping: str = "") -> str:
-    """Why `step` is the last one, or "". `elapsed` are the seconds trained, `stopping` the reason if there is no
-    other.
+def end_reason(
+    settings: TrainSettings,
+    step: int,
+    elapsed: float,
+    evaluations: Sequence[Evaluation] = (),
+    *,
+    stopping: str = "",
+) -> str:
+    """Why `step` is the last one, or "". `elapsed` are the seconds trained, `evaluations` those up to now,
+    `stopping` the reason if there is no other.
     """
     if settings.steps is not None and step >= settings.steps:
         return "steps"
     if settings.seconds is not None and elapsed >= settings.seconds:
         return "seconds"
+    patience, threshold = settings.early_stopping, settings.early_stopping_threshold
+    if patience is not None and num_without_improvement(evaluations, threshold) >= patience:
+        return EARLY
     return stopping
 
 
@@ -90,6 +101,10 @@ def _kept(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, A
 # --- where to begin ---------------------------------------------------------------------------------------
 
 
+def _evaluation(x: Evaluation | Mapping[str, Any]) -> Evaluation:
+    return x if isinstance(x, Evaluation) else Evaluation(**x)
+
+
 @frozen
 class ResumePoint:
     """Where a run begins: the checkpoint to load and the folder to save in; by default neither."""
@@ -98,6 +113,10 @@ class ResumePoint:
     origin: Path | None = field(default=None, converter=optional(Path))  # a checkpoint, or a folder of them
     own: bool = False  # whether `origin` is in the run's own folder
     over: bool = False  # nothing is left to train
+    # All of the run that are known, also those after the checkpoint
+    evaluations: tuple[Evaluation, ...] = field(
+        default=(), converter=lambda found: tuple(map(_evaluation, found))
+    )
 
 
 def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
@@ -135,11 +154,15 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
             settings = evolve(
                 settings, steps=saved["steps"]
             )  # as they were counted; the data is not open yet
-        over = ended in COMPLETE and end_reason(settings, step, elapsed_in(extra)) != ""
+        found = read_history(run).evaluations if (run / METRICS).exists() else ()
+        due = settings.eval_every and not step % settings.eval_every  # not the one that ended the run
+        counted = [x for x in found if x.step < step or (due and x.step == step)]
+        why = end_reason(settings, step, elapsed_in(extra), counted)
+        over = ended in COMPLETE and why != ""
         if over:
-            more = "without more `steps`, `epochs` or `seconds`"
+            more = f"without more {'`early_stopping`' if why == EARLY else '`steps`, `epochs` or `seconds`'}"
             log.info("%s: it ended at step %s: nothing is left to train %s", run, f"{step:,}", more)
-        return ResumePoint(folder, origin, True, over)
+        return ResumePoint(folder, origin, True, over, found)
     if ended in COMPLETE:
         raise ValueError(
             f"`resume={AUTO}`: got {run}, whose training ended without a checkpoint, expected one to "

@@ -111,7 +111,8 @@ class RunFolder:
                 fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
                 run, name = read_history(self.path), event.checkpoint and event.checkpoint.name
                 fields |= {"loss": fmean(run.last_losses or [math.nan]), "skipped": len(run.skipped)}
-                self._summarize({**fields, self._held_out: event.held_out, "checkpoint": name, "sample": ""})
+                fields |= {self._held_out: event.held_out, "checkpoint": name}
+                self._summarize({**fields, "best": run.best and run.best.saved, "sample": ""})
             case Sampled():
                 self._summarize({"sample": event.text, **({"prompt": event.prompt} if event.prompt else {})})
             case _:

@@ -12,11 +12,13 @@ from typing import Any, cast
 
 from attrs import field, frozen, validators
 
+from zfunc.checkpoint.directory import FOLDER
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode, Text, parse_json
 from zfunc.core.critical_path import events_of
 from zfunc.core.plan import Plan, parse
 from zfunc.core.timeline import Timeline
 from zfunc.errors import CheckpointError
+from zfunc.train.evaluations import Evaluation, best_saved
 from zfunc.train.settings import DPO
 from zfunc.units import format_parameters
 from zfunc.viz.chrome_trace import read_chrome_trace
@@ -110,6 +112,21 @@ class RunHistory:
         return [row for row in self.steps if row.get("skipped") is True]
 
     @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The held-out losses, each with the checkpoint of its step, if that is there."""
+        losses, folder = self.of(self.held_out), self.path / FOLDER
+        names = {row["step"]: str(row["saved"]) for row in self.rows if "saved" in row}
+        there = {step: name for step, name in names.items() if (folder / name).is_dir()}
+        return tuple(
+            Evaluation(step, math.inf if loss is None else loss, there.get(step, "")) for step, loss in losses
+        )
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation whose checkpoint is kept as the best, with `keep_best`."""
+        return best_saved(self.evaluations) if self.settings.get("keep_best") else None
+
+    @property
     def last_losses(self) -> list[float]:
         """The last losses that are finite numbers, of LAST steps at most."""
         return self.numbers("loss")[-LAST:]
@@ -150,6 +167,14 @@ def settings_of(place: Path) -> dict[str, Any]:
         if config.is_file() and (settings := read_json_object(config).get("settings")):
             return settings
     return {}
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """The checkpoint with the least held-out loss of a run with `keep_best`; None for any other folder."""
+    if not (run / CONFIG).is_file() or not settings_of(run).get("keep_best"):
+        return None
+    best = read_history(run).best
+    return best and run / FOLDER / best.saved
 
 
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:

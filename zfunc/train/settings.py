@@ -344,6 +344,19 @@ class TrainSettings(StepFlags):
         "steps between held-out evaluations, beside those before the first step and after the last; 0: none at all",
         zero_or_more,
     )
+    early_stopping: int | None = _length(
+        None,
+        "end the training after so many evaluations in a row without a lower held-out loss; the one before the "
+        "first step is the first (default: never)",
+        count,
+        "EVALUATIONS",
+    )
+    early_stopping_threshold: float = _length(
+        0.0,
+        "with `early_stopping`, by how much more a held-out loss has to be lower than the least before it, in its "
+        "unit: bits per byte or token, of `loss=dpo` its own",
+        not_negative,
+    )
     no_sample: bool = _length(False, "do not sample from the model at the end")
     out: Path | None = _folder(
         None,
@@ -360,6 +373,11 @@ class TrainSettings(StepFlags):
         common=True,
     )
     keep: int = _folder(2, "how many checkpoints to keep; older ones are deleted", count)
+    keep_best: bool = _folder(
+        False,
+        "save a checkpoint after each evaluation whose held-out loss is the least, and keep the best beside the "
+        "newest `keep`: `zfunc export RUN` takes it",
+    )
     resume: str | None = _folder(
         None,
         f"continue from a checkpoint, or from the newest in a folder of them or in a run; {AUTO}: from the newest "
@@ -396,6 +414,20 @@ class TrainSettings(StepFlags):
             raise ValueError(
                 f"save_every: got {self.save_every} with `state_on={self.state_on}`, whose swap space is the "
                 "checkpoint, expected `commit_every`: pass that instead"
+            )
+        for name, on in (("early_stopping", self.early_stopping), ("keep_best", self.keep_best)):
+            if on and not self.eval_every:
+                raise ValueError(
+                    f"{name}: got it with `eval_every=0`, expected evaluations: raise `eval_every`"
+                )
+        if self.early_stopping_threshold and self.early_stopping is None:
+            raise ValueError(
+                "early_stopping_threshold: got it without `early_stopping`, expected both: add `early_stopping`"
+            )
+        if self.keep_best and (self.save_every == 0 or DISK in words_of(self.state_on)):
+            other = "save_every=0" if self.save_every == 0 else f"state_on={self.state_on}"
+            raise ValueError(
+                f"keep_best: got it with `{other}`, which saves no checkpoints, expected some: leave one out"
             )
         for name in ("dpo_beta", "dpo_type"):
             if self.loss != DPO and getattr(self, name) is not None:

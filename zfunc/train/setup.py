@@ -130,7 +130,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     model = pretrained_model(settings)
     tokenizer = choose_tokenizer(settings, model)
     corpus = _open_corpus(settings, model, tokenizer, cache)
-    settings = _settled(settings, model, tokenizer, corpus, say)
+    settings = _settled(settings, extras.by_pass, model, tokenizer, corpus, say)
     # Whether it can be, before anything is compiled
     if model is None:
         check_size(settings)
@@ -150,6 +150,8 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     held_out = held_out_parts(settings, corpus, ranks)
     optimizer = optimizer_of(settings, extras, rate)
     program = compile_job(settings, optimizer, example, None if model is None else model.segments)
+    if settings.keep_best and program.swap_folders:
+        say("keep_best: no effect: the state is on the disk, whose last commit is the only checkpoint")
     check_fits(program, example, settable=attrs.fields_dict(TrainSettings))
     say("precision: %s", settings.precision)
     decoder = BYTES if tokenizer is None and corpus.unit == "byte" else tokenizer
@@ -178,19 +180,25 @@ def _open_corpus(
 
 def _settled(
     settings: TrainSettings,
+    by_pass: Sequence[str],
     model: PretrainedModel | None,
     tokenizer: Tokenizer | None,
     corpus: Corpus,
     say: Callable[..., None],
 ) -> TrainSettings:
-    """The settings with the steps and the vocabulary that follow from the data and the model."""
+    """The settings with the steps and the vocabulary that follow from the data and the model; those named in
+    `by_pass` are the steps of a pass over the data.
+    """
     own, found = settings.vocab_size, corpus.vocab_size
     if own is not None and (own < found if tokenizer is not None else own != found):
         of = f"{corpus.name}, which is read as bytes, expected {found}"
         of = of if tokenizer is None else f"{tokenizer.name}, expected its {found} or more"
         raise ValueError(f"vocab_size: got {own} for {of}: leave it out")
+    sequences = (
+        corpus.train.num_sequences(settings.seq_length) if by_pass or settings.epochs is not None else 0
+    )
+    settings = evolve(settings, **dict.fromkeys(by_pass, math.ceil(sequences / settings.batch_size)))
     if settings.epochs is not None:
-        sequences = corpus.train.num_sequences(settings.seq_length)
         settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
         of, steps = f"{sequences:,} sequences each", f"{settings.steps:,} steps"
         say("epochs: %g of %s: %s", settings.epochs, of, steps)

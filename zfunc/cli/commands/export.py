@@ -27,7 +27,8 @@ class ExportSettings:
 
     checkpoint: Path = _file(
         NOTHING,
-        "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken",
+        "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken, or with "
+        "keep_best the best",
         metavar="CHECKPOINT",
         positional=True,
     )
@@ -67,9 +68,10 @@ def run_export(settings: ExportSettings) -> int:
     """Run `zfunc export`: write weights of a checkpoint as a file or a Hugging Face folder."""
     check_addresses()
     from zfunc.checkpoint.export import SUFFIX, export_weights
-    from zfunc.train.run_history import settings_of
+    from zfunc.train.run_history import best_checkpoint, settings_of
 
-    source, out, given = settings.checkpoint, settings.out, {"dtype": settings.dtype, "ema": settings.ema}
+    source = best_checkpoint(settings.checkpoint) or settings.checkpoint
+    out, given = settings.out, {"dtype": settings.dtype, "ema": settings.ema}
     trained = settings_of(source)
     if settings.format == "dcp":
         from zfunc.checkpoint.dcp import export_dcp

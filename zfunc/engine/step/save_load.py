@@ -65,15 +65,16 @@ def save(
     state: State,
     *,
     keep: int = 2,
+    spare: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save a checkpoint of `state` in a new folder inside `folder`, and return its path once it is on the disk.
 
-    Nothing is overwritten; the newest `keep` checkpoints stay. If `folder` is in the program's swap space, what
-    the space lacks of `state` is written and committed there. `extra`, a dict of JSON's own types, is saved too.
-    With several ranks all of them have to call this, on one file system. To save during the next step, pass `save=`
-    to `train_step`. Raises CheckpointError, on every rank, if the checkpoint cannot be written; older checkpoints
-    are unchanged then.
+    Nothing is overwritten; the newest `keep` checkpoints stay, and the one named `spare`. If `folder` is in the
+    program's swap space, what the space lacks of `state` is written and committed there. `extra`, a dict of JSON's
+    own types, is saved too. With several ranks all of them have to call this, on one file system. To save during
+    the next step, pass `save=` to `train_step`. Raises CheckpointError, on every rank, if the checkpoint cannot be
+    written; older checkpoints are unchanged then.
     """
     check_state(program, state, "save")
     make_deferred_update(program, state, "save")
@@ -86,7 +87,9 @@ def save(
         if path in program.swap_folders:
             commit_state(program, state, dict(extra or {}))
             return path
-        request = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
+        request = all_or_none(
+            program.ranks, lambda: Save(folder, keep=keep, spare=spare, extra=dict(extra or {}))
+        )
         special = specialize_without_batch(program, checkpoint)
         writer = begin_save(program, state, request)
         step, mem = step_on(program, special, state, max(1, state.step))

@@ -111,7 +111,8 @@ def from_deepspeed(
 class ConfigExtras:
     """The values of a configuration that are no settings of a training, with the defaults for none.
 
-    A Trainer's arguments add `schedule`, the learning rate by lr, warm-up and steps, and `notes`, log lines.
+    A Trainer's arguments add `schedule`, the learning rate by lr, warm-up and steps, `notes`, log lines, and
+    `by_pass`, the names of the settings that are the steps of a pass over the data.
     """
 
     values: ConfigValues
@@ -119,6 +120,7 @@ class ConfigExtras:
     loss_scale: LossScale | None
     schedule: Callable[[float, int | None, int], Callable[[int], float]] | None = None
     notes: tuple[str, ...] = ()
+    by_pass: tuple[str, ...] = ()
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:

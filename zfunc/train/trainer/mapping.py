@@ -14,6 +14,7 @@ from typing import Any, cast
 from attrs import evolve
 
 from zfunc.train.deepspeed.mapping import PARAM, ConfigExtras
+from zfunc.train.run_history import held_out_unit
 from zfunc.train.settings import DPO, DPO_TYPES, TrainSettings
 from zfunc.train.trainer.fields import DPO_CLASS, SFT, TrainerArgs, fields_of, read_args
 from zfunc.train.trainer.schedules import TrainerSchedule, check_params
@@ -22,6 +23,7 @@ MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_step
 STEPS, EPOCHS, OPTIM, KWARGS = "max_steps", "num_train_epochs", "optim", "lr_scheduler_kwargs"
 SCHEDULER, WARMUP, RATIO = "lr_scheduler_type", "warmup_steps", "warmup_ratio"
 TRACKERS = ("tensorboard", "wandb", "trackio")
+EPOCH = "epoch"
 BOUNDS = ("steps", "epochs", "seconds")
 
 
@@ -33,7 +35,8 @@ def with_trainer_args(given: Mapping[str, Any], world: int) -> tuple[dict[str, A
     """
     args = read_args(given["trainer_args"], dpo=given.get("loss") == DPO)
     said, usual = dict(given), dict[str, Any]()
-    for name, field in (("lr_schedule", SCHEDULER), ("warmup", _part_of_all(args))):
+    decided = {"lr_schedule": SCHEDULER, "warmup": _part_of_all(args)}
+    for name, field in (decided | _by_pass(args)).items():
         if name in given and field:
             raise args.refused(name, given[name], field)
     for name, value, fields in settings_from(args, world):
@@ -79,9 +82,15 @@ def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tup
     # Evaluations, checkpoints and trackers
     part = partial(_steps_of, args)
     every = "eval_steps" if args["eval_steps"] else "logging_steps"
-    yield "eval_every", part(every) if args["eval_strategy"] == "steps" else 0, ("eval_strategy",)
+    if args["eval_strategy"] != EPOCH:
+        yield "eval_every", part(every) if args["eval_strategy"] == "steps" else 0, ("eval_strategy",)
     if args["save_strategy"] == "steps" and "save_steps" in args.file:
         yield "save_every", part("save_steps"), ("save_steps",)
+    if args["save_strategy"] == "best":
+        yield "keep_best", True, ("save_strategy",)
+    if threshold := args["early_stopping_threshold"]:  # in nats, as the Trainer's eval_loss
+        bits = held_out_unit("", DPO if args.kind == DPO_CLASS else "").nats
+        yield "early_stopping_threshold", threshold / bits, ("early_stopping_threshold",)
     wanted = args["report_to"] if isinstance(args["report_to"], list) else [args["report_to"]]
     for tracker in (x for x in wanted if x != "none"):
         if tracker not in TRACKERS:
@@ -106,6 +115,12 @@ def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tup
 def _part_of_all(args: TrainerArgs) -> str:
     """The field that gives the warm-up as a part of all steps; "" if it is a number of steps."""
     return WARMUP if 0 < args[WARMUP] < 1 else RATIO if args[RATIO] and not args[WARMUP] else ""
+
+
+def _by_pass(args: TrainerArgs) -> dict[str, str]:
+    """The settings that are the steps of a pass over the data, each with the field that says so."""
+    fields = {"eval_every": "eval_strategy", "save_every": "save_strategy"}
+    return {name: field for name, field in fields.items() if args[field] == EPOCH}
 
 
 def _steps_of(args: TrainerArgs, name: str) -> int:
@@ -153,7 +168,9 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
         return TrainerSchedule(args[SCHEDULER], params, lr, warmup, total)
 
     notes = tuple(_notes(settings, args))
-    return evolve(extras, values=values, optimizer=optimizer, schedule=schedule, notes=notes)
+    return evolve(
+        extras, values=values, optimizer=optimizer, schedule=schedule, notes=notes, by_pass=(*_by_pass(args),)
+    )
 
 
 def _notes(settings: TrainSettings, args: TrainerArgs) -> Iterator[str]:
@@ -180,7 +197,7 @@ def _unread(settings: TrainSettings, args: TrainerArgs) -> Iterator[tuple[str, s
     if args[SCHEDULER] == "constant":
         yield from ((x, "constant has no warm-up, unlike constant_with_warmup") for x in (WARMUP, RATIO))
     for event in ("eval", "save"):
-        if args[f"{event}_strategy"] != "steps":
-            yield f"{event}_steps", f"`{event}_strategy` is no"
+        if (strategy := args[f"{event}_strategy"]) != "steps":
+            yield f"{event}_steps", f"`{event}_strategy` is {strategy}"
     if args.kind == SFT and not args["packing"]:
         yield "packing_strategy", "`packing` is false"
