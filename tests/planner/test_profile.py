@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zfunc.cli.main import main
-from zfunc.core.dtypes import PRECISIONS
+from zfunc.core.bucketing import default_bucket_size
+from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.graph import KINDS, Graph, Op
 from zfunc.core.hardware import Measured
 from zfunc.core.plan import build
@@ -265,6 +266,15 @@ def test_a_profile_is_loaded_by_its_name_or_the_path_of_its_file(tmp_path: Any) 
     path.write_text(profile_text(load_profile("h100")))
     assert load_profile(path).figures == load_profile(str(path)).figures == load_profile("h100").figures
     assert load_profile(path).name == str(path)
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, "benchmarks/results/machine-nvidia-h200-2026-11-26.toml"])
+def test_a_bucket_of_the_default_size_outlasts_a_hand_over(name: str) -> None:
+    """Its copies take ten times as long or more, so the default need not ask a profile for its hand-over."""
+    profile = load_profile(name)
+    on = profile.hardware(profile.precisions[-1], 1)
+    nbytes = default_bucket_size(1) * DTYPES[profile.precisions[-1]].nbytes
+    assert nbytes / on.rates["d2h"] + nbytes / on.rates["h2d"] > 10 * on.handoff > 0
 
 
 def test_a_drive_that_reads_and_writes_at_once_takes_as_long_as_one_after_the_other() -> None:
