@@ -287,3 +287,7 @@ def test_a_kernel_of_cuda_is_taken_where_it_is_known_to_be_right(
     q, k = (SimpleNamespace(shape=(1, 4, n, given["size"]), **like) for n in given["tokens"])
     pair: Any = tile_attention.Pair(q, k, k, View(512, 1.0), (0, 512))  # pyright: ignore[reportArgumentType]
     assert tile_attention._kernel(pair).__name__ == expected
+    if expected != "_InTorch":  # an implementation that a user has put in torch's place: tried by nobody
+        monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+        with pytest.raises(ValueError, match="got flash attention replaced by FA4"):
+            tile_attention._kernel(pair)

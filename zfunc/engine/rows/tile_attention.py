@@ -271,10 +271,19 @@ class _OnCudnn:
 
 
 def _fits(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's flash attention takes `q` and `v`; for 193 to 224 features only large GPUs have a backward."""
+    """Whether CUDA's flash attention takes `q` and `v`; for 193 to 224 features only large GPUs have a backward.
+
+    Raises ValueError where the process has another implementation of it, which may differ in windows and ranges.
+    """
     alike = (size := q.shape[-1]) == v.shape[-1] <= 256 and not size % 8
     if not alike or runs_on_cpu(q.device) or not fuses_grouped_queries(q.device, q.dtype):
         return False
+    if q.is_cuda and (other := getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()):
+        raise ValueError(
+            f"tiles: got flash attention replaced by {other} (activate_flash_attention_impl), expected torch's, as "
+            "windows and documents may differ: call torch.nn.attention.restore_flash_attention_impl, or train with "
+            "tiles=1"
+        )
     return not (q.is_cuda and 192 < size <= 224) or _capability(q) in ((8, 0), (9, 0), (10, 0))
 
 
