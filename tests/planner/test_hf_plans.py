@@ -57,6 +57,7 @@ def test_backward_of_a_block_does_not_hold_what_its_norms_cast_to_fp32() -> None
     assert costs[1].backward.workspace < 155 * 1024 * x.numel()
 
 
+@pytest.mark.usefixtures("without_advice")
 def test_llama_3_8b_on_a_4090_is_answered_from_its_config(capsys: Out) -> None:
     write("config.json", LLAMA_3_8B)
     given = "plan --hf-config config.json --hardware rtx4090 --seq-length 2048 --batch-size 1"

@@ -112,8 +112,7 @@ def test_two_steps_compare_in_words() -> None:
 def check_search(step_spec: StepSpec, on: Hardware, space: Space = SPACE) -> PlannedStep:
     """What is promised of every search; returns the best step."""
     start = step_spec.settings
-    result, again = (search(steps(step_spec, on), start, space) for _ in range(2))
-    assert (result.step.settings, result.reasons) == (again.step.settings, again.reasons)
+    result = search(steps(step_spec, on), start, space)
     if fitting := [t.seconds for t in result.tried if t.fits]:
         assert result.step.fits
         assert result.step.seconds <= min(fitting) * (1 + WORTH) ** 2
@@ -179,9 +178,10 @@ def test_search_holds_for_any_spec(name: str) -> None:
     check_search(evolve(spec, settings=evolve(spec.settings, bucket_size=128)), BALANCED, sizes)
 
 
-def test_with_a_barrier_deferral_is_found() -> None:
-    space = SPACE | {"state_on": ("host",)}
-    (reason,) = (r for r in search(steps(model()), CLIPPED, space).reasons if "defer" in r)
+def test_with_a_barrier_deferral_is_found_each_time() -> None:
+    found, again = (search(steps(model()), CLIPPED, SPACE | {"state_on": ("host",)}) for _ in range(2))
+    assert (found.step.settings, found.reasons) == (again.step.settings, again.reasons)
+    (reason,) = (r for r in found.reasons if "defer" in r)
     assert re.fullmatch(r"defer True instead of False: \d+ % faster", reason), "and no memory"
 
 
@@ -234,11 +234,11 @@ def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
         fitting = [x.seconds for x in placed if x.memory["device"] <= step.memory["device"]]
         assert best.fits
         assert best.seconds <= min(fitting) * (1 + WORTH)
-        plain = step_of(spec, start, room)
-        advice = suggest(steps(spec, room), plain, rows=4)
-        moved = [a for a in advice if {"params_on", "activations_on"} & a.changes.keys()]
-        assert plain.fits or all(a.step.fits and a.effect.startswith("fits, ") for a in moved)
-        assert plain.fits or moved
+        if not (plain := step_of(spec, start, room)).fits:
+            advice = suggest(steps(spec, room), plain, rows=4)
+            moved = [a for a in advice if {"params_on", "activations_on"} & a.changes.keys()]
+            assert moved
+            assert all(a.step.fits and a.effect.startswith("fits, ") for a in moved)
 
 
 def test_as_much_is_kept_as_fits() -> None:
@@ -330,7 +330,6 @@ def check_single_moves(on: Hardware, barrier: bool, parts: int, device: float, h
     [
         (SLOW_DRIVES, False, 1, 0.05, 0.1),
         (SLOW_DRIVES, True, 1, 0.05, 0.7),
-        (SLOW_DRIVES, True, 4, 0.4, 0.3),
         (FAST_DRIVES, True, 1, 0.0, 0.0),
     ],
 )
