@@ -3,10 +3,11 @@
 `Drive` is the drive of lab 7: files by name, written in sectors. `some` also serves the tests of zfunc's own files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice, pairwise
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attrs import define, field
 
@@ -199,3 +200,16 @@ class Drive:
         for change in synced:
             self._durable.make(change)
         self._pending = [x for x in [*self._pending, *made] if x not in synced]
+
+
+DriveOperations = namedtuple("DriveOperations", "create write read rename delete names sync sync_names")
+"""The operations of a drive, and nothing else of it: what a student's functions get."""
+
+
+def operations_of(drive: Drive) -> DriveOperations:
+    """The operations of `drive`. They are no bound methods: the `__self__` of one would be the drive."""
+
+    def operation(name: str) -> Callable[..., Any]:
+        return lambda *args, **named: getattr(drive, name)(*args, **named)
+
+    return DriveOperations(*map(operation, DriveOperations._fields))

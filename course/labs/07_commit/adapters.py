@@ -8,7 +8,8 @@ A state is a dict of its parts: their bytes by name, such as {"weights": b"...",
     sync(name)      waits until the bytes of a file are lasting
     sync_names()    waits until the names are: files that were created, renamed or deleted
 
-Nothing but the drive lasts: after a power cut a new process calls `recover`. So keep nothing in global variables.
+and nothing else. Nothing but the drive lasts: after a power cut a new process calls `recover`. So keep nothing in
+global variables.
 """
 
 from course.forgetful import Drive

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from course.drawing import Cell, Row, table
-from course.forgetful import Change, Drive, Moment, some, survivors
+from course.forgetful import Change, Drive, Moment, operations_of, some, survivors
 from course.law import Broken, Picture, Student, law
 
 TITLE = "a commit that survives 1,000 power cuts"
@@ -97,7 +97,7 @@ def check_recovered(
     else:
         expected = "None: nothing was committed" if new is None else f"what was committed, {shown(new)}"
     try:
-        got = student.recover(drive)
+        got = student.recover(operations_of(drive))
     except Broken as broken:
         raise Broken(f"{broken.message}, expected {expected}", drawn) from None
     if not any(type(got) is type(x) and got == x for x in allowed):
@@ -109,7 +109,7 @@ def committed(student: Student, drive: Drive, states: Iterable[State]) -> None:
     """Commit states, one after the other; None is nothing to commit."""
     for state in states:
         if state is not None:
-            student.commit(drive, dict(state))
+            student.commit(operations_of(drive), dict(state))
 
 
 def all_cuts(drive: Drive, moments: slice, most: int = EACH) -> Iterator[Cut]:
@@ -135,7 +135,7 @@ def quiet(drive: Drive) -> Drive:
     return drive.after(drive.past[-1], drive.past[-1].pending)
 
 
-@law(points=10)
+@law(points=5)
 def whole(student: Student, random: Random) -> None:
     """without any cut, recover gives what was committed last"""
     check_recovered(student, Drive(), [None])
@@ -181,7 +181,7 @@ def goes_on(student: Student, random: Random) -> None:
         for cut in all_cuts(drive, slice(None), most=16):
             try:
                 after = cut.after()
-                student.recover(after)
+                student.recover(operations_of(after))
                 committed(student, after, [following])
             except Broken as broken:
                 raise Broken(f"{broken.message}, in the next commit after this cut", picture(cut)) from None
@@ -202,7 +202,7 @@ def torn_cuts(drive: Drive) -> Iterator[Cut]:
                         yield Cut(drive, moment, [*kept[:n], change.torn(first, end), *kept[n + 1 :]])
 
 
-@law(points=10)
+@law(points=5)
 def torn(student: Student, random: Random) -> None:
     """on a drive that may tear a sector, too, recover gives the old state or the new one"""
 
@@ -250,7 +250,7 @@ def thousand_cuts(student: Student, random: Random) -> None:
         check_recovered(student, drive, [now] if cut.moment.num_ops == len(cut.drive.said) else allowed, cut)
 
 
-@law(points=15)
+@law(points=25)
 def little_room(student: Student, random: Random) -> None:
     """a state of 16 sectors, of which a commit changes up to 4, on a drive of 32, with cuts"""
     now: State = {f"part{n}": bytes([65 + n]) * 512 for n in range(PARTS)}

@@ -8,23 +8,15 @@ import passes
 from passes import recover  # noqa: F401
 
 
-class Hasty:
-    """A drive that syncs no names before there is a record."""
-
-    def __init__(self, drive):
-        self.drive, self.renamed = drive, False
-
-    def __getattr__(self, name):
-        return getattr(self.drive, name)
-
-    def rename(self, old, new):
-        self.renamed = True
-        self.drive.rename(old, new)
-
-    def sync_names(self):
-        if self.renamed:
-            self.drive.sync_names()
-
-
 def commit(drive, state):
-    passes.commit(Hasty(drive), state)
+    renamed = []
+
+    def rename(old, new):
+        renamed.append(old)
+        drive.rename(old, new)
+
+    def sync_names():
+        if renamed:
+            drive.sync_names()
+
+    passes.commit(drive._replace(rename=rename, sync_names=sync_names), state)
