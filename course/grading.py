@@ -57,6 +57,12 @@ class Report:
         """The names of the laws that are broken."""
         return [x.law.name for x in self.results if not x.score]
 
+    @property
+    def unusable(self) -> str:
+        """What is wrong with the whole file, such as a syntax error: then that is the message of each law."""
+        found = {x.law.name if x.picture else x.message for x in self.results}
+        return found.pop() if len(found) == 1 < len(self.results) else ""
+
 
 def grade(lab: Lab, adapters: Path, seed: str = "0") -> Report:
     """Judge the file `adapters` by the laws of a lab, with random numbers from `seed`."""

@@ -15,12 +15,14 @@ def text(report: Report, drawn: dict[str, Path]) -> str:
     """The report for a terminal; `drawn` are the files of pictures by the name of a law."""
     lab = report.lab
     lines = [f"Lab {lab.number}: {lab.title}"]
+    if report.unusable:
+        lines.append(fill(report.unusable, 100))
     for result in report.results:
         verdict = "ok    " if result.score else "BROKEN"
         lines.append(
             f"  {verdict} {result.score:>3}/{result.law.points:<3} {result.law.name}: {result.law.says}"
         )
-        if not result.score:
+        if not result.score and not report.unusable:
             lines.append(indent(explained(result, drawn), " " * 9))
         elif result.law.name in drawn:
             lines.append(f"         drawn: {drawn[result.law.name]}")
@@ -61,7 +63,7 @@ def gradescope(report: Report) -> dict[str, Any]:
     return {
         "score": report.score,
         "execution_time": round(report.seconds, 2),
-        "output": f"Lab {report.lab.number}: {report.lab.title}",
+        "output": f"Lab {report.lab.number}: {report.lab.title}\n{report.unusable}".rstrip(),
         "output_format": "text",
         "visibility": "visible",
         **({"leaderboard": board} if board else {}),
@@ -72,7 +74,7 @@ def gradescope(report: Report) -> dict[str, Any]:
                 "score": result.score,
                 "max_score": result.law.points,
                 "status": "passed" if result.score else "failed",
-                "output": "" if result.score else explained(result, {}),
+                "output": "" if result.score or report.unusable else explained(result, {}),
                 "output_format": "text",
                 "visibility": "visible",
             }

@@ -16,7 +16,7 @@ from course.grade import main
 from course.grading import Report, grade
 from course.lab import load_lab
 from course.law import every
-from course.report import text, write
+from course.report import gradescope, text, write
 from course.small_plans import Plan, orders, random_plan, smaller, swapped_conflicts
 
 LAB = load_lab(1)
@@ -120,6 +120,10 @@ def test_a_file_that_cannot_be_imported_breaks_each_law_for_the_reason(
     report = graded(tmp_path, f"{code}\n")
     assert report.score == 0
     assert all(IMPORTS[code] in x.message for x in report.results), report.results[0].message
+    said = gradescope(report)
+    assert IMPORTS[code] in said["output"]  # and nowhere else: once
+    assert not any(test["output"] for test in said["tests"])
+    assert text(report, {}).count("adapters.py") == said["output"].count("adapters.py")
 
 
 def test_results_have_the_format_of_gradescope(tmp_path: Path) -> None:
