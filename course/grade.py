@@ -29,12 +29,8 @@ def parser() -> argparse.ArgumentParser:
         "--all", type=Path, metavar="FOLDER", help="a class: NAME.py or NAME/adapters.py for each student"
     )
     made.add_argument("--csv", type=Path, metavar="FILE", help="with --all, a line for each student")
-    made.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where results.json and pictures go; by default here",
-    )
+    where = "where results.json and pictures go; by default here"
+    made.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     made.add_argument("--seed", help="of the random cases; by default COURSE_SEED of the environment, or 0")
     return made
 

@@ -143,10 +143,10 @@ def test_results_have_the_format_of_gradescope(tmp_path: Path) -> None:
     of_test = {"score", "max_score", "status", "name", "number", "output", "output_format", "visibility"}
     assert all({*test} == of_test for test in results["tests"])
     assert {test["status"] for test in results["tests"]} == {"passed", "failed"}
-    assert results["score"] == sum(test["score"] for test in results["tests"]) == 65
+    assert results["score"] == sum(test["score"] for test in results["tests"]) == 60
     assert sum(test["max_score"] for test in results["tests"]) == 100
     racing = results["tests"][4]
-    assert (racing["number"], racing["score"], racing["max_score"]) == ("1.5", 0, 20)
+    assert (racing["number"], racing["score"], racing["max_score"]) == ("1.5", 0, 25)
     assert "lane middle: 0 1" in racing["output"]  # the smallest counterexample has three operations
     assert "3 operations on 2 lanes" in racing["output"]
     drawn = tmp_path / "lab1-racing.svg"

@@ -29,7 +29,7 @@ CASES = 150  # random lanes of a law
 MANY, SECONDS = 1_000, 2.0  # operations that `build` has to plan, and how long it may take
 
 
-@law(points=20)
+@law(points=25)
 def safe(student: Student, random: Random) -> None:
     """every order that a plan of yours allows gives the serial result"""
 
@@ -52,7 +52,7 @@ def safe(student: Student, random: Random) -> None:
     every((on_lanes(random) for _ in range(CASES)), check, smaller)
 
 
-@law(points=20)
+@law(points=15)
 def fewest(student: Student, random: Random) -> None:
     """without any one of your waits, an operation could run too early"""
 

@@ -81,7 +81,7 @@ def host_memory(student: Student, random: Random) -> None:
     every(cases(random), check, smaller)
 
 
-@law(points=20)
+@law(points=15)
 def traffic(student: Student, random: Random) -> None:
     """the bytes that move over the bus and to and from the drive are within 15 %"""
 
@@ -98,19 +98,19 @@ def traffic(student: Student, random: Random) -> None:
     every(cases(random), check, smaller)
 
 
-@law(points=15)
+@law(points=10)
 def seconds_with_clipping(student: Student, random: Random) -> None:
     """the seconds of a step that clips, of job A and of others like it, are within 15 %"""
     every(cases(random, "A"), check_seconds(student), smaller)
 
 
-@law(points=10)
+@law(points=15)
 def seconds_without_clipping(student: Student, random: Random) -> None:
     """the seconds of a step without clipping, of job B and of others like it, are within 15 %"""
     every(cases(random, "B"), check_seconds(student), smaller)
 
 
-@law(points=15)
+@law(points=20)
 def seconds_with_a_drive(student: Student, random: Random) -> None:
     """the seconds of a step with its state on a drive, of job C and of others like it, are within 15 %"""
     every(cases(random, "C"), check_seconds(student), smaller)

@@ -141,7 +141,7 @@ def over_sizes(student: Student, name: str, check: Callable[[Order, int, int], N
         check(order_of(name, getattr(student, name)(n, m), n), n, m)
 
 
-@law(points=15)
+@law(points=10)
 def one_f_one_b_whole(student: Student, random: Random) -> None:
     """1F1B has each pass once and no deadlock, and takes no longer than it should"""
 
@@ -196,7 +196,7 @@ def split_memory(student: Student, random: Random) -> None:
     over_sizes(student, "split", check)
 
 
-@law(points=15)
+@law(points=20)
 def idle_less(student: Student, random: Random) -> Kept:
     """in it, four devices idle for less than 12 %, with 8 micro-batches and with more"""
     shown = None

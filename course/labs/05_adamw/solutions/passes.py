@@ -8,9 +8,7 @@ import numpy as np
 
 def to_bf16(x):
     bits = x.view(np.uint32)
-    rounded = (
-        bits + 0x7FFF + (bits >> 16 & 1)
-    ) >> 16  # half of the last bit kept, less one where that is even
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) >> 16  # half of the last bit kept, less one where that is even
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
@@ -37,10 +35,8 @@ def begin_step(state):
 def factors(settings, step):
     """The scalars of a step: in float64, then rounded once."""
     found = {
-        "keep": settings.beta1,
-        "add": 1.0 - settings.beta1,
-        "keep_sq": settings.beta2,
-        "add_sq": 1.0 - settings.beta2,
+        **{"keep": settings.beta1, "add": 1.0 - settings.beta1},
+        **{"keep_sq": settings.beta2, "add_sq": 1.0 - settings.beta2},
         "rate": settings.lr / (1.0 - settings.beta1**step),
         "root_scale": 1.0 / math.sqrt(1.0 - settings.beta2**step),
         "eps": settings.eps,
