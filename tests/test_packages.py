@@ -57,13 +57,13 @@ BUDGETS = {
     "runtime": 3_641,
     "optim": 3_137,
     "checkpoint": 3_903,
-    "engine": 10_038,
+    "engine": 10_097,
     "viz": 1_240,
     "planner": 3_587,
     "models": 5_097,
     "train": 5_862,
     "cli": 2_718,
-    "tests": 48_154,
+    "tests": 48_248,
     "course": 5_250,
 }
 

@@ -1,5 +1,6 @@
 """The device half: the bits of the serial step under every schedule and delay, planned memory, real overlap."""
 
+import copy
 import gc
 import re
 import threading
@@ -45,7 +46,7 @@ from zfunc.engine.rows import row_attention
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages import move_stages
 from zfunc.engine.stages.stages import STAGES
-from zfunc.engine.state.memory import ActivationSlot
+from zfunc.engine.state.memory import ActivationSlot, flat_of
 from zfunc.engine.trace import vjp
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
@@ -154,6 +155,21 @@ def test_a_released_state_leaves_nothing_on_the_device(device: str, row: Row, tm
     assert len(sizes) == 1
     (never,) = results(row, {**row.given(tmp_path / "another swap"), "device": device})
     assert got.same(never)
+
+
+@pytest.mark.parametrize("row", [EMPTIED[n] for n in (0, 1, 3, 8, 11)], ids=str)
+def test_a_copied_state_trains_on_as_its_source(device: str, row: Row, tmp_path: Path) -> None:
+    """In the memories that its source has, which trains on first; a deferred update is made in both."""
+    given = {**row.given(tmp_path), "device": device}
+    needs(given.get("devices", 1))
+    (program,), batch = programs(row, given)
+    state, _ = steps(program, batch, begun(program), 2)
+    before = allocated()
+    other = copy.deepcopy(state)
+    there = [flat_of(x).nbytes for r, x in state.buffers.memory.items() if flat_of(x).device.type == device]
+    assert sum(there) <= allocated() - before <= sum(there) + 512 * len(there) + LIBRARIES[device]
+    of_source, of_copy = (result(program, batch, *steps(program, batch, x)) for x in (state, other))
+    assert of_source.same(of_copy)
 
 
 @pytest.mark.parametrize("way", [{}, {"params_on": "host"}, {"stage": 3, "state_on": "device:0.5,host"}])

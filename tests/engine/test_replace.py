@@ -1,5 +1,7 @@
-"""`zfunc.replace`: weights that come from elsewhere in a run, with or without the moments of trained ones."""
+"""`zfunc.replace`: weights that come from elsewhere in a run, with or without the moments of trained ones; and
+`copy.deepcopy` of a State: two trainings that begin as one."""
 
+import copy
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -13,7 +15,8 @@ from torch import nn
 from trained import adam_of
 
 import zfunc
-from zfunc.errors import DonatedStateError
+from zfunc.engine.state import state as states
+from zfunc.errors import DonatedStateError, OutOfMemory
 from zfunc.runtime.direct_io import DirectFile
 
 BATCH = regression()
@@ -206,3 +209,82 @@ def test_what_it_cannot_do_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="expected \\(16, 100\\): reshape it"):
         zfunc.replace(program, state, {"frozen.weight": torch.ones(16)})
     zfunc.train_step(program, state, BATCH(0))
+
+
+# --- a copy of a State -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [x for x in WAYS if "disk" not in x])
+def test_a_copy_and_its_source_train_apart_each_as_if_alone(name: str) -> None:
+    """In turns, on equal and on other batches; each with the bits of a training that was never copied."""
+
+    def alone(batches: list[int]) -> list[torch.Tensor]:
+        program = compiled(**WAYS[name])
+        state = zfunc.init(program, seed=1)
+        for i in batches:
+            state, _ = zfunc.train_step(program, state, BATCH(i))
+        return bits(zfunc.flush(program, state))
+
+    program = compiled(**WAYS[name])
+    state = zfunc.init(program, seed=1)
+    for i in range(2):
+        state, _ = zfunc.train_step(program, state, BATCH(i))
+    pair = [state, copy.deepcopy(state)]  # a deferred update is still to be made in both
+    for turn in ([2, 2], [3, 4], [5, 6]):
+        pair = [zfunc.train_step(program, x, BATCH(i))[0] for x, i in zip(pair, turn, strict=True)]
+    for x, batches in zip(pair, ([0, 1, 2, 3, 5], [0, 1, 2, 4, 6]), strict=True):
+        got = bits(zfunc.flush(program, x))
+        assert all(torch.equal(a, b) for a, b in zip(got, alone(batches), strict=True))
+
+
+def test_a_copy_is_that_of_a_plain_model_and_its_optimizer() -> None:
+    program = compiled(optimizer=zfunc.AdamW(0.1, weight_decay=0.0))
+    state = zfunc.init(program)
+    parts, own = modules(), {**zfunc.params(program, state), **zfunc.buffers(program, state)}
+    for name, m in parts.items():
+        m.load_state_dict({k.removeprefix(f"{name}."): v for k, v in own.items() if k.startswith(f"{name}.")})
+    model = nn.ModuleDict(parts)
+    plain = (
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1, weight_decay=0.0),
+    )
+
+    def step(plain: Any, state: Any, i: int) -> tuple[Any, Any]:
+        (model, optimizer), (x, y) = plain, BATCH(i)
+        loss = model["loss"](model["frozen"](model["body"](x)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state, metrics = zfunc.train_step(program, state, (x, y))
+        assert metrics.loss == pytest.approx(loss.item(), rel=1e-4)
+        return plain, state
+
+    plain, state = step(plain, state, 0)
+    other = copy.deepcopy(plain), copy.deepcopy(state)
+    for i in (1, 2, 3):
+        plain, state = step(plain, state, i)
+        other = step(*other, i + 7)
+
+
+def test_a_copy_is_refused_on_the_disk_where_memory_has_no_room_and_of_a_used_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("all on the disk", "half on the disk, deferred"):
+        with pytest.raises(ValueError, match="deepcopy: got a state of which the disk has a part"):
+            copy.deepcopy(zfunc.init(compiled(tmp_path / name, **WAYS[name])))
+    program = compiled()
+    state = zfunc.init(program)
+    after, _ = zfunc.train_step(program, state, BATCH(0))
+    with pytest.raises(DonatedStateError, match="deepcopy: got a state that an earlier"):
+        copy.deepcopy(state)
+    with pytest.raises(ValueError, match="deepcopy: got a released state"):
+        copy.deepcopy(zfunc.release(program, after))
+    zfunc.params(program, after)
+    with pytest.raises(TypeError, match=r"copy\.deepcopy\(state\) is a second one"):
+        copy.copy(after)
+    nbytes = sum(getattr(x, "flat", x).nbytes for x in after.buffers.memory.values())
+    monkeypatch.setattr(states, "available_host_bytes", lambda: nbytes - 1)
+    with pytest.raises(OutOfMemory, match=f"needs {nbytes:,} bytes of host memory, {nbytes - 1:,} are free"):
+        copy.deepcopy(after)
+    monkeypatch.setattr(states, "available_host_bytes", lambda: nbytes)
+    copy.deepcopy(after)

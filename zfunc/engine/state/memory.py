@@ -61,6 +61,11 @@ class Flat:
         return held.flat
 
 
+def flat_of(held: Flat | Tensor) -> Tensor:
+    """The flat tensor of a State's region."""
+    return held.flat if isinstance(held, Flat) else held
+
+
 @frozen(eq=False)
 class OnHost:
     """A residual that a device's kernel keeps in host memory and reads there, such as the seed of fused

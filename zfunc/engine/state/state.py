@@ -1,17 +1,18 @@
 """The training state, which a step consumes and returns.
 
 There is one copy of the buffers, and one State that may use them. `train_step` takes a State and returns the next;
-the one it took is donated, and using it again raises DonatedStateError.
+the one it took is donated, and using it again raises DonatedStateError. `copy.deepcopy` makes buffers of their own.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import TrainingPosition
@@ -22,10 +23,11 @@ from zfunc.core.layout import Layout
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER
 from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
-from zfunc.engine.state.memory import Flat, StateOnDisk, allocate_regions, states_on_disk
-from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout, NonFiniteError
+from zfunc.engine.state.memory import Flat, StateOnDisk, allocate_regions, flat_of, states_on_disk
+from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout, NonFiniteError, OutOfMemory
 from zfunc.optim.loss_scale import LossScale
-from zfunc.runtime.host_memory import alloc_host
+from zfunc.runtime.accelerator import available_bytes, on_accelerator, unplanned_bytes
+from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 
 
 @define(eq=False)
@@ -131,6 +133,8 @@ class Buffers:
     """
 
     memory: dict[Region, Any] = field(repr=False)
+    spec: StepSpec = field(repr=False)  # that the memory was allocated for
+    devices: Sequence[torch.device]
     # Parameters where they live, by bucket.
     weights: dict[int, Flat] = field(factory=dict[int, Flat], repr=False)
     owner: Ownership = field(factory=Ownership)
@@ -228,6 +232,10 @@ class State:
 
     `step` counts updates, `batches` calls of train_step (skipped steps too), `sequences` the rows of all batches so
     far: the data position. All randomness derives from `seed`.
+
+    `copy.deepcopy(state)` is a second State of the same program, in as much memory again on the same tiers: the
+    two train apart, each to the bit as it would alone. Each rank copies its own part. Raises OutOfMemory, before
+    anything is allocated, where memory has no room, and ValueError for a State that is on the disk or released.
     """
 
     buffers: Buffers = field(repr=False)
@@ -244,11 +252,60 @@ class State:
         """The State's counters, as a checkpoint stores them beside the bytes."""
         return TrainingPosition(self.step, self.batches, self.sequences, self.seed, self.loss_scale)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "State":
+        owner = self.buffers.owner
+        owner.check(self.generation, self.step, "deepcopy")
+        buffers = _copied(self.buffers)
+        owner.check(self.generation, self.step, "deepcopy")  # no step of another thread has begun since
+        return evolve(self, buffers=buffers)
+
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a State belongs to a program of this process and cannot be copied or pickled: take "
-            "zfunc.params(program, state), and pass it to zfunc.init(program, params=...) there"
+            "a State belongs to a program of this process and cannot be pickled: copy.deepcopy(state) is a second "
+            "one here; elsewhere pass zfunc.params(program, state) to zfunc.init(program, params=...)"
         )
+
+
+def _copied(buffers: Buffers) -> Buffers:
+    """New buffers on the same tiers, with the bytes and the deferred update of `buffers`."""
+    if buffers.swap is not None or any(r.tier == "disk" for r in buffers.memory):
+        raise ValueError(
+            "deepcopy: got a state of which the disk has a part, expected one in memory: save it to another "
+            "folder, and load that with a program that has its own swap="
+        )
+    if buffers.released:
+        raise ValueError(
+            "deepcopy: got a released state, expected one on its device: take it back by a call that uses it, such "
+            "as zfunc.params, before"
+        )
+    _check_room(buffers)
+    accelerators = [x for x in buffers.devices if on_accelerator(x)]
+    with torch.inference_mode(False):
+        other = allocate(buffers.spec, buffers.devices, None, ())
+        for device in accelerators:
+            torch.accelerator.synchronize(device)  # the zeros are of another stream
+        for r, source in buffers.memory.items():
+            flat_of(other.memory[r]).copy_(flat_of(source))
+        for device in accelerators:
+            torch.accelerator.synchronize(device)
+    other.owner, other.compared = evolve(buffers.owner), buffers.compared
+    other.averages_left = buffers.averages_left
+    return other
+
+
+def _check_room(buffers: Buffers) -> None:
+    """Raise OutOfMemory unless the memories that `buffers` are in have room for them once more."""
+    needed: Counter[torch.device] = Counter()
+    for x in map(flat_of, buffers.memory.values()):
+        needed[x.device] += x.nbytes
+    for device, nbytes in needed.items():
+        apart = on_accelerator(device)
+        free = available_bytes(device) - unplanned_bytes(device) if apart else available_host_bytes()
+        if nbytes > free:
+            raise OutOfMemory(
+                f"deepcopy: needs {nbytes:,} bytes of {device if apart else 'host'} memory, {free:,} are free; "
+                "nothing was allocated. Save the state, and load it where it is to go on"
+            )
 
 
 def allocate(
@@ -264,7 +321,9 @@ def allocate(
     memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
     homes = {} if spec.stage is None else {x.index: spec.places[x.index].home for x in layout.all_buckets}
     kept = spec.frozen_masters, spec.frozen_averages
-    buffers = Buffers({}, on_disk=on_disk, swap=swap, masters=kept[0], averages=kept[1], homes=homes)
+    buffers = Buffers(
+        {}, spec, devices, on_disk=on_disk, swap=swap, masters=kept[0], averages=kept[1], homes=homes
+    )
     buffers.place(memory, layout)
     for bucket in (x for x in layout.buckets if spec.places[x.index].owned):
         if bucket.index not in buffers.weights and spec.places[bucket.index].params != "disk":

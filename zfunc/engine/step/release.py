@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from attrs import evolve
-from torch import Tensor
 
 from zfunc.core.graph import Region
 from zfunc.core.recipes import recipe_of
@@ -21,7 +20,7 @@ from zfunc.engine.program.program import (
     staging_buffers,
 )
 from zfunc.engine.stages.stages import STAGES
-from zfunc.engine.state.memory import Flat, allocate_regions
+from zfunc.engine.state.memory import allocate_regions, flat_of
 from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.state.weights import send_weights
 from zfunc.errors import OutOfMemory
@@ -83,7 +82,7 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
         buffers.parked = {r: parked[r] for r in regions}
     with on_compute_stream(program):
         for r, copy in buffers.parked.items():
-            copy.copy_(_flat(buffers.memory[r]))  # done when it returns
+            copy.copy_(flat_of(buffers.memory[r]))  # done when it returns
 
 
 def _free(program: Program, buffers: Buffers) -> None:
@@ -113,7 +112,7 @@ def _take_back(program: Program, state: State, action: str) -> None:
                         constants.update({x: t.to(devices[n]) for x, t in segment.constants.items()})
                 buffers.place(allocate_regions(regions, devices, ()), layout)
                 for r in (r for r in regions if r in buffers.parked):
-                    _flat(buffers.memory[r]).copy_(buffers.parked[r])
+                    flat_of(buffers.memory[r]).copy_(buffers.parked[r])
                 remade = (layout.all_buckets[r.index[0]] for r in regions if r not in buffers.parked)
                 send_weights(buffers, remade, program.ranks)
         except torch.OutOfMemoryError as error:
@@ -124,7 +123,3 @@ def _take_back(program: Program, state: State, action: str) -> None:
                 f"stays released. Free what the device was lent to ({str(error).splitlines()[0]})"
             ) from error
         buffers.released = ()
-
-
-def _flat(held: Flat | Tensor) -> Tensor:
-    return held.flat if isinstance(held, Flat) else held
