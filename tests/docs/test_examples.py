@@ -140,6 +140,11 @@ PRINTS: dict[str, list[str]] = {
         r"^chosen above rejected: 16 of 16 pairs$",
     ],
     "14_distillation.py": [r"^step  1: KL 0\.0[1-5]\d+$\nstep 40: KL 0\.00\d+$"],
+    "15_truncated_bptt.py": [
+        r"^window  1: loss 2\.7\d+$\nwindow 40: loss 2\.1\d+$",
+        r"^largest difference of a loss below 1e-4: True$\n^the same hidden states: True, of 2 layers",
+        r"^goes on: 2\.\d+$\n^begins: 2\.\d+$",
+    ],
 }
 ALONE = {"03_write_a_schedule.py"}  # says what has been imported
 NEEDS = dict.fromkeys(

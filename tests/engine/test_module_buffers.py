@@ -273,3 +273,43 @@ def test_a_function_of_ones_own_returns_them() -> None:
     made = zfunc.compile(segments(), device="cpu", precision="fp32")
     with pytest.raises(ValueError, match=r"segment 'b': got the buffers \['counts'\].*expected \['count'\]"):
         zfunc.train_step(made, zfunc.init(made), BATCH(0))
+
+
+class Queue(nn.Module):
+    """Contrast with keys of batches before, as MoCo keeps them (He et al. 2020); `at` is the next to replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
+        self.register_buffer("keys", F.normalize(torch.randn(16, 4), dim=-1))
+        self.register_buffer("at", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        q, k = F.normalize(self.query(x), dim=-1), F.normalize(self.key(x + 0.1), dim=-1).detach()
+        known = self.keys.clone()
+        self.keys.index_copy_(0, (self.at + torch.arange(len(k))) % len(known), k)
+        self.at.add_(len(k)).remainder_(len(known))
+        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ known.T], 1) / 0.2
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"micro_batches": 2}, {"micro_batches": 3, "recompute": "all"}], ids=str
+)
+def test_a_queue_of_keys_goes_on_in_the_next_micro_batch_and_batch(settings: dict[str, Any]) -> None:
+    plain, micro = Queue(), settings.get("micro_batches", 1)
+    made = zfunc.compile(
+        zfunc.segments(Queue(), BATCH(0)),
+        **{"optimizer": zfunc.SGD(0.1), "precision": "fp32", "device": "cpu", **settings},
+    )
+    state, optimizer = zfunc.init(made), torch.optim.SGD(plain.query.parameters(), 0.1)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        losses = [plain(x, x) / micro for x in BATCH(i)[0].chunk(micro)]
+        sum(losses, torch.zeros(())).backward()
+        optimizer.step()
+        state, metrics = zfunc.train_step(made, state, BATCH(i))
+        assert metrics.loss == pytest.approx(sum(x.item() for x in losses), rel=1e-5)
+    torch.testing.assert_close(values(made, state), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+    assert int(plain.at) == STEPS * 12 % 16
