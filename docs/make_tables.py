@@ -8,10 +8,11 @@ from markdown_table import table
 from zfunc.core.setting_values import HELP
 from zfunc.core.settings import named_settings
 from zfunc.train.deepspeed.keys import KEYS, OLD_NAMES, Key
-from zfunc.train.trainer.fields import CLASSES
+from zfunc.train.trainer.fields import CLASSES, OTHERS
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- python docs/make_tables.py writes from here -->", "<!-- to here -->"
+OTHER_FILES = "### Other files\n\nOf axolotl or Accelerate: an error says of these keys what to use instead."
 HEADS = ("key", "DeepSpeed's default", "in zfunc")
 
 
@@ -35,9 +36,13 @@ def key_tables() -> str:
 
 
 def field_tables() -> str:
-    """A table for each class of a Trainer's arguments, fields of one text in a row."""
+    """A table for each class of a Trainer's arguments, fields of one text in a row, then for other programs."""
     heads = ("field", "default", "in zfunc")
-    return "\n\n".join(_block(name, [*fields.values()], heads) for name, fields in CLASSES.items())
+    tables = [_block(name, [*fields.values()], heads) for name, fields in CLASSES.items()]
+    for program, keys in OTHERS.items():
+        rows = ((f"`{name}`", instead) for name, instead in keys.items())
+        tables.append(table((f"a key of {program}", "instead"), rows))
+    return "\n\n".join([*tables[: len(CLASSES)], OTHER_FILES, *tables[len(CLASSES) :]])
 
 
 def _block(name: str, keys: list[Key], heads: tuple[str, str, str] = HEADS) -> str:

@@ -61,9 +61,9 @@ BUDGETS = {
     "viz": 1_240,
     "planner": 3_587,
     "models": 5_097,
-    "train": 5_862,
+    "train": 5_870,
     "cli": 2_718,
-    "tests": 48_293,
+    "tests": 48_315,
     "course": 5_250,
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import small_trainings
 import torch
@@ -22,7 +23,16 @@ from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras
 from zfunc.train.evaluations import Evaluation, best_saved, num_without_improvement
 from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import learning_rate, optimizer_of, prepare_job
-from zfunc.train.trainer.fields import CLASSES, DPO_CLASS, SFT, TRAINER, fields_of, read_args, read_field
+from zfunc.train.trainer.fields import (
+    CLASSES,
+    DPO_CLASS,
+    OTHERS,
+    SFT,
+    TRAINER,
+    fields_of,
+    read_args,
+    read_field,
+)
 from zfunc.train.trainer.mapping import trainer_extras
 from zfunc.train.trainer.schedules import SCHEDULES, TrainerSchedule, check_params
 
@@ -115,6 +125,18 @@ def test_what_is_refused_says_what_to_do(kind: str) -> None:
 def test_what_another_field_makes_mean_nothing_is_a_line(file: dict[str, Any], idle: str) -> None:
     (line,) = extras_of(settings(file)).notes
     assert line.startswith(f"{ARGS}: no effect: {idle}")
+
+
+@pytest.mark.parametrize("program", OTHERS)
+def test_a_file_of_another_program_says_what_to_use_instead(program: str) -> None:
+    known = {name for kind in CLASSES for name in fields_of(kind)}
+    flags = {f"--{x.replace('_', '-')}" for x in (f.name for f in attrs.fields(TrainSettings))}
+    for key, instead in OTHERS[program].items():
+        assert key not in known
+        assert f"got a file of {program}, expected" in (said := refusal({key: "value", "learning_rate": 1}))
+        assert f"\n{key}: {instead}" in said
+        named = re.findall("`([a-z-][^` ]*)", instead)
+        assert {*named} <= known | flags | {"torchrun"}, key
 
 
 # --- learning rates --------------------------------------------------------------------------------------

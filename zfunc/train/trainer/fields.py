@@ -17,6 +17,8 @@ from zfunc.train.deepspeed.keys import FATES, Key, read_file, read_value
 TRAINER, SFT, DPO_CLASS = "TrainingArguments", "SFTConfig", "DPOConfig"
 _TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text())
 OLD_NAMES: Mapping[str, str] = _TABLE["old"]
+OTHERS: Mapping[str, Mapping[str, str]] = {name: _TABLE[name] for name in ("axolotl", "accelerate")}
+"""Keys of other programs' files, which no Trainer has, each with what to use instead."""
 
 
 def read_field(kind: str | list[Any], value: Any) -> Any:
@@ -81,10 +83,16 @@ def fields_of(kind: str) -> dict[str, Key]:
 def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
     """The arguments in a file, of the class whose fields it has, or for `dpo` of DPOConfig.
 
-    Raises ValueError for unknown fields, each with the nearest one, for values of another type, and for what is
-    unsupported, with what to do instead.
+    Raises ValueError for a file of another program of OTHERS, for unknown fields, each with the nearest one, for
+    values of another type, and for what is unsupported, with what to do instead.
     """
     values = {OLD_NAMES.get(name, name): value for name, value in _read(path).items()}
+    for program, keys in OTHERS.items():
+        if lines := [f"{name}: {instead}" for name, instead in keys.items() if name in values]:
+            raise ValueError(
+                f"{path}: got a file of {program}, expected a Trainer's arguments: write what it says so:\n"
+                + "\n".join(lines)
+            )
     own = {
         kind: values.keys() & (CLASSES[kind].keys() - CLASSES[TRAINER].keys()) for kind in (SFT, DPO_CLASS)
     }
