@@ -29,6 +29,7 @@ LARGE_INPUTS = {**CLIPPED, "input_bytes": 1 << 24}  # to copy one takes longer t
 VERTICAL = {"order": "vertical", "micro_batches": 2 * MANY}
 TWO = {"devices": 2, "micro_batches": 2 * MANY}
 LONGER = {**VERTICAL, "micro_batches": 4 * MANY}
+CHAINS = {**TWO, "micro_batches": 2 * MANY + 1, "schedule": "CriticalPath", "params_on": "host"}
 BEHIND = {"schedule": "Interleaved", "activations_on": "host", "micro_batches": 40}
 ON_HOST = {"params_on": "host", "activations_on": "host"}
 ON_DISK = {"params_on": "host", "activations_on": "disk"}
@@ -61,6 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "two devices, all forwards first": ({**TWO, "order": "GPipe:2,1"}, CLIPPED, ON, False),
     "two devices, several stages": ({**TWO, "order": "Interleaved1F1B:1,1,1,1"}, FOUR, ON, False),
     "two devices, stages in turn": ({**TWO, **ON_HOST, "order": "RoundPipe"}, CLIPPED, ON, False),
+    "two devices, inputs wait": ({**CHAINS, "order": "OneFOneB:2,2"}, FOUR, ON, True),
     "inputs on a shared bus": ({"micro_batches": 2 * MANY}, {"target_bytes": 10**6}, BUSES, True),
     "activations behind all inputs": (BEHIND, {"input_bytes": 1 << 22}, ON, False),
     "an order that changes with their number": ({**BEHIND, "schedule": "CriticalPath"}, CLIPPED, ON, False),

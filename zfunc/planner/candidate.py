@@ -4,11 +4,11 @@ Equal specs, settings and hardware give equal steps on every rank. The costs of 
 torch is needed.
 
 Once a step has settled, every two further groups of micro-batches add the same seconds, and the same bytes to the
-same peaks: their inputs, which wait. Two, because groups may alternate. It has settled where each operation follows
-its like of two groups before after the same seconds, on every lane: then no lane falls behind another. And where
-two groups add as many seconds as where all work that does not grow takes no time: then nothing hides behind that
-work, which more groups would bring to light. A step that has not, or of few groups, is simulated in full. Nothing
-here knows what the operations do.
+same peaks: their inputs, which wait; of several devices a peak must grow as fast as any moment of its lane. Two,
+because groups may alternate. It has settled where each operation follows its like of two groups before after the
+same seconds, on every lane: then no lane falls behind another. And where two groups add as many seconds as where
+all work that does not grow takes no time: then nothing hides behind that work, which more groups would bring to
+light. A step that has not, or of few groups, is simulated in full. Nothing here knows what the operations do.
 
 The invariant: the result is that of the full simulation, memory to the byte, and time within ten times `CLOSE`,
 since two groups are compared with two, and many pairs are added up.
@@ -38,6 +38,7 @@ from zfunc.core.memory_model import (
     peak_breakdown,
     peak_memory,
     persistent_bytes,
+    transient_bytes,
 )
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
@@ -97,6 +98,26 @@ class Repetition:
         """Whether two more groups repeat the last two, and add as many seconds as to a step of many groups."""
         repeats = all(map(self._repeats, self.large.timeline.lanes))
         return repeats and abs((longest := self._longest()) - self.grown) <= 2 * CLOSE * longest
+
+    def peaks_stay(self) -> bool:
+        """Whether each device's peak stays where it is, however many groups follow."""
+        small, large = (transient_bytes(step.plan) for step in (self.small, self.large))
+        return all(self._stays(at, few, large[at]) for at, few in small.items() if "device" in at)
+
+    def _stays(self, tier: Tier, few: list[list[int]], many: list[list[int]]) -> bool:
+        """Whether the lane that bounds a device's peak remains that one, and no moment of it grows by more bytes
+        than the peak does; `few` and `many` have by lane the bytes alive at each of its moments."""
+        lanes, bounding = self.small.plan.lanes, self.small.peaks[tier].moment[0]
+        grown = [max(after) - max(before) for before, after in zip(few, many, strict=True)]
+        bounds = {n: max(few[n]) + self.more * grown[n] for n, lane in enumerate(lanes) if lane.ops}
+        own, more = ([*step.on(lanes[bounding].name)] for step in (self.small, self.large))
+        before, after = few[bounding], many[bounding]
+        first = [y - x <= grown[bounding] for x, y in zip(before, after, strict=False)]
+        last = [y - x <= grown[bounding] for x, y in zip(before[::-1], after[::-1], strict=False)]
+        # The moments before the further groups begin, and those behind them.
+        even = min(_alike(own, more), [*first, False].index(False) - 1)
+        even += min(_alike(own[::-1], more[::-1]), [*last, False].index(False) - 1)
+        return bounds[bounding] == min(bounds.values()) and even >= len(own)
 
     @cached_property
     def _grows(self) -> set[str]:
@@ -342,9 +363,7 @@ class PlannedStep:
         for few in self._few:
             least.append(few.small.seconds + few.more * few.grown)
             same = [x.op for x in few.small.peaks.values()] == [x.op for x in few.large.peaks.values()]
-            if self.settings.devices > 1:  # where a device keeps more, its peak may move to another operation
-                same &= all(x == few.large.peaks[at] for at, x in few.small.peaks.items() if "device" in at)
-            if same and few.settled():
+            if same and few.settled() and (self.settings.devices == 1 or few.peaks_stay()):
                 return few, least[-1]
         return None, min(least, default=0.0)
 
