@@ -90,7 +90,7 @@ def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
     for program, keys in OTHERS.items():
         if lines := [f"{name}: {instead}" for name, instead in keys.items() if name in values]:
             raise ValueError(
-                f"{path}: got a file of {program}, expected a Trainer's arguments: write what it says so:\n"
+                f"{path}: got a file of {program}, expected a Trainer's arguments: instead of its keys take\n"
                 + "\n".join(lines)
             )
     own = {
