@@ -165,9 +165,14 @@ def picture_of_lists(title: str, order: Order, marked: Sequence[Pass]) -> Pictur
 
 def picture(title: str, order: Order, seconds: Mapping[str, float] = SECONDS) -> Picture:
     """When each pass runs, a lane for each device."""
-    events = [
-        Event(f"device {x[2]}", f"{VERBS[x[0]]}[{x[1]},{x[2]}]", "compute", 1e-3 * a, 1e-3 * b)
-        for x, (a, b) in times(order, seconds).items()
-    ]
-    timeline = Timeline(tuple(sorted(events, key=lambda e: (e.lane, e.start))), "simulated")
-    return Picture(text(timeline, width=100), svg(timeline, title=title, width=1000))
+    passes = sorted(times(order, seconds).items(), key=lambda x: (x[0][2], x[1]))
+
+    def timeline(verbs: Mapping[str, str]) -> Timeline:
+        events = (
+            Event(f"device {x[2]}", f"{verbs[x[0]]}[{x[1]},{x[2]}]", "compute", *ends) for x, ends in passes
+        )
+        return Timeline(tuple(events), "simulated")
+
+    # In text a pass has the first letter of its verb; a picture has a colour for each verb of zfunc.
+    letters = VERBS | {"I": "input_backward", "W": "weight_backward"}
+    return Picture(text(timeline(letters), width=100), svg(timeline(VERBS), title=title, width=1000))

@@ -64,7 +64,7 @@ BUDGETS = {
     "train": 5_870,
     "cli": 2_718,
     "tests": 48_323,
-    "course": 5_250,
+    "course": 5_266,
 }
 
 
