@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_296,
+    "core": 7_315,
     "schedules and ground": 1_450,
-    "runtime": 3_641,
+    "runtime": 3_643,
     "optim": 3_137,
     "checkpoint": 3_903,
-    "engine": 10_097,
+    "engine": 10_177,
     "viz": 1_240,
-    "planner": 3_597,
+    "planner": 3_599,
     "models": 5_097,
-    "train": 5_870,
+    "train": 5_872,
     "cli": 2_718,
-    "tests": 48_323,
+    "tests": 48_421,
     "course": 5_266,
 }
 

@@ -222,6 +222,29 @@ def test_norms_of_parameters_and_auxiliary_outputs_are_the_hosts(device: str, mo
     assert without.norms == {}
 
 
+class Scored(Loss):
+    def forward(self, x: Any, targets: Tensor) -> Any:
+        return super().forward(x, targets), {
+            "targets": targets,
+            "double": 2 * targets,
+            "mean": targets.mean(),
+        }
+
+
+@pytest.mark.parametrize("more", [{}, {"params_on": "host", "recompute": "all", "schedule": "Overlapped"}])
+def test_auxiliary_outputs_of_rows_come_to_the_host_in_order(device: str, more: dict[str, Any]) -> None:
+    batch = torch.randn(8, 4), torch.randn(8)
+    segments = [zfunc.segment("body", nn.Linear(4, 4)), zfunc.segment("head", Scored(4))]
+    program = zfunc.compile(segments, device=device, precision="fp32", micro_batches=4, **more)
+    aux = zfunc.train_step(program, zfunc.init(program), batch, debug=True)[1].aux
+    evaluated = zfunc.evaluate(program, zfunc.init(program), batch, has_aux=True)[1]
+    for found in (aux, evaluated):
+        assert found["targets"].device.type == "cpu"
+        assert torch.equal(found["targets"], batch[1])
+        assert torch.equal(found["double"], 2 * batch[1])
+        assert found["mean"] == pytest.approx(float(batch[1].mean()), abs=1e-6)
+
+
 def test_a_saved_state_and_a_stream_of_the_callers_give_the_same_bits(device: str, tmp_path: Any) -> None:
     """The batch is only queued, on the caller's own stream, when the step begins; resident state is saved."""
     program, data = compiled("odd sizes", device, state_on="device:0.5,host", schedule="Overlapped")

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from small_models import regression
+from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 
 import zfunc
+from zfunc.engine.program.program import Program
 from zfunc.engine.trace.batches import split_batch
 
 
@@ -169,3 +171,75 @@ def test_a_loss_that_is_no_mean_over_rows_has_a_line(
         state, _ = zfunc.train_step(program, state, (ROWS * 3, TARGETS), debug=True)
     said = [x.message for x in caplog.records if "no mean over rows" in x.message]
     assert len(said) == (micro_batches == 2 and loss is not Mean)
+
+
+class Scored(nn.Linear):
+    """Outputs of rows in three dtypes, one a view of the input and one of the targets, beside a scalar."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        scores = super().forward(x)
+        named = {"scores": scores, "best": scores.argmax(-1), "right": scores > 0, "x": x[:, :2]}
+        loss = nn.functional.mse_loss(scores[:, 0], targets)
+        return loss, {**named, "targets": targets, "largest": scores.max(-1).values.mean()}
+
+
+def scored() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4), Scored(4, 3)]
+
+
+def compiled(modules: list[nn.Module], **settings: Any) -> Program:
+    segments = [zfunc.segment(str(n), module) for n, module in enumerate(modules)]
+    return zfunc.compile(segments, precision="fp32", device="cpu", **settings)
+
+
+def check_same(aux: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    assert isinstance(aux["largest"], float)
+    assert aux.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.as_tensor(aux[name]), value.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"recompute": "all", "params_on": "host"}, {"recompute": "min-cut"}, {"world": 2}]
+)
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_auxiliary_outputs_of_rows_are_those_of_the_whole_batch(
+    micro_batches: int, settings: dict[str, Any]
+) -> None:
+    """The witness is one plain call on all rows, of which each rank has its part."""
+    body, head = scored()
+    _, expected = head(body(ROWS), TARGETS)
+    world, more = settings.get("world", 1), {name: x for name, x in settings.items() if name != "world"}
+    parts = [*zip(ROWS.chunk(world), TARGETS.chunk(world), strict=True)]
+    programs = programs_of(world, lambda: compiled(scored(), micro_batches=micro_batches, **more), parts[0])
+
+    def train(program: Program, part: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        state, metrics = zfunc.train_step(program, zfunc.init(program), part, debug=True)
+        zfunc.train_step(program, state, (part[0] + 1, part[1] + 1))  # in memory of its own
+        return metrics.aux
+
+    for aux in on_every(programs, train, parts):
+        check_same(aux, expected)
+    if world == 1:
+        (program,) = programs
+        check_same(zfunc.evaluate(program, zfunc.init(program), parts[0], has_aux=True)[1], expected)
+
+
+class Turned(nn.Linear):
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        y = super().forward(x)
+        return nn.functional.mse_loss(y[:, 0], targets), {"turned": y.T}
+
+
+def test_other_shapes_are_refused_by_name_and_rows_with_pipeline_stages() -> None:
+    program = compiled([Turned(4, 3)], micro_batches=2)
+    state = zfunc.init(program)
+    with pytest.raises(
+        ValueError, match=r"'turned': got shape \(3, 4\) for 4 rows.*turned\.mean\(\), or rows"
+    ):
+        zfunc.train_step(program, state, (ROWS, TARGETS))
+    with pytest.raises(ValueError, match=r"'turned': got shape \(3, 8\) for 8 rows"):
+        zfunc.evaluate(program, state, (ROWS, TARGETS), has_aux=True)
+    with pytest.raises(ValueError, match="pp: got the auxiliary output 'best' of rows.*zfunc.evaluate"):
+        programs_of(2, lambda: compiled(scored(), micro_batches=2, pp=2), (ROWS, TARGETS), pp=2)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import small_trainings
+import torch
 from small_trainings import rows
 from table import plan_of
 
@@ -66,7 +67,7 @@ def events(of: TrainSettings, after: int, until: int) -> Iterator[Event]:
             if step % 3 == 1 and step > 1:
                 yield Saved(step - 1, Path(f"step-{step - 1:08}"))
             figures = {"loss": 5 / step if step != 4 else math.nan, "lr": 0.1 / step, "grad_norm": step / 7}
-            more = {"aux": {"accuracy": step / 10}, "norms": {"head.weight": step / 3}}
+            more = {"aux": {"accuracy": step / 10, "rows": torch.ones(2)}, "norms": {"head.weight": step / 3}}
             speed = {"skipped": step == 5, "loss_scale": 2.0**step, "seconds": 0.1, "host_seconds": 0.05}
             metrics: Any = SimpleNamespace(**figures, **speed, **more)
             yield Stepped(step, metrics, 1e3, 0, 1 << 20, None, held_out)

@@ -171,16 +171,15 @@ class OpBuilder:
         return Op("global_norm", (), kind, squares, norms, nbytes=sum(r.nbytes for r in norms))
 
     def _losses(self) -> tuple[Region, ...]:
-        at = self.at
-        return tuple(
-            r for m in range(self.spec.settings.micro_batches) for r in (at("loss", m), *at.some("aux", m))
-        )
+        return tuple(r for m in range(self.spec.settings.micro_batches) for r in self.at.losses(m))
 
     def mean_loss(self) -> Op:
-        """Mean over all ranks, on which all of them decide, of the loss and of auxiliary outputs."""
+        """Mean over all ranks, on which all of them decide, of the loss and of scalar auxiliary outputs; those of
+        rows are gathered."""
         means = self.at("mean_loss"), *self.at.some("mean_aux")
-        nbytes = sum(r.nbytes for r in means) * (self.spec.world - 1)
-        return Op("mean_loss", (), "network", self._losses(), means, nbytes=nbytes)
+        nbytes, rows = sum(r.nbytes for r in means) * (self.spec.world - 1), self.at.some("all_rows")
+        nbytes += sum(r.nbytes // self.spec.world * (self.spec.world - 1) for r in rows)
+        return Op("mean_loss", (), "network", self._losses(), (*means, *rows), nbytes=nbytes)
 
     def decide(self) -> Op:
         """Decide whether the step is skipped and by what factor gradients are scaled, before any update."""
@@ -188,7 +187,8 @@ class OpBuilder:
         losses = (self.at("mean_loss"), *self.at.some("mean_aux")) if several else self._losses()
         norm = (self.at("norm"),) if self.spec.barrier else ()
         self._decided = True
-        return Op("decide", (), "host", (*losses, *norm, *self._sent), (self.at("decision"),))
+        made = self.at("decision"), *(() if several else self.at.some("all_rows"))
+        return Op("decide", (), "host", (*losses, *norm, *self._sent), made)
 
     # --- the update -----------------------------------------------------------------------------------------
 

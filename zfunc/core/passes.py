@@ -37,9 +37,7 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     # What forward changes, as the micro-batch before left it; what it read of that is a residual.
     "buffers": lambda at, m, s: at.buffers(s, new=m > 0),
     "changed": lambda at, _, s: at.buffers(s, new=True),
-    "output": lambda at, m, s: (
-        (at("loss", m), *at.some("aux", m)) if at.spec.is_last(s) else (at.received("act", F, m, s + 1),)
-    ),
+    "output": lambda at, m, s: at.losses(m) if at.spec.is_last(s) else (at.received("act", F, m, s + 1),),
     "residuals": lambda at, m, s: at.residuals(m, s),  # unless backward recomputes them
     # Of rows in tiles what waits for its copy is as large as all that is computed: the loss lets it go first.
     "room": lambda at, _, s: at.room(s - (at.spec.is_last(s) and at.spec.settings.tiles != 1)),

@@ -119,6 +119,7 @@ REGIONS: dict[str, Row] = {
     "targets": Row(lambda spec, _: spec.target_bytes),
     "loss": Row(ALLOCATION, role="loss"),
     "aux": Row(lambda spec, _: round_up(4 * len(spec.aux), ALLOCATION), role="aux"),  # auxiliary outputs
+    "aux_rows": Row(lambda spec, _: sum(round_up(x.nbytes, ALLOCATION) for x in spec.aux_rows)),  # of rows
     # of a micro-batch and a segment
     "act": Row(_input_bytes),  # its input, which the segment before it made
     "grad_act": Row(_input_bytes),  # the gradient of that
@@ -189,6 +190,11 @@ REGIONS: dict[str, Row] = {
     ),
     "mean_loss": Row(FP64, "host", "value", role="loss"),  # over all ranks
     "mean_aux": Row(lambda spec, _: FP64 * len(spec.aux), "host", "value", role="aux"),
+    "all_rows": Row(  # the auxiliary outputs of rows, of all micro-batches and ranks
+        lambda spec, _: spec.world * spec.settings.micro_batches * sum(x.nbytes for x in spec.aux_rows),
+        "host",
+        "value",
+    ),
     "decision": Row(FP64, "host", "value"),  # whether it is skipped, and what scales its gradient
     "position": Row(0, "host", "value"),  # where the training is after the update that a commit names
     "committed": Row(0, "disk", "value"),  # what names the step whose state is on the disk
@@ -275,6 +281,10 @@ class Regions:
         if self.spec.mesh.device_of(way, m, s if way == F else s - 1) != self.device:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
+
+    def losses(self, m: int) -> tuple[Region, ...]:
+        """What the last segment makes of micro-batch `m`: the loss, and auxiliary outputs if there are some."""
+        return (self("loss", m), *self.some("aux", m), *self.some("aux_rows", m))
 
     def params(self, b: int) -> Region:
         """The parameters of bucket `b` where they live: on the device or in pinned memory, all or a slice."""

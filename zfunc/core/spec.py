@@ -35,6 +35,15 @@ def _each(name: str, given: Any) -> tuple[Any, ...]:
 
 
 @frozen
+class RowsOutput:
+    """An auxiliary output of the last segment that has the rows of the micro-batch as its first dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@frozen
 class PassCost:
     """The cost of a pass through a segment: the figures of its operation (`zfunc.core.graph.Op`).
 
@@ -92,7 +101,8 @@ class StepSpec:
     - `world`: the number of ranks; each updates its slice of every bucket.
     - `constant_bytes`: device memory of the model beside its parameters.
     - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
-    - `aux`: the names of the auxiliary outputs that the last segment returns beside the loss.
+    - `aux`: the names of the scalars that the last segment returns beside the loss; `aux_rows` are its outputs
+      of rows.
     - `unused`: the names of the trained parameters that no path from the loss leads to.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
@@ -117,6 +127,7 @@ class StepSpec:
     world: int = field(default=1, validator=validators.ge(1))
     target_bytes: int = 0
     aux: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
+    aux_rows: tuple[RowsOutput, ...] = field(default=(), converter=tuple[RowsOutput, ...])
     unused: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
     constant_bytes: int = 0
     buffer_bytes: tuple[int, ...] = field(default=(), converter=tuple[int, ...])

@@ -16,7 +16,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import RowsOutput, SegmentCost, StepSpec
 from zfunc.engine.program.step_spec import OptimizedParameters, make_spec, with_moments
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.optim.base import Optimizer
@@ -42,6 +42,7 @@ class StepCosts:
     costs: tuple[SegmentCost, ...] = field(converter=tuple[SegmentCost, ...])
     target_bytes: Count
     aux: tuple[Text, ...] = ()
+    aux_rows: tuple[RowsOutput, ...] = ()
 
 
 # The costs in a step of a spec, for an accelerator or not, which has grouped kernels or not.
@@ -124,6 +125,7 @@ class CostModel:
             costs=[x.costs[s] for s, x in enumerate(traced)],
             target_bytes=traced[0].target_bytes,
             aux=traced[0].aux,
+            aux_rows=traced[0].aux_rows,
             commit=spec.swaps and settings.commit_every == 1,  # a step like most
             like=spec,
         )

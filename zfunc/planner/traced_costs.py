@@ -57,7 +57,7 @@ def traced_costs(
             program = evolve(program_of(tuple(x.priced for x in pass_options(spec)), kernels), spec=spec)
             micro = split_batch(example, spec.settings.micro_batches)[0]
             found = traced_spec(program, micro, of_accelerator=on_gpu)[0]
-        return StepCosts(found.costs, found.target_bytes, found.aux)
+        return StepCosts(found.costs, found.target_bytes, found.aux, found.aux_rows)
 
     def resized(count: int) -> SegmentCosts:
         def longer(x: Any) -> Any:

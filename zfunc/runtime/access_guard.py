@@ -101,4 +101,6 @@ def _place(t: Tensor) -> tuple[int, int, int]:
 
 def _identical(a: Tensor, b: Tensor) -> bool:
     """Whether tensors `a` and `b` have the same bytes: NaN equals NaN."""
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    # A contiguous tensor of one element may have any stride.
+    flat = (t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (a, b))
+    return torch.equal(*flat)

@@ -99,6 +99,8 @@ class RunFolder:
             case Stepped():
                 left_out = attrs.filters.exclude("step", "metrics", "held_out", "seconds_left")
                 fields = {name: getattr(event.metrics, name) for name in MEASURED}
+                # No line of text is for outputs of rows.
+                fields["aux"] = {name: x for name, x in fields["aux"].items() if isinstance(x, int | float)}
                 fields |= attrs.asdict(event, filter=left_out) | {self._held_out: event.held_out}
                 self._add(event.step, {k: x for k, x in fields.items() if x not in (None, {})})
             case Traced():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zfunc.core.pipeline import B, F
 from zfunc.core.spec import StepSpec
 from zfunc.engine.rows.tiled_vjp import evaluated_in_tiles, tiled_vjp
-from zfunc.engine.stages.outputs import loss_and_aux
+from zfunc.engine.stages.outputs import loss_and_aux, outputs_of_rows
 from zfunc.engine.stages.stage_context import CompiledSegment
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment import Segment
@@ -73,7 +73,8 @@ def checked(segment: Segment, last: bool) -> Callable[..., Any]:
     """The segment's function as its passes run it: outputs are checked, and only the output `y` is differentiated.
 
     That of the `last` segment returns the loss or `(loss, Detached(names, values))` in fp32: a loss in fp16 would
-    overflow at a loss scale of 2**16. A function that changes module buffers returns `(y, Detached buffers)`.
+    overflow at a loss scale of 2**16. A third result is `Detached(names, tensors)` of rows. A function that changes
+    module buffers returns `(y, Detached buffers)`.
     """
 
     @wraps(segment.function)
@@ -86,14 +87,19 @@ def checked(segment: Segment, last: bool) -> Callable[..., Any]:
 
 
 def _with_detached_aux(segment: str, y: Any) -> Any:
-    """The last segment's output in fp32: its loss, with auxiliary outputs as one vector in the order of names."""
+    """The last segment's output: its loss in fp32; scalar auxiliary outputs as one fp32 vector, in the order of
+    names; copies of those of rows in their own dtypes, which keep no larger tensor in memory."""
     loss, aux = loss_and_aux(segment, y)
     if not aux:
         return loss.float()
+    rows = outputs_of_rows(aux)
     values = [
         x.detach().float()
         if isinstance(x, Tensor)
         else torch.full((), x, dtype=torch.float32, device=loss.device)
-        for x in aux.values()
+        for name, x in aux.items()
+        if name not in rows
     ]
-    return loss.float(), Detached(tuple(aux), torch.stack(values))
+    scalars = Detached(tuple(x for x in aux if x not in rows), torch.stack(values) if values else None)
+    copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in rows.values()]
+    return (loss.float(), scalars, Detached(tuple(rows), copies)) if rows else (loss.float(), scalars)

@@ -16,8 +16,8 @@ from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.program.program import Program, ShapedProgram, make_plan, warn_once
-from zfunc.engine.stages.outputs import aux_names, check_aux_names
-from zfunc.engine.trace.batches import CONSTANTS, Batch, layout_of_leaves, split_batch
+from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, check_aux_rows
+from zfunc.engine.trace.batches import CONSTANTS, Batch, layout_of_leaves, rows_in, split_batch
 from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
@@ -78,6 +78,15 @@ def specialize(
             SHAPES,
         )
     spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+    if spec.aux_rows:
+        if spec.mesh.over_ranks:
+            raise ValueError(
+                f"pp: got the auxiliary output {spec.aux_rows[0].name!r} of rows, which only the last stage has, "
+                "expected scalars: return its mean, or call zfunc.evaluate(..., has_aux=True)"
+            )
+        check_aux_rows(
+            program.segments[-1].name, spec.aux_rows, rows_in(batch) // program.settings.micro_batches
+        )
     return _cached(
         program.cache.specialized,
         (key, save, commit),
@@ -157,10 +166,12 @@ def traced_spec(
         own = {k: sum(made.get(word, 0) for word in kind.makes.split()) for k, kind in PASSES.items()}
         passes = {PASSES[k].verb: cost.beside(own[k]) for k, cost in x.cost.passes.items()}
         costs.append(evolve(x.cost, input_bytes=size, **passes))
-    aux = aux_names(traces[-1].out)
+    aux, rows = aux_names(traces[-1].out), aux_rows(traces[-1].out)
+    names = *aux, *(x.name for x in rows)
     for before, _ in program.cache.costs.values():
-        check_aux_names(program.segments[-1].name, aux, before.aux)
-    spec = evolve(program.spec, costs=tuple(costs), target_bytes=nbytes(micro[1:]), aux=aux, unused=unused)
+        check_aux_names(program.segments[-1].name, names, (*before.aux, *(x.name for x in before.aux_rows)))
+    made = {"aux": aux, "aux_rows": rows, "unused": unused}
+    spec = evolve(program.spec, costs=tuple(costs), target_bytes=nbytes(micro[1:]), **made)
     if spec.mesh.made_on != program.spec.mesh.made_on:
         raise PlanError(
             "order: got other passes than when the program was compiled, expected the same in every call: draw "

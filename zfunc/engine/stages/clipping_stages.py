@@ -46,13 +46,15 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
-    """Compute the mean loss and mean auxiliary outputs over all micro-batches and ranks, in one collective."""
+    """Compute the mean loss and mean scalar auxiliary outputs over all micro-batches and ranks, in one collective;
+    gather the auxiliary outputs of rows, each in one more."""
     wait_for_copies(step)
     own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.spec.aux))  # another stage has the losses
     loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))
     mem[op.write("mean_loss")] = loss
     if op.touches("mean_aux"):
         mem[op.write("mean_aux")] = torch.tensor(aux, dtype=torch.float64)
+    _write_rows(op, mem, step)
 
 
 def decide(op: Op, mem: Memory, step: StepContext) -> None:
@@ -61,6 +63,7 @@ def decide(op: Op, mem: Memory, step: StepContext) -> None:
     Raises NonFiniteError for a non-finite loss or norm without loss scaling.
     """
     loss, *aux = _means(op, mem)
+    _write_rows(op, mem, step)
     norm = mem[op.read("norm")] if op.touches("norm") else 0.0
     finite = math.isfinite(loss) and math.isfinite(norm)
     if not finite and step.spec.settings.precision != "fp16":
@@ -74,6 +77,21 @@ def _means(op: Op, mem: Memory) -> list[float]:
     losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
     aux = [mem[r].tolist() for r in op.reads if r.role == "aux"]
     return [sum(values) / len(values) for values in (losses, *zip(*aux, strict=True))]
+
+
+def _write_rows(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write auxiliary outputs of rows to host memory: those of all micro-batches, then of all ranks, in order."""
+    if not op.touches("all_rows"):
+        return
+    each = [[t.cpu() for t in mem[r]] for r in op.reads if r.buffer == "aux_rows"]
+    rows = [torch.cat(of_micros) for of_micros in zip(*each, strict=True)]
+    if step.ranks.world > 1:
+        for n, mine in enumerate(rows):
+            full = mine.new_empty(step.ranks.world * len(mine), *mine.shape[1:])
+            step.ranks.all_gather(full.flatten().view(torch.uint8), mine.flatten().view(torch.uint8))
+            rows[n] = full
+    names = [x.name for x in step.spec.aux_rows]
+    mem[op.write("all_rows")] = dict(zip(names, rows, strict=True))
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

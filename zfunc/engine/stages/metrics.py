@@ -1,5 +1,7 @@
 """`Metrics`: what one step reports."""
 
+from typing import Any
+
 from attrs import field, frozen
 
 from zfunc.checkpoint.writer import SaveResult
@@ -11,8 +13,9 @@ from zfunc.core.timeline import Timeline
 class Metrics:
     """The report of one step.
 
-    `loss` is the mean loss, and `aux` has the means of the last segment's auxiliary outputs by name. `grad_norm` is
-    the gradient's norm before clipping, unscaled; with the setting `norms`, `norms` has each parameter's by name.
+    `loss` is the mean loss, and `aux` has the last segment's auxiliary outputs by name: of scalars the mean, a
+    float; of rows those of the batches of all ranks, a tensor on the host. `grad_norm` is the gradient's norm
+    before clipping, unscaled; with the setting `norms`, `norms` has each parameter's by name.
     `step` is the number of the step, from 1; `skipped` is set by an overflow at this `loss_scale`. `host_seconds`
     is the part of `seconds` in host operations. `sent_bytes` went to other ranks (see `zfunc.runtime.collectives`).
     `timeline` and its `plan` are there with `trace=True`, and `saved`, the checkpoint's path or the reason of its
@@ -28,7 +31,7 @@ class Metrics:
     seconds: float
     host_seconds: float
     sent_bytes: int = 0
-    aux: dict[str, float] = field(factory=dict[str, float])
+    aux: dict[str, Any] = field(factory=dict[str, Any])
     norms: dict[str, float] = field(factory=dict[str, float])
     timeline: Timeline | None = None
     plan: Plan | None = None

@@ -1,15 +1,17 @@
 """The last segment's output: the loss, alone or with auxiliary outputs.
 
-Auxiliary outputs are scalars by name, such as an accuracy: `(loss, {"accuracy": hits.float().mean()})`. They are
-reported, as means over micro-batches and ranks, and have no gradient.
+Auxiliary outputs are tensors by name, `(loss, {"accuracy": hits.float().mean(), "logits": logits})`. They are
+reported and have no gradient: scalars as means over micro-batches and ranks; tensors whose first dimension is the
+rows of the micro-batch as those of all rows of the batch, in order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from attrs import fields
 from torch import Tensor
 
+from zfunc.core.spec import RowsOutput
 from zfunc.engine.stages.metrics import Metrics
 
 RESERVED = frozenset(f.name for f in fields(Metrics))
@@ -37,15 +39,30 @@ def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _check_aux(segment: str, name: str, value: Any) -> None:
-    """Raise ValueError unless an auxiliary output is a scalar, and its name is no field of `Metrics`."""
+    """Raise ValueError unless an auxiliary output is a number or a real tensor, and no metric's namesake."""
     what = f"segment {segment!r}: auxiliary output {name!r}"
     if name in RESERVED:
         raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")
-    scalar = isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
-    if not scalar and not isinstance(value, bool | int | float):
-        raise ValueError(
-            f"{what}: got {_kind(value)}, expected a scalar: return a mean, such as {name}.mean()"
-        )
+    real = isinstance(value, Tensor) and not value.is_complex()
+    if not real and not isinstance(value, bool | int | float):
+        raise ValueError(f"{what}: got {_kind(value)}, {_EXPECTED.format(name=name)}")
+
+
+def check_aux_rows(segment: str, outputs: Iterable[RowsOutput], rows: int) -> None:
+    """Raise ValueError unless the first dimension of each of the last segment's `outputs` is the number of `rows`
+    of its inputs, and none is empty."""
+    for x in outputs:
+        if x.shape[0] != rows or not x.nbytes:
+            raise ValueError(
+                f"segment {segment!r}: auxiliary output {x.name!r}: got shape {x.shape} for {rows} rows, "
+                f"{_EXPECTED.format(name=x.name)}"
+            )
+
+
+_EXPECTED = (
+    "expected a scalar, or a tensor whose first dimension is the rows of the batch: return a mean, such as "
+    "{name}.mean(), or rows"
+)
 
 
 def _kind(x: Any) -> str:
@@ -53,11 +70,28 @@ def _kind(x: Any) -> str:
 
 
 def aux_names(y: Any) -> tuple[str, ...]:
-    """The names of the auxiliary outputs in `y`, the output of the last segment's `checked` function."""
+    """The names of the scalar auxiliary outputs in `y`, the output of the last segment's `checked` function."""
     return () if isinstance(y, Tensor) else y[1].names
 
 
-def check_aux_names(segment: str, names: tuple[str, ...], before: tuple[str, ...]) -> None:
+def aux_rows(y: Any) -> tuple[RowsOutput, ...]:
+    """The auxiliary outputs of rows in `y`, the output of the last segment's `checked` function."""
+    if isinstance(y, Tensor) or len(y) == 2:
+        return ()
+    return described(dict(zip(y[2].names, y[2].tensors, strict=True)))
+
+
+def outputs_of_rows(aux: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those auxiliary outputs that have dimensions, which have to be rows."""
+    return {name: x for name, x in aux.items() if isinstance(x, Tensor) and x.dim()}
+
+
+def described(rows: Mapping[str, Tensor]) -> tuple[RowsOutput, ...]:
+    """Names, shapes and bytes of auxiliary outputs of rows."""
+    return tuple(RowsOutput(name, tuple(t.shape), t.nbytes) for name, t in rows.items())
+
+
+def check_aux_names(segment: str, names: tuple[Any, ...], before: tuple[Any, ...]) -> None:
     """Raise ValueError unless the last segment's auxiliary outputs `names` equal those of the call `before`."""
     if names != before:
         raise ValueError(

@@ -22,7 +22,7 @@ from zfunc.core.regions import SUM_PARTS
 from zfunc.core.spec import FROZEN
 from zfunc.engine.stages.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.stages.move_stages import MOVE_STAGES, weights_in_page
-from zfunc.engine.stages.outputs import aux_names, check_aux_names, loss_and_aux
+from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, loss_and_aux
 from zfunc.engine.stages.stage_context import (
     CompiledSegment,
     Memory,
@@ -73,9 +73,11 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
             copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
     if op.touches("loss"):
         check_aux_names(call.name, aux_names(y), step.spec.aux)
-        mem[op.write("loss")], *aux = tree_leaves(y)
-        if op.touches("aux"):
-            (mem[op.write("aux")],) = aux
+        check_aux_names(call.name, aux_rows(y), step.spec.aux_rows)
+        mem[op.write("loss")], *aux = (y,) if isinstance(y, Tensor) else y
+        for buffer, detached in zip(("aux", "aux_rows"), aux, strict=False):
+            if op.touches(buffer):
+                mem[op.write(buffer)] = detached.tensors
     else:
         (output,) = (r for r in op.writes if r.buffer in ("act", "sent_act"))
         mem[output] = y

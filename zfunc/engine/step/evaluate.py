@@ -11,7 +11,7 @@ from zfunc.core.dtypes import Precision, one_precision
 from zfunc.core.graph import Region
 from zfunc.core.pipeline import F
 from zfunc.engine.program.program import Program, check_owner, module_buffers, on_compute_stream
-from zfunc.engine.stages.outputs import loss_and_aux
+from zfunc.engine.stages.outputs import check_aux_rows, described, loss_and_aux, outputs_of_rows
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import (
@@ -23,7 +23,7 @@ from zfunc.engine.state.weights import (
 )
 from zfunc.engine.step.flush import make_deferred_update
 from zfunc.engine.step.release import check_state
-from zfunc.engine.trace.batches import Batch, unmarked, unpacked
+from zfunc.engine.trace.batches import Batch, rows_in, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.thread_modes import refuse_global_modes
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
@@ -222,7 +222,7 @@ def evaluate(
     *,
     has_aux: Literal[True],
     ema: bool = False,
-) -> tuple[float, dict[str, float]]: ...
+) -> tuple[float, dict[str, Any]]: ...
 
 
 def evaluate(
@@ -232,15 +232,21 @@ def evaluate(
     *,
     has_aux: bool = False,
     ema: bool = False,
-) -> float | tuple[float, dict[str, float]]:
+) -> float | tuple[float, dict[str, Any]]:
     """The mean loss of `batch = (inputs, targets)`, without dropout; the State is unchanged.
 
-    With `has_aux` the result is `(loss, aux)`, with the last segment's auxiliary outputs by name. With `ema` the
-    moving averages replace the weights. The batch is not split into micro-batches. Each rank evaluates its own
-    batch; with `defer`, `ema`, `stage=3` or `pp` all ranks have to call this. Raises DonatedStateError for a used
-    state, and RankError where another rank that the device waits for is gone.
+    With `has_aux` the result is `(loss, aux)`, with the last segment's auxiliary outputs by name: floats, and rows
+    on the host. With `ema` the moving averages replace the weights. The batch is not split into micro-batches.
+    Each rank evaluates its own batch; with `defer`, `ema`, `stage=3` or `pp` all ranks have to call this. Raises
+    DonatedStateError for a used state, and RankError where another rank that the device waits for is gone.
     """
     inputs, *more = unpacked(batch, program.segments[-1])
     y = apply(program, state, inputs, *more, ema=ema)
     loss, aux = loss_and_aux(program.segments[-1].name, y)
-    return (float(loss), {name: float(x) for name, x in aux.items()}) if has_aux else float(loss)
+    if not has_aux:
+        return float(loss)
+    if rows := outputs_of_rows(aux):
+        check_aux_rows(program.segments[-1].name, described(rows), rows_in((inputs, *more)))
+    return float(loss), {
+        name: x.detach().to("cpu", copy=True) if name in rows else float(x) for name, x in aux.items()
+    }

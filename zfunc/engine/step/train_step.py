@@ -170,7 +170,7 @@ def _train_step(
         seconds=run.seconds,
         host_seconds=run.host_seconds,
         sent_bytes=ranks.sent - sent,
-        aux=dict(decision.aux),
+        aux={**decision.aux, **mem.get(Region("all_rows"), {})},
         norms=dict(zip(names, mem.get(Region("norms"), ()), strict=False)),
         timeline=run.timeline if options.trace else None,
         plan=shaped.plan if options.trace else None,
@@ -248,7 +248,7 @@ def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Ba
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, "
         f"deferred {state.buffers.owner.deferred}",
-        f"batch of shapes {shapes}, auxiliary outputs {shaped.spec.aux}",
+        f"batch of shapes {shapes}, auxiliary outputs {(*shaped.spec.aux, *shaped.spec.aux_rows)}",
         f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
         *(f"{name} {getattr(settings, name)}" for name in named),
     ]

@@ -70,7 +70,7 @@ class Detached:
     """Tensors in a segment's output that are not differentiated, and their `names`, the same for every batch."""
 
     names: tuple[str, ...]
-    tensors: Any  # auxiliary outputs [len(names)] fp32, or buffers by name in their own shapes
+    tensors: Any  # scalars [len(names)] fp32, a list of rows [rows, ...], or buffers by name
 
 
 register_pytree_node(Detached, lambda x: ([x.tensors], x.names), lambda parts, names: Detached(names, *parts))
