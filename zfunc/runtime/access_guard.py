@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.graph import Op, Region
 from zfunc.errors import UndeclaredAccess
+from zfunc.runtime.torch_dtypes import as_bytes
 
 
 class AccessGuard(MutableMapping[Region, Any]):
@@ -101,6 +102,4 @@ def _place(t: Tensor) -> tuple[int, int, int]:
 
 def _identical(a: Tensor, b: Tensor) -> bool:
     """Whether tensors `a` and `b` have the same bytes: NaN equals NaN."""
-    # A contiguous tensor of one element may have any stride.
-    flat = (t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (a, b))
-    return torch.equal(*flat)
+    return torch.equal(as_bytes(a), as_bytes(b))

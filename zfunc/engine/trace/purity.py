@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.engine.trace.graph_cuts import written_by
+from zfunc.runtime.torch_dtypes import as_bytes
 
 MAX_DEPTH = 6  # of containers and objects in each other
 MOST = 256  # values in one that are looked at before each step
@@ -197,8 +198,8 @@ class _Log(AllocationTracker):
         if isinstance(x, FakeTensor) or x.is_meta or x.nbytes > MAX_HASHED or x.layout is not torch.strided:
             return "outside", id(x)
         with _disable_current_modes():
-            values = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            return tuple(x.shape), x.dtype, hash(values.flatten().view(torch.uint8).numpy().tobytes())
+            values = x.detach().cpu().resolve_conj().resolve_neg()
+            return tuple(x.shape), x.dtype, hash(as_bytes(values).numpy().tobytes())
 
     def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
         if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
