@@ -61,9 +61,9 @@ BUDGETS = {
     "viz": 1_240,
     "planner": 3_599,
     "models": 5_097,
-    "train": 5_872,
+    "train": 6_076,
     "cli": 2_718,
-    "tests": 48_421,
+    "tests": 48_646,
     "course": 5_266,
 }
 

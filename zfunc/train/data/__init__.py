@@ -5,7 +5,8 @@
     formats    JSONL, JSON and CSV, compressed or not
     records    what their keys mean; chats of any usual format as messages
     tokenizer  a local tokenizer.json, with its template of chats, and what of them is learned
+    stream     records of an iterable as batches for a loop of one's own
     packing    data as a corpus; documents as files of tokens, made once and kept
 
-A batch is a pure function of seed and position: nothing is iterated, so a resume needs one integer.
+A batch of a corpus is a pure function of seed and position: nothing is iterated, so a resume needs one integer.
 """

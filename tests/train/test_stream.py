@@ -1,0 +1,224 @@
+"""A stream that stops after any batch and is taken up by new objects goes on as one that never stopped."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zfunc.errors import CheckpointError
+from zfunc.train.data.stream import PackedStream
+
+Make = Callable[[list[int]], Any]  # a source of records, of the lengths of their tokens
+LENGTHS = [5, 0, 1, 40, 2, 3, 0, 0, 17, 1, 1, 1, 9, 4, 30, 6, 2]
+
+
+class Iterates:
+    """An iterator of records, whose state is one dict that it goes on with."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths, self.state = lengths, {"at": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.state["at"] >= len(self.lengths):
+            raise StopIteration
+        self.state["at"] += 1
+        return {"number": self.state["at"], "length": self.lengths[self.state["at"] - 1]}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = dict(state)
+
+
+class Begins(Iterates):
+    """What makes an iterator: each begins at the first record, or once where a state says."""
+
+    __next__: Any = property()  # none: it is the iterator's
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.state["at"] < len(self.lengths):
+            yield Iterates.__next__(self)
+
+
+def records(numbers: list[int], lengths: Sequence[int]) -> Iterator[Any]:
+    for n in numbers:
+        yield {"number": n + 1, "length": lengths[n]}
+
+
+def dataset(lengths: list[int], shards: int = 3, **shuffled: Any) -> Any:
+    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    numbers = [[*range(n, len(lengths), shards)] for n in range(shards)]
+
+    def generated(numbers: list[list[int]], lengths: tuple[int, ...]) -> Iterator[Any]:
+        for own in numbers:
+            yield from records(own, lengths)
+
+    of = {"numbers": numbers, "lengths": tuple(lengths)}  # a list is one of shards
+    made = datasets.IterableDataset.from_generator(generated, gen_kwargs=of, features=_features(datasets))
+    return made.shuffle(**shuffled) if shuffled else made
+
+
+def _features(datasets: Any) -> Any:
+    return datasets.Features({"number": datasets.Value("int64"), "length": datasets.Value("int64")})
+
+
+def interleaved(lengths: list[int]) -> Any:
+    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    parts = [dataset(lengths, 2), dataset(lengths[::-1], 1).map(lambda x: x)]
+    return datasets.interleave_datasets(parts, probabilities=[0.4, 0.6], seed=3)
+
+
+def mapped(lengths: list[int]) -> Any:
+    def twice(batch: Any) -> Any:
+        return {name: [x for x in values for _ in range(2)] for name, values in batch.items()}
+
+    return dataset(lengths).map(twice, batched=True, batch_size=3).filter(lambda x: x["number"] % 5)
+
+
+def of_epoch(lengths: list[int]) -> Any:
+    made = dataset(lengths, 7, seed=1, buffer_size=1)  # the order of shards
+    made.set_epoch(2)
+    return made
+
+
+SOURCES: dict[str, Make] = {
+    "an iterator": Iterates,
+    "datasets": dataset,
+    "datasets, interleaved": interleaved,
+    "datasets, mapped in batches": mapped,
+    "datasets, repeated": lambda lengths: dataset(lengths).repeat(2),
+    "datasets, of another epoch": of_epoch,
+}
+
+
+def tokens(record: Any) -> list[int]:
+    return [1000 * record["number"] + n for n in range(record["length"])]
+
+
+def stream(source: Any, seq_length: int = 4, batch_size: int = 2, of: Any = tokens) -> PackedStream:
+    return PackedStream(source, of, seq_length=seq_length, batch_size=batch_size)
+
+
+def batches(of: PackedStream) -> list[Any]:
+    return [[x.tolist() for x in batch] for batch in of]
+
+
+def assert_resumes(make: Make, lengths: list[int], seq: int, rows: int, stop: int) -> None:
+    every = [x for record in make(lengths) for x in tokens(record)]  # the witness: all tokens, cut
+    count = max(0, len(every) - 1) // (seq * rows)
+    cut = [np.array(every[n : n + count * seq * rows]).reshape(count, rows, seq).tolist() for n in (0, 1)]
+    expected = [list(pair) for pair in zip(*cut, strict=True)]
+    first = stream(make(lengths), seq, rows)
+    seen = [[x.tolist() for x in next(first)] for _ in range(min(stop, count))]
+    saved = json.loads(json.dumps(first.state_dict()))
+    assert seen + batches(first) == expected  # saving moves nothing
+    again = stream(make(lengths), seq, rows)
+    again.load_state_dict(saved)
+    assert again.state_dict() == saved
+    assert batches(again) == expected[len(seen) :]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=20), st.integers(1, 5), st.integers(1, 3), st.integers(0, 12))
+def test_a_stream_that_stopped_goes_on_as_if_it_had_not(
+    lengths: list[int], seq: int, rows: int, stop: int
+) -> None:
+    for make in (Iterates, Begins):
+        assert_resumes(make, lengths, seq, rows, stop)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_stream_of_any_source_goes_on_as_if_it_had_not_stopped(name: str) -> None:
+    for stop in (0, 1, 2, 3, 5, 8, 100):
+        assert_resumes(SOURCES[name], LENGTHS, 4, 2, stop)
+
+
+def test_a_resume_with_rows_of_another_size_goes_on_at_the_same_token() -> None:
+    first = stream(Iterates(LENGTHS))
+    for _ in range(3):
+        next(first)
+    again = stream(Iterates(LENGTHS), seq_length=7, batch_size=1)
+    again.load_state_dict(first.state_dict())
+    assert next(again)[0][0, 0] == next(first)[0][0, 0]
+
+
+def test_a_resume_goes_to_the_epoch_of_the_state() -> None:
+    """`datasets` itself begins anew if the epoch is another."""
+    first = stream(of_epoch(LENGTHS))
+    for _ in range(6):
+        next(first)
+    again = stream(dataset(LENGTHS, 7, seed=1, buffer_size=1))
+    again.load_state_dict(first.state_dict())
+    assert batches(again) == batches(first) != []
+
+
+def test_a_source_that_has_another_record_there_is_refused_or_named(caplog: Any) -> None:
+    """Other tokens or data, or a shuffle buffer, whose records `datasets` does not save."""
+
+    def shuffled(lengths: list[int]) -> Any:
+        return dataset(lengths, seed=1, buffer_size=4)
+
+    for make, lengths, of in (
+        (shuffled, LENGTHS, tokens),
+        (dataset, LENGTHS, lambda x: [n + 1 for n in tokens(x)]),
+        (dataset, LENGTHS[:3], tokens),
+        (Iterates, [3, *LENGTHS], tokens),
+    ):
+        first = stream(make(LENGTHS))
+        for _ in range(8):
+            next(first)
+        saved = first.state_dict()
+        again = stream(make(lengths), of=of)
+        with pytest.raises(
+            ValueError, match=r"(?s)state: got .*shuffle buffer.* expected the same record: pass"
+        ):
+            again.load_state_dict(saved)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "zfunc"):
+            again.load_state_dict(saved, exact=False)
+        assert "stream: the stream has " in caplog.text
+        begun = next(iter(batches(again)), [[[0]]])[0][0][0]
+        assert begun % 1000 == of({"number": 0, "length": 1})[0] or lengths == LENGTHS[:3]  # a record's first
+
+
+class Odd(Iterates):
+    def state_dict(self) -> Any:
+        return {"at": [0, {"rng": self.state["rng"]}]} if "rng" in self.state else super().state_dict()
+
+
+def test_what_cannot_be_saved_is_refused_by_its_name_before_a_batch() -> None:
+    for value, kind in ((np.int64(1), "int64"), ((1, 2), "tuple"), ({1}, "set"), (float("nan"), "float")):
+        source = Odd([9, 9])
+        source.state["rng"] = value
+        with pytest.raises(
+            ValueError, match=rf"got state_dict\(\)\['at'\]\[1\]\['rng'\], a {kind}, expected"
+        ):
+            next(stream(source))
+
+
+def test_what_is_no_stream_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"source: got a list without state_dict, load_state_dict, expected"):
+        stream([1, 2])
+    with pytest.raises(ValueError, match="batch_size: got 0, expected a whole number of at least 1"):
+        stream(Iterates([1]), batch_size=0)
+    for odd in ([0.5], [[1]], "text"):
+        with pytest.raises(ValueError, match=r"tokens: got .* expected a list of whole numbers"):
+            next(stream(Iterates([1]), of=lambda _, x=odd: x))
+    with pytest.raises(CheckpointError, match="the position of a stream: got none, expected a field"):
+        stream(Iterates([1])).load_state_dict({})
+    moved = stream(dataset(LENGTHS))
+    beginning = moved.state_dict()
+    for _ in range(3):
+        next(moved)
+    moved.load_state_dict(moved.state_dict())
+    with pytest.raises(ValueError, match="got the beginning for a source that was moved, expected"):
+        moved.load_state_dict(beginning)
