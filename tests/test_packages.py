@@ -54,10 +54,10 @@ INTERPRETERS = (
 BUDGETS = {
     "core": 7_315,
     "schedules and ground": 1_450,
-    "runtime": 3_643,
+    "runtime": 3_653,
     "optim": 3_137,
     "checkpoint": 3_903,
-    "engine": 10_177,
+    "engine": 10_180,
     "viz": 1_240,
     "planner": 3_599,
     "models": 5_097,

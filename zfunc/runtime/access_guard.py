@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.graph import Op, Region
 from zfunc.errors import UndeclaredAccess
-from zfunc.runtime.torch_dtypes import as_bytes
+from zfunc.runtime.torch_dtypes import byte_view
 
 
 class AccessGuard(MutableMapping[Region, Any]):
@@ -102,4 +102,4 @@ def _place(t: Tensor) -> tuple[int, int, int]:
 
 def _identical(a: Tensor, b: Tensor) -> bool:
     """Whether tensors `a` and `b` have the same bytes: NaN equals NaN."""
-    return torch.equal(as_bytes(a), as_bytes(b))
+    return torch.equal(byte_view(a), byte_view(b))

@@ -15,10 +15,10 @@ SAFETENSORS_TYPES: dict[torch.dtype, str] = {
 }
 
 
-def as_bytes(t: Tensor) -> Tensor:
+def byte_view(t: Tensor) -> Tensor:
     """The bytes of tensor `t`, uint8 [bytes], in the order of its elements; a view where `t` is contiguous.
 
-    >>> as_bytes(torch.ones(3, 2)[::2, 1])  # two elements of 4 bytes
+    >>> byte_view(torch.ones(3, 2)[::2, 1])  # two elements of 4 bytes
     tensor([  0,   0, 128,  63,   0,   0, 128,  63], dtype=torch.uint8)
     """
     # A contiguous tensor of one element may have any stride, with which `view` to bytes is refused.

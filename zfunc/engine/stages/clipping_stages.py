@@ -13,7 +13,7 @@ from zfunc.engine.state.memory import Squares
 from zfunc.errors import NonFiniteError
 from zfunc.optim.updates import exact_parts
 from zfunc.runtime.accelerator import on_accelerator, synchronize
-from zfunc.runtime.torch_dtypes import as_bytes
+from zfunc.runtime.torch_dtypes import byte_view
 
 
 def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
@@ -89,7 +89,7 @@ def _write_rows(op: Op, mem: Memory, step: StepContext) -> None:
     if step.ranks.world > 1:
         for n, mine in enumerate(rows):
             full = mine.new_empty(step.ranks.world * len(mine), *mine.shape[1:])
-            step.ranks.all_gather(as_bytes(full), as_bytes(mine))
+            step.ranks.all_gather(byte_view(full), byte_view(mine))
             rows[n] = full
     names = [x.name for x in step.spec.aux_rows]
     mem[op.write("all_rows")] = dict(zip(names, rows, strict=True))

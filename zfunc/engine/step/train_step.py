@@ -39,7 +39,7 @@ from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inferenc
 from zfunc.errors import NonFiniteError, RankError
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
-from zfunc.runtime.torch_dtypes import as_bytes
+from zfunc.runtime.torch_dtypes import byte_view
 from zfunc.values import of_type
 
 PIECE = 1 << 20  # elements that a checksum widens at a time
@@ -230,7 +230,7 @@ def _check_rows(program: Program, batch: Batch) -> None:
     """Raise RankError, on every rank, unless the n-th ranks of all pipeline stages have the same batch rows."""
     ranks, digest = program.ranks, hashlib.blake2b(digest_size=16)
     for t in (t for t in tree_leaves(batch) if isinstance(t, Tensor)):
-        digest.update(as_bytes(t.detach().cpu()).numpy())
+        digest.update(byte_view(t.detach().cpu()).numpy())
     of_all, world = ranks.texts(digest.hexdigest()), ranks.world
     if apart := [n for n, own in enumerate(of_all) if own != of_all[n % world]]:
         one, other = (ranks.job.members[n] for n in (apart[0], apart[0] % world))

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.engine.trace.graph_cuts import written_by
-from zfunc.runtime.torch_dtypes import as_bytes
+from zfunc.runtime.torch_dtypes import byte_view
 
 MAX_DEPTH = 6  # of containers and objects in each other
 MOST = 256  # values in one that are looked at before each step
@@ -199,7 +199,7 @@ class _Log(AllocationTracker):
             return "outside", id(x)
         with _disable_current_modes():
             values = x.detach().cpu().resolve_conj().resolve_neg()
-            return tuple(x.shape), x.dtype, hash(as_bytes(values).numpy().tobytes())
+            return tuple(x.shape), x.dtype, hash(byte_view(values).numpy().tobytes())
 
     def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
         if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
