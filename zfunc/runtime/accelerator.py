@@ -355,6 +355,11 @@ def unplanned_bytes(device: torch.device) -> int:
     return _vendor(device).unplanned if on_accelerator(device) else 0
 
 
+def room_for_tensors(device: torch.device) -> int:
+    """Bytes of an accelerator's memory that tensors may take: those available, less those left to libraries."""
+    return available_bytes(device) - unplanned_bytes(device)
+
+
 # ---- what torch has no neutral call for ------------------------------------------------------------
 
 

@@ -42,7 +42,7 @@ from zfunc.engine.trace.tensor_memory import FakeTensors
 from zfunc.engine.trace.vjp import Joints
 from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
-from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
+from zfunc.runtime.accelerator import in_turn, on_accelerator, room_for_tensors
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor, PreparedPlan
 from zfunc.runtime.host_memory import available_host_bytes
@@ -343,7 +343,7 @@ def memory_shortage(
 ) -> str:
     """The error's text if `peaks`, less the bytes already `allocated`, exceed this rank's free memory; else ""."""
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
-    apart = {place: available_bytes(x) - unplanned_bytes(x) for place, x in program.memories.items()}
+    apart = {place: room_for_tensors(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
         if memory in needed and needed[memory] > available:
             op = "" if apart and memory == "host" else peaks[memory if apart else "device"].op

@@ -26,7 +26,7 @@ from zfunc.core.spec import StepSpec
 from zfunc.engine.state.memory import Flat, StateOnDisk, allocate_regions, flat_of, states_on_disk
 from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout, NonFiniteError, OutOfMemory
 from zfunc.optim.loss_scale import LossScale
-from zfunc.runtime.accelerator import available_bytes, on_accelerator, unplanned_bytes
+from zfunc.runtime.accelerator import on_accelerator, room_for_tensors
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 
 
@@ -267,7 +267,7 @@ class State:
 
 
 def _copied(buffers: Buffers) -> Buffers:
-    """New buffers on the same tiers, with the bytes and the deferred update of `buffers`."""
+    """A copy of a State's `buffers`: new memory on the same tiers, with the same bytes and deferred update."""
     if buffers.swap is not None or any(r.tier == "disk" for r in buffers.memory):
         raise ValueError(
             "deepcopy: got a state of which the disk has a part, expected one in memory: save it to another "
@@ -300,7 +300,7 @@ def _check_room(buffers: Buffers) -> None:
         needed[x.device] += x.nbytes
     for device, nbytes in needed.items():
         apart = on_accelerator(device)
-        free = available_bytes(device) - unplanned_bytes(device) if apart else available_host_bytes()
+        free = room_for_tensors(device) if apart else available_host_bytes()
         if nbytes > free:
             raise OutOfMemory(
                 f"deepcopy: needs {nbytes:,} bytes of {device if apart else 'host'} memory, {free:,} are free; "
