@@ -1,4 +1,4 @@
-"""The values that settings of a step may have: words, limits and checks; and what replaced a setting now gone."""
+"""The values that settings of a step may have: words, limits and checks; and what to use for settings now gone."""
 
 import os
 from collections.abc import Callable, Sequence

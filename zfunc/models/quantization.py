@@ -22,6 +22,7 @@ from zfunc.engine.trace.segment import Segment, Values, checked_segments
 from zfunc.engine.trace.tensor_memory import counted_times
 from zfunc.errors import did_you_mean
 from zfunc.options import one_of
+from zfunc.runtime.torch_dtypes import byte_view
 
 Shape = tuple[int, ...]
 BLOCK, NESTED_BLOCK = 64, 256  # elements that share a scale, and scales that share one
@@ -88,7 +89,7 @@ def _starts(count: int, step: int, *, fake: bool) -> Iterator[int]:
 
 def joined(*parts: Tensor) -> Tensor:
     """The bytes of tensors, one after the other."""
-    return torch.cat([x.contiguous().flatten().view(torch.uint8) for x in parts])
+    return torch.cat([byte_view(x) for x in parts])
 
 
 @frozen

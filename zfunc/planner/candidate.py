@@ -100,7 +100,8 @@ class Repetition:
         return repeats and abs((longest := self._longest()) - self.grown) <= 2 * CLOSE * longest
 
     def peaks_stay(self) -> bool:
-        """Whether each device's peak stays where it is, however many groups follow."""
+        """Whether the peak memory of each device stays at its operation, and grows by equal bytes with each further
+        group of micro-batches."""
         small, large = (transient_bytes(step.plan) for step in (self.small, self.large))
         return all(self._stays(at, few, large[at]) for at, few in small.items() if "device" in at)
 

@@ -304,7 +304,8 @@ class _Loop:
         return Save(self.start.folder, keep=settings.keep, spare=self._spare(), extra=self._extra())
 
     def _is_best(self, at: int) -> bool:
-        """Whether the state after step `at` was evaluated, and no checkpoint's was as good."""
+        """Whether the held-out loss of the State after step `at` is known, and lower than that of each checkpoint
+        of the run."""
         best, last = best_saved(self.evaluations), self.evaluations[-1:]
         return any(x.step == at and x.held_out < (math.inf if best is None else best.held_out) for x in last)
 

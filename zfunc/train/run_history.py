@@ -82,7 +82,7 @@ class RunHistory:
 
     @property
     def held_out_unit(self) -> HeldOutUnit:
-        """The unit of the run's held-out loss."""
+        """The unit of the held-out losses in the run's metrics: bits a byte or token, or DPO's own loss."""
         return held_out_unit(self.unit, self.settings.get("loss"))
 
     @property

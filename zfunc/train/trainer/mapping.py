@@ -174,7 +174,7 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
 
 
 def _notes(settings: TrainSettings, args: TrainerArgs) -> Iterator[str]:
-    """The log lines about fields that are set and have no effect, those of one reason in one line."""
+    """Log lines that name the fields of a Trainer's file that have no effect: a line for each reason."""
     idle: dict[str, list[str]] = {}
     for name, reason in _unread(settings, args):
         if name in args.file:
