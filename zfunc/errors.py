@@ -2,7 +2,6 @@
 settings have fields, from which Python and the command line each write a text of their own."""
 
 import errno
-import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,12 +92,11 @@ def explain_os_errors(
         raise _explained(kind, path, doing, advice, error) from error
 
 
-_MARK = "\x1f"  # around a setting in a text: the repr of a value never has it
-_MARKED = re.compile(rf"{_MARK}(\w+)=([^{_MARK}]*){_MARK}")
+_MARK = "\x02"  # around a setting in a marked text: no repr of a value has it, and it is no white space
 
 
 def setting(name: str, value: object) -> str:
-    """A setting with its value, for the texts of a SettingError.
+    """A setting with its value, for the texts of `refuse`; one without a value stands there in backquotes.
 
     >>> error = SettingError("swap", "none", f"a folder with {setting('state_on', 'disk')}", "pass one")
     >>> str(error), error.expected
@@ -107,27 +105,73 @@ def setting(name: str, value: object) -> str:
     return f"{_MARK}{name}={value!r}{_MARK}"
 
 
+class Message(str):
+    """The message of an error, as Python shows it; `marked` has a mark around each setting, which `write` reads."""
+
+    marked: str
+
+    def __new__(cls, marked: str) -> "Message":
+        """A message of a text in which settings are marked, such as by `setting`."""
+        self = super().__new__(cls, marked.replace(_MARK, ""))
+        self.marked = marked
+        return self
+
+
+def message_of(names: str | Sequence[str], got: str, expected: str = "", do: str = "") -> Message:
+    """The sentence about `names`, settings or files: what was got, what was expected, and what to do.
+
+    >>> message_of((), "attention with dropout", "it without", f"use {setting('tiles', 1)}")
+    'got attention with dropout, expected it without: use tiles=1'
+    """
+    names = (names,) if isinstance(names, str) else names
+    subject = (
+        ", ".join(f"{_MARK}{x}{_MARK}" if x.isidentifier() else x for x in names) + ": " if names else ""
+    )
+    return Message(f"{subject}got {got}{expected and f', expected {expected}'}{do and f': {do}'}")
+
+
+def marked(error: BaseException) -> str:
+    """The message of an error with its settings marked, for a Message that has it as a part."""
+    text = error.message if isinstance(error, _OfSettings) else next(iter(error.args), None)
+    return text.marked if isinstance(text, Message) else str(error)
+
+
+def about(name: str, error: BaseException) -> Message:
+    """The message of an error that setting `name` led to, behind that name.
+
+    >>> str(about("hf", ValueError("model: got no config.json")))
+    'hf: model: got no config.json'
+    """
+    return Message(f"{_MARK}{name}{_MARK}: {marked(error)}")
+
+
+def write(text: str, written: Callable[[str, str | None], str]) -> str:
+    """A marked text with each setting as `written(name, value)` has it: the value's repr, or None of a name alone.
+
+    >>> write(f"use {setting('tiles', 1)}", lambda name, value: f"--{name} {value}")
+    'use --tiles 1'
+    """
+    parts = text.split(_MARK)
+    for i in range(1, len(parts), 2):
+        name, has_value, value = parts[i].partition("=")
+        parts[i] = written(name, value if has_value else None)
+    return "".join(parts)
+
+
 class _OfSettings:
     """A setting that cannot be, or several: their `names`, what was `got` and `expected`, and what to `do`.
 
     The texts given may have further settings, as `setting` writes them; the fields have them as Python does.
     """
 
-    def __init__(self, names: str | Sequence[str], got: str, expected: str, do: str) -> None:
+    def __init__(self, names: str | Sequence[str], got: str, expected: str = "", do: str = "") -> None:
         super().__init__(names, got, expected, do)  # pyright: ignore  # of an exception
         self.names = (names,) if isinstance(names, str) else tuple(names)
-        self.got, self.expected, self.do = (_MARKED.sub(r"\1=\2", x) for x in (got, expected, do))
+        self.got, self.expected, self.do = map(Message, (got, expected, do))
+        self.message = message_of(names, got, expected, do)
 
     def __str__(self) -> str:
-        return self.text(lambda name, value: name if value is None else f"{name}={value}")
-
-    def text(self, written: Callable[[str, str | None], str]) -> str:
-        """The sentence, with each setting as `written(name, value)` has it: a value as Python has it, None for the
-        names that the sentence begins with."""
-        names = ", ".join(written(name, None) for name in self.names)
-        _, got, expected, do = self.args  # pyright: ignore  # of an exception
-        sentence = f"got {got}, expected {expected}: {do}"
-        return f"{names}: {_MARKED.sub(lambda m: written(m[1], m[2]), sentence)}"
+        return str(self.message)
 
 
 class SettingError(_OfSettings, ValueError):
@@ -142,11 +186,17 @@ SETTING_ERRORS = SettingError, SettingTypeError
 
 
 def refuse(
-    name: str | Sequence[str], got: str, expected: str, do: str, kind: type[Exception] = SettingError
+    names: str | Sequence[str],
+    got: str,
+    expected: str = "",
+    do: str = "",
+    kind: type[Exception] = SettingError,
+    *,
+    cause: Exception | None = None,
 ) -> NoReturn:
-    """Raise exception `kind` about `name`: the value got, the values expected, and what the caller should do."""
-    error = SettingError(name, got, expected, do)
-    raise kind(name, got, expected, do) if issubclass(kind, _OfSettings) else kind(str(error))
+    """Raise exception `kind` about `names`: the value got, the values expected, and what the caller should do."""
+    fields = names, got, expected, do
+    raise (kind(*fields) if issubclass(kind, _OfSettings) else kind(message_of(*fields))) from cause
 
 
 def install(extra: str) -> str:

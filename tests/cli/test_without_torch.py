@@ -49,7 +49,7 @@ REFUSED = {
     "train --data cut.jsonl": "--data: cut.jsonl, the last line: got invalid JSON (Unterminated string",
     "train --eval-data asks.jsonl": "--eval-data: asks.jsonl, line 1: got a chat without a turn of the assistant",
     **{
-        f"train --data chat.jsonl --tokenizer {x}/tokenizer.json": f"--tokenizer: {x}/{y}: got a chat template "
+        f"train --data chat.jsonl --tokenizer {x}/tokenizer.json": f"--tokenizer: got {x}/{y} with a chat template "
         f"that is no Jinja (line 1: {z}"
         for x, y, z in (
             ("jinja", "chat_template.jinja", "Unexpected end of template"),

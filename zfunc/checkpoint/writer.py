@@ -31,7 +31,7 @@ from zfunc.checkpoint.safetensors_file import (
     num_chunks,
 )
 from zfunc.core.spec import FROZEN
-from zfunc.errors import CheckpointError, RankError
+from zfunc.errors import CheckpointError, Message, RankError, marked
 from zfunc.runtime.blocking_calls import in_parallel
 from zfunc.runtime.collectives import RankGroup
 from zfunc.values import of_type, whole
@@ -201,7 +201,8 @@ def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
         raise mine
     for rank, message in zip(ranks.members, messages, strict=True):
         if message:
-            raise CheckpointError(f"rank {rank}: {message}" if ranks.world > 1 else message) from mine
+            said = Message(f"rank {rank}: {message}" if ranks.world > 1 else message)
+            raise CheckpointError(said) from mine
     return cast("T", result)
 
 
@@ -211,7 +212,7 @@ def as_bytes(flat: Tensor) -> Any:
 
 
 def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return f"{'' if isinstance(error, CheckpointError) else f'{type(error).__name__}: '}{marked(error)}"
 
 
 def _create(folder: Path, ranks: RankGroup, slices: list[Slice]) -> ShardWriter:

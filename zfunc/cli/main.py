@@ -24,12 +24,11 @@ from zfunc.cli.parser import (
     EXIT_USAGE,
     Command,
     UsageError,
-    as_typed,
     in_flags,
     make_parser,
 )
 from zfunc.cli.terminal import printable
-from zfunc.errors import SETTING_ERRORS, did_you_mean, refuse, setting
+from zfunc.errors import did_you_mean, marked, refuse, setting
 from zfunc.runtime.host_memory import address_limit
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import TrainSettings
@@ -63,16 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return EXIT_FAILED
     except TrainingFailed as error:
-        return _print_error(args, _as_typed(str(error), args), EXIT_FAILED)
+        return _print_error(args, marked(error), EXIT_FAILED)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         args.prog = error.prog if isinstance(error, UsageError) else args.prog
         code = EXIT_FAILED if _without_path(error) else EXIT_USAGE
-        if isinstance(error, SETTING_ERRORS) and "command" in args:
-            return _print_error(args, in_flags(error, COMMANDS[args.command].options), code)
-        return _print_error(args, _as_typed(_message(error), args), code)
+        return _print_error(args, _message(error), code)
     except Exception as error:
         bug = "" if type(error).__module__ == errors.__name__ else BUG
-        return _print_error(args, _as_typed(f"{type(error).__name__}: {error}{bug}", args), EXIT_FAILED)
+        return _print_error(args, f"{type(error).__name__}: {marked(error)}{bug}", EXIT_FAILED)
 
 
 def _parse(words: list[str], args: argparse.Namespace) -> None:
@@ -163,7 +160,7 @@ def _without_path(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-    """The message of an error; one of the system, or a missing package, gets what to do added."""
+    """The marked message of an error; one of the system, or a missing package, gets what to do added."""
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         if _without_path(error):
             return f"got {error.strerror!r} while printing or writing: free some space, or print elsewhere"
@@ -171,19 +168,17 @@ def _message(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and str(error).startswith("No module named"):
         package = error.name.partition(".")[0]
         return f"package {package!r} is not installed: pip install {package}"
-    return str(error)
-
-
-def _as_typed(message: str, args: argparse.Namespace) -> str:
-    """The message of an error without fields, with flags where settings are recognized in it."""
-    return as_typed(message, COMMANDS[args.command].options) if "command" in args else message
+    return marked(error)
 
 
 def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
-    """Print an error on one screen, and return its exit code; with --debug the traceback first, and every line."""
+    """Print an error's marked message on one screen with the flags of the command, and return its exit code; with
+    --debug the traceback first, and every line."""
     if args.debug and not isinstance(sys.exc_info()[1], UsageError):
         traceback.print_exc()
-    message = message.strip() or OUT_OF_MEMORY
+    message = in_flags(
+        message.strip() or OUT_OF_MEMORY, COMMANDS[args.command].options if "command" in args else {}
+    )
     if (most := address_limit()) is not None and re.search("memory|new thread", message):
         message += f"\nRLIMIT_AS gives this process {format_bytes(most)} of addresses: raise it by ulimit -v"
     lines = [*map(printable, message.splitlines())]

@@ -19,7 +19,7 @@ from attrs import frozen
 
 import zfunc
 from zfunc.checkpoint.durable_files import replace_text
-from zfunc.errors import SettingError, SettingTypeError
+from zfunc.errors import Message, write
 from zfunc.options import GROUPS, Option, flag, options_of
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -42,7 +42,7 @@ NAMED = re.compile(
 SUBJECT = re.compile(r"^(?:\w+(?:, \w+)*: )+")
 """What an error begins with: the settings, as in "data: tokenizer: got" or "steps, seconds: got"."""
 QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
-"""A setting in backquotes, alone or with a value."""
+"""A setting in backquotes, alone or with a value: the mark of one in help, lines of the log and errors."""
 
 
 @frozen
@@ -257,15 +257,19 @@ def as_typed(message: str, options: Mapping[str, Option]) -> str:
     return with_flags(NAMED.sub(with_value, message), options)
 
 
-def in_flags(error: SettingError | SettingTypeError, options: Mapping[str, Option]) -> str:
-    """The text of an error about settings, with the flags of a command in their place.
+def in_flags(text: str, options: Mapping[str, Option]) -> str:
+    """A marked text of an error, with the flags of a command for the settings in it. Anything else stays as it is.
 
-    >>> from zfunc.errors import setting
+    >>> from zfunc.errors import SettingError, marked, setting
     >>> from zfunc.options import anything
     >>> options = {x: Option("offload", "", anything) for x in ("swap", "state_on", "norms")}
-    >>> in_flags(SettingError("swap", f"none with {setting('state_on', 'disk')}", "one", "pass `swap`"), options)
-    '--swap: got none with --state-on disk, expected one: pass --swap'
+    >>> error = SettingError("swap", f"norms=1 with {setting('state_on', 'disk')}", "one", "pass `swap`")
+    >>> in_flags(marked(error), options)
+    '--swap: got norms=1 with --state-on disk, expected one: pass --swap'
     """
+
+    if text == Message(text):  # no mark
+        return as_typed(text, options)
 
     def written(name: str, value: str | None) -> str:
         if name not in options:
@@ -273,7 +277,7 @@ def in_flags(error: SettingError | SettingTypeError, options: Mapping[str, Optio
         typed = options[name].metavar if options[name].positional else flag(name)
         return typed if value in (None, "True") else f"{typed} {value.strip(chr(39))}"
 
-    return with_flags(error.text(written), options)
+    return with_flags(write(text, written), options)
 
 
 def with_flags(text: str, options: Mapping[str, Option]) -> str:

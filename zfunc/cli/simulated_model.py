@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from zfunc.core.hardware import Hardware
 from zfunc.core.setting_values import tile_counts
-from zfunc.errors import CheckpointError, SettingError, refuse
+from zfunc.errors import CheckpointError, SettingError, about, refuse
 from zfunc.models.config_file import check_config_file, check_flags
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.elementwise import matrices_only
@@ -131,7 +131,7 @@ def _described(settings: SimulatedFlags) -> SimulatedModel:
     try:
         check_config_file(place)
     except CheckpointError as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise ValueError(about(name, error)) from error
     config = (place if place.suffix == ".json" else place / "config.json").read_text(errors="replace")
     question = [config, *(getattr(settings, x) for x in NEEDED), str(settings.hf)]
     optimizer = _optimizer(settings)

@@ -12,6 +12,7 @@ import attrs
 from attrs import frozen
 
 from zfunc.engine.trace.segment import Segment
+from zfunc.errors import about, refuse
 from zfunc.models import hf
 from zfunc.models.config_file import check_flags
 from zfunc.train.data.documents import holds_tokens
@@ -73,10 +74,12 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
         read = hf.load if weights else hf.describe
         config, segments = read(place, lora=lora, text_only=flags.text_only, quantize=flags.quantize)
     except (ValueError, OSError) as error:
-        if str(error).startswith("lora: "):
-            raise ValueError(f"lora_targets: {str(error).removeprefix('lora: ')}") from error
-        own = str(error).startswith(("text_only: ", "quantize: "))
-        raise ValueError(f"{'' if own else f'{name}: '}{error}") from error
+        names = getattr(error, "names", ())
+        if names == ("lora",):
+            refuse("lora_targets", *error.args[1:], cause=error)
+        if names in (("text_only",), ("quantize",)):
+            raise
+        raise ValueError(about(name, error)) from error
     model = PretrainedModel(place, config, segments)
     check_flags(flags, place, model.longest, model.vocab_size)
     return model
@@ -103,16 +106,13 @@ def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> 
         if path is None and not (settings.data is not None and holds_tokens(settings.data)):
             path = model.folder / TOKENIZER
             if not path.is_file():
-                raise ValueError(
-                    f"tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one for text: name one, "
-                    "or pass a .bin of its tokens"
-                )
+                got = f"none, and no {TOKENIZER} in {model.folder}"
+                refuse("tokenizer", got, "one for text", "name one, or pass a .bin of its tokens")
     if path is None:
         return None
     opened = open_tokenizer(path, end=end, template_args=json.loads(settings.chat_template_args or "{}"))
     if model is not None and opened.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"tokenizer: got {path} with {opened.vocab_size:,} tokens, expected at most the {model.vocab_size:,} "
-            f"of {model.folder}: name the one the model was trained with"
-        )
+        got = f"{path} with {opened.vocab_size:,} tokens"
+        expected = f"at most the {model.vocab_size:,} of {model.folder}"
+        refuse("tokenizer", got, expected, "name the one the model was trained with")
     return opened

@@ -16,6 +16,7 @@ from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.engine.state.state import State
 from zfunc.engine.step.evaluate import apply
+from zfunc.errors import refuse
 from zfunc.models.loss import Preferences
 from zfunc.train.data.corpus import TokenStream, held_out_parts, held_out_places
 from zfunc.train.resume import ResumePoint
@@ -70,23 +71,18 @@ def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
             with np.load(path) as file:
                 found = {name: file[name] for name in ("digest", "train", "held_out")}
         except Exception as error:  # of zipfile and NumPy
-            raise ValueError(
-                f"resume: got {path}, which cannot be read ({error}), expected what zfunc wrote: restore it, or "
-                f"begin a new run with `resume={run}` and another `out`"
-            ) from error
+            do = f"restore it, or begin a new run with `resume={run}` and another `out`"
+            refuse("resume", f"{path}, which cannot be read ({error})", "what zfunc wrote", do, cause=error)
         if str(found.pop("digest")) == digest:
             log.info("reference: %s", path)
             return found
         if folder == run:
-            raise ValueError(
-                f"data: got other data, seq_length or tokenizer than {path} is of, expected those of the run: pass "
-                f"them, or begin a new run with `resume={run}` and another `out`"
-            )
+            do = f"pass them, or begin a new run with `resume={run}` and another `out`"
+            refuse("data", f"other data, seq_length or tokenizer than {path} is of", "those of the run", do)
     if start.own and at:
-        raise ValueError(
-            f"loss: got dpo for the run {run} at step {at}, which has kept no reference ({REFERENCE}), expected a "
-            f"run that began with dpo: begin a new one with `resume={run}` and another `out`"
-        )
+        got = f"dpo for the run {run} at step {at}, which has kept no reference ({REFERENCE})"
+        expected = "a run that began with dpo"
+        refuse("loss", got, expected, f"begin a new one with `resume={run}` and another `out`")
     return None
 
 

@@ -21,7 +21,7 @@ from zfunc.checkpoint.strict_json import JsonNode, Within
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.setting_values import DISK
 from zfunc.core.shares import words_of
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, about, refuse
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.evaluations import Evaluation, num_without_improvement
 from zfunc.train.events import COMPLETE, EARLY
@@ -137,7 +137,7 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
         path = Path(settings.resume).expanduser().absolute()
         return ResumePoint(folder, (_newest(path, _swap_in_config(path)) or _open(path)).path)
     except CheckpointError as error:
-        raise ValueError(f"resume: {error}") from error
+        raise ValueError(about("resume", error)) from error
 
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
@@ -164,10 +164,8 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
             log.info("%s: it ended at step %s: nothing is left to train %s", run, f"{step:,}", more)
         return ResumePoint(folder, origin, True, over, found)
     if ended in COMPLETE:
-        raise ValueError(
-            f"`resume={AUTO}`: got {run}, whose training ended without a checkpoint, expected one to "
-            "continue from: name another `out`"
-        )
+        got = f"{run}, whose training ended without a checkpoint"
+        refuse(f"`resume={AUTO}`", got, "one to continue from", "name another `out`")
     if before is not None:
         return ResumePoint(folder, _open(Path(before)).path)
     log.info("`resume=%s`: no checkpoint in %s yet: starting at the first step", AUTO, run)
@@ -184,10 +182,11 @@ def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
         name = of and of.entries().get(RUN)
         if name is None or name.value != str(run):
             got = "another training" if name is None else f"the run {name.value}"
-            raise CheckpointError(
-                f"{folder}: got the swap space of {got}, expected that of {run}: resume that run, name another "
-                f"folder with `swap`, or begin a new `out` with `resume={folder}`"
+            do = (
+                "resume that run, name another folder with `swap`, or begin a new `out` with "
+                f"`resume={folder}`"
             )
+            refuse(str(folder), f"the swap space of {got}", f"that of {run}", do, CheckpointError)
         found.append(checkpoint)
     return max(found, key=lambda x: x.manifest.position.batches, default=None)
 

@@ -34,6 +34,7 @@ from attrs import define, field
 
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.checkpoint.strict_json import MAX_INT
+from zfunc.errors import refuse
 from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.run_history import (
@@ -247,9 +248,8 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
         got, do = f"which cannot be written ({error.strerror or error})", "name another"
         if isinstance(error, BlockingIOError):
             got, do = "in which another process is at work", "wait for it, or name another"
-        raise ValueError(
-            f"out: got {out or RUNS}, {got}, expected a folder of this run alone that can be written: {do}"
-        ) from error
+        expected = "a folder of this run alone that can be written"
+        refuse("out", f"{out or RUNS}, {got}", expected, do, cause=error)
     # What a run that was killed before it began leaves is nothing
     left = [x for x in path.iterdir() if not again or not _is_left(x)]
     if left and not (again and _is_run(path)):
@@ -257,9 +257,8 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
         got, do = "files already", "name another, or resume the run in it with `resume=auto`"
         if again:
             got, do = f"files, but no {CONFIG} of a run", "name another"
-        raise ValueError(
-            f"out: got {path}, which holds {got}, expected a new or empty folder: {do}; no run is ever overwritten"
-        )
+        do = f"{do}; no run is ever overwritten"
+        refuse("out", f"{path}, which holds {got}", "a new or empty folder", do)
     return RunFolder(path, new, descriptor)
 
 

@@ -19,6 +19,7 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.setting_values import BY_DEVICE, DISK, TIERS_OF
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
+from zfunc.errors import about, refuse, setting
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, check_config_file
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import CLASSES
@@ -75,10 +76,8 @@ def _template_variables(name: str, value: Any) -> None:
     """A JSON object without what transformers takes beside the variables of a template."""
     json_object(name, value)
     if taken := {*_NO_VARIABLES.split()} & json.loads(value).keys():
-        raise ValueError(
-            f"{name}: got {', '.join(sorted(taken))}, which zfunc passes to the template itself, expected "
-            "variables of its own: leave it out"
-        )
+        got = f"{', '.join(sorted(taken))}, which zfunc passes to the template itself"
+        refuse(name, got, "variables of its own", "leave it out")
 
 
 def _by_optimizer(n: int) -> str:
@@ -407,48 +406,33 @@ class TrainSettings(StepFlags):
     def __attrs_post_init__(self) -> None:
         check_together(self)
         if self.resume == AUTO and self.out is None:
-            raise ValueError(
-                f"`resume={AUTO}`: got no `out`, expected the run's folder, which may be new: add such as `out=run`"
-            )
+            got = "no `out`"
+            refuse(f"`resume={AUTO}`", got, "the run's folder, which may be new", "add such as `out=run`")
         if DISK in words_of(self.state_on) and self.save_every:
-            raise ValueError(
-                f"save_every: got {self.save_every} with `state_on={self.state_on}`, whose swap space is the "
-                "checkpoint, expected `commit_every`: pass that instead"
-            )
+            got = f"{self.save_every} with `state_on={self.state_on}`, whose swap space is the checkpoint"
+            refuse("save_every", got, "`commit_every`", "pass that instead")
         for name, on in (("early_stopping", self.early_stopping), ("keep_best", self.keep_best)):
             if on and not self.eval_every:
-                raise ValueError(
-                    f"{name}: got it with `eval_every=0`, expected evaluations: raise `eval_every`"
-                )
+                refuse(name, "it with `eval_every=0`", "evaluations", "raise `eval_every`")
         if self.early_stopping_threshold and self.early_stopping is None:
-            raise ValueError(
-                "early_stopping_threshold: got it without `early_stopping`, expected both: add `early_stopping`"
-            )
+            refuse("early_stopping_threshold", "it without `early_stopping`", "both", "add `early_stopping`")
         if self.keep_best and (self.save_every == 0 or DISK in words_of(self.state_on)):
             other = "save_every=0" if self.save_every == 0 else f"state_on={self.state_on}"
-            raise ValueError(
-                f"keep_best: got it with `{other}`, which saves no checkpoints, expected some: leave one out"
-            )
+            refuse("keep_best", f"it with `{other}`, which saves no checkpoints", "some", "leave one out")
         for name in ("dpo_beta", "dpo_type"):
             if self.loss != DPO and getattr(self, name) is not None:
-                raise ValueError(f"{name}: got it without `loss=dpo`, expected both: add `loss=dpo`")
+                refuse(name, "it without `loss=dpo`", "both", "add `loss=dpo`")
         for name, usual in {"packing": PACKINGS[0], "tiles": 1}.items() if self.loss == DPO else ():
             if str(getattr(self, name)) not in (str(usual), "None"):
-                raise ValueError(
-                    f"{name}: got {getattr(self, name)} with `loss=dpo`, whose sequences are a prompt with one "
-                    "answer, expected none: leave it out"
-                )
+                got = f"{getattr(self, name)} with `loss=dpo`, whose sequences are a prompt with one answer"
+                refuse(name, got, "none", "leave it out")
         if self.loss != DPO and self.packing != "documents" and self.long_documents != "cut":
-            raise ValueError(
-                f"long_documents: got {self.long_documents} with `packing={self.packing}`, which cuts anywhere, "
-                "expected `packing=documents`: add it"
-            )
+            got = f"{self.long_documents} with `packing={self.packing}`, which cuts anywhere"
+            refuse("long_documents", got, "`packing=documents`", "add it")
         if self.steps is self.epochs is self.seconds is None:
-            raise ValueError("steps, epochs, seconds: got none, expected one: pass such as `steps=1000`")
+            refuse(("steps", "epochs", "seconds"), "none", "one", "pass such as `steps=1000`")
         if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
-            raise ValueError(
-                f"warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise `steps`"
-            )
+            refuse("warmup", f"{self.warmup} of {self.steps} steps", "fewer", "lower it, or raise `steps`")
 
 
 READ = {
@@ -463,7 +447,7 @@ READ = {
 def check_exists(name: str, place: Path | None) -> None:
     """Raise ValueError unless what setting `name` of READ names is there; None names nothing."""
     if place is not None and not place.exists():
-        raise ValueError(f"{name}: got {place}, which does not exist, expected {READ[name]}: check the path")
+        refuse(name, f"{place}, which does not exist", READ[name], "check the path")
 
 
 @contextmanager
@@ -472,12 +456,11 @@ def reading(name: str, place: Path | None) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"{name}: got {error.filename or place}, which cannot be read ({error.strerror}), expected text, "
-            "JSONL, a folder of them, a dataset or a .bin of tokens: check the path and its permissions"
-        ) from error
+        got = f"{error.filename or place}, which cannot be read ({error.strerror})"
+        expected = "text, JSONL, a folder of them, a dataset or a .bin of tokens"
+        refuse(name, got, expected, "check the path and its permissions", cause=error)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise ValueError(about(name, error)) from error
 
 
 def check_paths(settings: TrainSettings) -> None:
@@ -498,7 +481,7 @@ def check_paths(settings: TrainSettings) -> None:
         try:
             check_config_file(settings.hf)
         except ValueError as error:
-            raise ValueError(f"hf: {error}") from error
+            raise ValueError(about("hf", error)) from error
     if settings.swap:
         check_folders([Path(folder).expanduser() for folder in settings.swap])
     chats = dict[str, list[Any]]()
@@ -521,17 +504,15 @@ def check_pretrained(settings: Any) -> None:
     """Raise ValueError for flags that do not go with a Hugging Face model, or only with one."""
     sources = [x for x in ("hf", "hf_config") if getattr(settings, x, None) is not None]
     if len(sources) > 1:
-        raise ValueError("hf_config: got it with `hf`, expected one of them: leave one out")
+        refuse("hf_config", "it with `hf`", "one of them", "leave one out")
     for name, needs in NEEDED.items():
         missing = not sources if needs == "hf" else getattr(settings, needs) is None
         if getattr(settings, name) not in (None, False) and missing:
-            raise ValueError(f"{name}: got it without `{needs}`, expected both: add `{needs}`")
+            refuse(name, f"it without `{needs}`", "both", f"add `{needs}`")
     for f in attrs.fields(type(settings)) if sources else ():
         if f.name in SIZES and getattr(settings, f.name) != f.default:
-            raise ValueError(
-                f"{f.name}: got it with `{sources[0]}`, whose config sets it, expected one of them: "
-                "leave one out"
-            )
+            got = f"it with `{sources[0]}`, whose config sets it"
+            refuse(f.name, got, "one of them", "leave one out")
 
 
 def check_rows(batch_size: int, world: int, micro_batches: int, rows: int = 1) -> None:
@@ -539,16 +520,14 @@ def check_rows(batch_size: int, world: int, micro_batches: int, rows: int = 1) -
 
     >>> check_rows(10, 4, 2)
     Traceback (most recent call last):
-    ValueError: batch_size: got 10 for 4 ranks with 2 micro-batches each, expected ...
+    zfunc.errors.SettingError: batch_size: got 10 for 4 ranks with 2 micro-batches each, expected ...
     """
     parts = world * micro_batches * rows
     if batch_size % parts:
         each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
         each += " of pairs" if rows > 1 else ""
-        raise ValueError(
-            f"batch_size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
-            f"batch_size={max(parts, batch_size // parts * parts)}"
-        )
+        do = f"try {setting('batch_size', max(parts, batch_size // parts * parts))}"
+        refuse("batch_size", f"{batch_size} for {world} ranks{each}", f"a multiple of {parts}", do)
 
 
 def step_settings(flags: Any, **changes: Any) -> StepSettings:

@@ -22,7 +22,7 @@ from zfunc.core.setting_values import schedule_for
 from zfunc.engine.compile import compile, ranks_of_stage
 from zfunc.engine.program.program import Program
 from zfunc.engine.trace.segment import Segment
-from zfunc.errors import OutOfMemory
+from zfunc.errors import OutOfMemory, refuse
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
@@ -191,9 +191,10 @@ def _settled(
     """
     own, found = settings.vocab_size, corpus.vocab_size
     if own is not None and (own < found if tokenizer is not None else own != found):
-        of = f"{corpus.name}, which is read as bytes, expected {found}"
-        of = of if tokenizer is None else f"{tokenizer.name}, expected its {found} or more"
-        raise ValueError(f"vocab_size: got {own} for {of}: leave it out")
+        of, expected = f"{corpus.name}, which is read as bytes", f"{found}"
+        if tokenizer is not None:
+            of, expected = tokenizer.name, f"its {found} or more"
+        refuse("vocab_size", f"{own} for {of}", expected, "leave it out")
     sequences = (
         corpus.train.num_sequences(settings.seq_length) if by_pass or settings.epochs is not None else 0
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from zfunc.errors import install
+from zfunc.errors import install, refuse
 from zfunc.train.events import Evaluated, Event, Started, Stepped
 from zfunc.train.run_folder import RunFolder, jsonable
 from zfunc.train.run_history import METRICS, Row, finite_number, rows_of
@@ -133,7 +133,7 @@ def check_packages(settings: TrainSettings) -> None:
         try:
             import_module(kind)
         except ImportError as error:
-            raise ValueError(f"{kind}: {error}: {install(kind)}, or leave it out") from error
+            refuse(kind, f"no package ({error})", "one", f"{install(kind)}, or leave it out", cause=error)
 
 
 @contextmanager

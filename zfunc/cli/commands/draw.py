@@ -29,7 +29,7 @@ from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import plan_with
-from zfunc.errors import refuse
+from zfunc.errors import Message, about, refuse
 from zfunc.options import file_to_write, option, path
 from zfunc.schedules import make_schedule
 from zfunc.train.run_history import read_recorded_step
@@ -244,7 +244,8 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
         on = profile.hardware(step.precision, step.world) if profile else ROUND
         simulated = simulate(step.plan, on)
     except ValueError as error:
-        raise ValueError(f"compare: {error}, or a schedule, {', '.join(schedules.__all__)}") from error
+        or_a_schedule = f"{about('compare', error).marked}, or a schedule, {', '.join(schedules.__all__)}"
+        raise ValueError(Message(or_a_schedule)) from error
     heading = f"A step of {run}: {step.schedule} in {step.precision}, world {step.world}{step.stage}"
     return DrawnStep(heading, step.plan, on, (simulated, step.timeline))
 

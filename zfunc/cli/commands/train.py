@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import can_redraw, interrupts, logged
+from zfunc.errors import Message, marked
 from zfunc.options import AUTO
 from zfunc.runtime.host_memory import check_addresses
 from zfunc.train.settings import TrainSettings, check_paths
@@ -77,7 +78,7 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
             run.fail(error)
         if not begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             raise
-        raise TrainingFailed(f"{error}{kept}") from error
+        raise TrainingFailed(Message(f"{marked(error)}{kept}")) from error
     if failure:
         raise TrainingFailed(f"the last step is not saved: {failure}{kept}")
 

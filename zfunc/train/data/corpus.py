@@ -16,6 +16,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from zfunc.errors import refuse, setting
 from zfunc.models.loss import IGNORE_INDEX, Preferences, weighted_batch
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.settings import TrainSettings
@@ -85,11 +86,11 @@ class TokenStream:
         starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
         fits = ends - starts <= seq_length
         if long == "refuse" and not fits.all():
-            raise ValueError(
-                f"{self.name}: got {np.count_nonzero(~fits):,} of {len(ends):,} documents longer than "
-                f"seq_length={seq_length} (the longest has {(ends - starts).max():,} tokens), expected none: raise "
-                "seq_length, or let long_documents drop or cut them"
+            got = (
+                f"{np.count_nonzero(~fits):,} of {len(ends):,} documents longer than "
+                f"{setting('seq_length', seq_length)} (the longest has {(ends - starts).max():,} tokens)"
             )
+            refuse(self.name, got, "none", "raise `seq_length`, or let `long_documents` drop or cut them")
         if pairs:
             stops = ends if long == "keep-end" else np.minimum(ends, starts + seq_length)
             starts = np.maximum(starts, ends - seq_length) if long == "keep-end" else starts
@@ -143,10 +144,9 @@ class TokenStream:
         if self.firsts is not None:
             return len(self.firsts) - 1
         if len(self) <= seq_length:
-            raise ValueError(
-                f"{self.name}: got {len(self):,} tokens for seq_length={seq_length}, expected at least "
-                f"{seq_length + 1:,} (inputs and targets are one apart): use more data or shorter sequences"
-            )
+            got = f"{len(self):,} tokens for {setting('seq_length', seq_length)}"
+            expected = f"at least {seq_length + 1:,} (inputs and targets are one apart)"
+            refuse(self.name, got, expected, "use more data or shorter sequences")
         return max(1, (len(self) - seq_length) // seq_length)
 
     def order(self, position: int, count: int, *, seq_length: int, seed: int) -> list[int]:
@@ -195,10 +195,9 @@ class TokenStream:
         rows = np.array([self.tokens[start : start + seq_length + 1] for start in places], np.int64)
         if vocab_size is not None and rows.max() >= vocab_size:
             row, column = np.argwhere(rows >= vocab_size)[0]
-            raise ValueError(
-                f"{self.name}: got token {rows[row, column]} at position {places[row] + column:,} of it, expected "
-                f"tokens below {vocab_size:,}: pass the `vocab_size` and the `dtype` that the file was written with"
-            )
+            got = f"token {rows[row, column]} at position {places[row] + column:,} of it"
+            do = "pass the `vocab_size` and the `dtype` that the file was written with"
+            refuse(self.name, got, f"tokens below {vocab_size:,}", do)
         block = torch.from_numpy(rows)  # [batch, seq + 1]
         inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
         if self.loss_mask is not None:
@@ -292,10 +291,8 @@ class Corpus:
     def evaluated_on(self, other: "Corpus") -> "Corpus":
         """This corpus, with all of `other`, or the held-out split that `other` has, as held-out tokens."""
         if self.unit != other.unit:
-            raise ValueError(
-                f"eval_data: got {other.name}, which is read as {other.unit}s, with `data` that is {self.unit}s, "
-                "expected the same of both: give both as text, or both as tokens"
-            )
+            got = f"{other.name}, which is read as {other.unit}s, with `data` that is {self.unit}s"
+            refuse("eval_data", got, "the same of both", "give both as text, or both as tokens")
         return evolve(
             self,
             held_out=evolve(other.held_out if len(other.held_out) else other.train, name=other.name),
@@ -341,10 +338,8 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     )
     if stream.pairs:
         if not parts:
-            raise ValueError(
-                f"{stream.name}: got no preference that can be held out, expected one at least: use more data, or "
-                "pass eval_data"
-            )
+            got = "no preference that can be held out"
+            refuse(stream.name, got, "one at least", "use more data, or pass `eval_data`")
         starts = range(0, len(places), rows)
         return tuple(
             (x, preferences(settings, stream, places[n : n + rows], y))
@@ -353,10 +348,8 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     if not stream.weighted:
         return parts
     if all((labels == IGNORE_INDEX).all() for _, labels in parts):
-        raise ValueError(
-            f"{stream.name}: got no label to predict in windows of seq_length={settings.seq_length}, expected one "
-            "at least: use more data"
-        )
+        got = f"no label to predict in windows of {setting('seq_length', settings.seq_length)}"
+        refuse(stream.name, got, "one at least", "use more data")
     per_row = _tokens_per_row([labels for _, labels in parts])
     return tuple(weighted_batch(inputs, labels, tokens_per_row=per_row) for inputs, labels in parts)
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from zfunc.checkpoint.durable_files import sync
+from zfunc.errors import refuse, setting
 from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.planner.kept_costs import code_digest
 from zfunc.train.data.corpus import Corpus, TokenStream
@@ -86,14 +87,10 @@ def open_data(
     if pairs and (path is None or numbered):
         preference_of("tokens" if numbered else "texts", str(path or STDLIB), Counter())
     if numbered and whole_documents:
-        raise ValueError(
-            f"packing: got documents for {path}, which does not say where documents end, expected text, JSONL or a "
-            "saved dataset: name one of them, or leave `packing` out"
-        )
+        got = f"documents for {path}, which does not say where documents end"
+        refuse("packing", got, "text, JSONL or a saved dataset", "name one of them, or leave `packing` out")
     if (numbered or tokenized) and tokenizer is not None:
-        raise ValueError(
-            f"tokenizer: got one for {path}, which holds tokens, expected text or JSONL: leave it out"
-        )
+        refuse("tokenizer", f"one for {path}, which holds tokens", "text or JSONL", "leave it out")
     if path is not None and numbered:
         path = path / "train.bin" if path.is_dir() else path
         return _mapped(path, np.dtype(dtype).newbyteorder("<"), vocab_size, split)
@@ -213,10 +210,11 @@ def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> 
     count, used = stream.num_sequences(seq_length), 0 if stream.bounds is None else int(stream.bounds[-1])
     longer = np.count_nonzero(np.diff(ends, prepend=0) > seq_length)
     if not count:
-        raise ValueError(
-            f"got {len(ends):,} documents, {longer:,} of them longer than seq_length={seq_length}, and none with a "
-            f"label in a sequence, expected one at least: {'raise seq_length' if longer else 'give it a label'}"
+        got = (
+            f"{len(ends):,} documents, {longer:,} of them longer than {setting('seq_length', seq_length)}, "
+            "and none with a label in a sequence"
         )
+        refuse((), got, "one at least", "raise `seq_length`" if longer else "give it a label")
     what = {
         "drop": "dropped",
         "keep-end": "their ends alone are kept",
@@ -374,10 +372,9 @@ def _tokens(documents: list[Document], vocabulary: Vocabulary) -> Iterator[Encod
             )
         ids = ids[kept]
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary.vocab_size:
-            raise ValueError(
-                f"{where}: got tokens from {ids.min()} to {ids.max()}, expected 0 or above and below "
-                f"{vocabulary.vocab_size}: pass the `vocab_size` of their tokenizer"
-            )
+            got = f"tokens from {ids.min()} to {ids.max()}"
+            expected = f"0 or above and below {vocabulary.vocab_size}"
+            refuse(where, got, expected, "pass the `vocab_size` of their tokenizer")
         yield ids, learned[kept]
 
 

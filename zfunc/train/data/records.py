@@ -13,6 +13,8 @@ from typing import Any
 
 from attrs import frozen
 
+from zfunc.errors import refuse
+
 Message = dict[str, Any]  # "role", "content", and what else the template reads
 IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 CHAT, ASSISTANT = "chat", "assistant"
@@ -69,11 +71,9 @@ def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
     """Raise ValueError if `record` is a preference, whose rejected half must not be learned."""
     keys = ("completion", "label") if isinstance(record.get("label"), bool) else ("chosen", "rejected")
     if {*keys} <= record.keys():
-        raise ValueError(
-            f"{where}: got a preference ({', '.join(keys)}) with a loss of tokens, {EXPECTED}: "
-            + ("pass `loss=dpo`, or keep" if "chosen" in keys else "keep")
-            + " what is to be learned, under one of these names"
-        )
+        way = "pass `loss=dpo`, or " if "chosen" in keys else ""
+        do = f"{way}keep what is to be learned, under one of these names"
+        refuse(where, f"a preference ({', '.join(keys)}) with a loss of tokens, {EXPECTED}", do=do)
 
 
 def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Document]:
@@ -84,10 +84,8 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
     """
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         got = f"an object with {', '.join(sorted(record))}" if isinstance(record, dict) else repr(record)
-        raise ValueError(
-            f"{where}: got {got:.200} with `loss=dpo`, {PAIRS}: leave `loss` out to learn all that is in the data, "
-            "or write preferences"
-        )
+        got = f"{got:.200} with `loss=dpo`, {PAIRS}"
+        refuse(where, got, do="leave `loss` out to learn all that is in the data, or write preferences")
     counts.update(f"key {name}" for name in record.keys() - {"prompt", "chosen", "rejected", "tools"})
     prompt, *answers = (record.get(x) for x in ("prompt", "chosen", "rejected"))
     answers = [json.loads(x) if _is_json_of_messages(x) else x for x in answers]

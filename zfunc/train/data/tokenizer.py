@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from attrs import field, frozen
 
-from zfunc.errors import install
+from zfunc.errors import install, refuse
 from zfunc.train.data.records import ASSISTANT, Chat, Message
 
 Located = tuple[np.ndarray, np.ndarray]  # int64 tokens [tokens], and the characters of each, [tokens, 2]
@@ -117,7 +117,7 @@ def open_tokenizer(
         import tokenizers
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
-        raise ImportError(f"tokenizer: it needs transformers: {install('hf')}") from error
+        refuse("tokenizer", "one without transformers", "it", install("hf"), ImportError, cause=error)
     try:
         beside = path.with_name(CONFIG)
         config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
@@ -128,10 +128,9 @@ def open_tokenizer(
         if not isinstance(library, tokenizers.Tokenizer):
             raise TypeError(f"{type(loaded).__name__} has no fast tokenizer")
     except Exception as error:  # the library raises Exception itself
-        raise ValueError(
-            f"tokenizer: got {path}, which cannot be read ({error!r:.300}), expected a tokenizer.json, as "
-            "save_pretrained writes it: name that file"
-        ) from error
+        got = f"{path}, which cannot be read ({error!r:.300})"
+        expected = "a tokenizer.json, as save_pretrained writes it"
+        refuse("tokenizer", got, expected, "name that file", cause=error)
     library.no_padding()
     library.no_truncation()
     end = _end_token(path, loaded, end)
@@ -202,10 +201,8 @@ def _end_token(path: Path, loaded: Any, default: int | None) -> int:
     known = (loaded.eos_token_id, default, *map(loaded.backend_tokenizer.token_to_id, END_TOKENS))
     if (end := next((token for token in known if token is not None), None)) is not None:
         return end
-    raise ValueError(
-        f"tokenizer: got {path} without an end token, expected one, to follow every document: name it as eos_token "
-        "in a tokenizer_config.json beside it"
-    )
+    do = "name it as eos_token in a tokenizer_config.json beside it"
+    refuse("tokenizer", f"{path} without an end token", "one, to follow every document", do)
 
 
 # --- chats ------------------------------------------------------------------------------------------------
@@ -232,10 +229,8 @@ def check_template(folder: Path) -> str | None:
     try:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except TemplateSyntaxError as error:
-        raise ValueError(
-            f"tokenizer: {path}: got a chat template that is no Jinja (line {error.lineno}: {error.message}), "
-            "expected it whole: correct it, or copy it again"
-        ) from error
+        got = f"{path} with a chat template that is no Jinja (line {error.lineno}: {error.message})"
+        refuse("tokenizer", got, "it whole", "correct it, or copy it again", cause=error)
     return text
 
 

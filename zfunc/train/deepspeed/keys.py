@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from attrs import field, frozen
 
-from zfunc.errors import did_you_mean
+from zfunc.errors import SettingError, did_you_mean
 from zfunc.options import AUTO
 
 # Blocks whose other keys have no effect: DeepSpeed 0.19 ignores them too, or they follow the one that is known.
@@ -148,10 +148,8 @@ class ConfigValues:
 
     def refused(self, name: str, got: Any, key: str) -> ValueError:
         """The error for an argument that contradicts a key."""
-        return ValueError(
-            f"{name}: got {got}, and {self.source} says {key} {self[key]}, expected one of them: leave one out, or "
-            f'write "{AUTO}" into the file'
-        )
+        got = f"{got}, and {self.source} says {key} {self[key]}"
+        return SettingError(name, got, "one of them", f'leave one out, or write "{AUTO}" into the file')
 
 
 Source = str | PathLike[str] | Mapping[str, Any]

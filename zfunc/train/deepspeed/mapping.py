@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from zfunc.core.setting_values import DISK
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import two_tiers, words_of
+from zfunc.errors import refuse
 from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.elementwise import decay_all
 from zfunc.optim.loss_scale import LossScale
@@ -210,10 +211,9 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
         off = values.sets(DEVICE) and values[DEVICE] == "none"
         share = 0.0 if off else values[RATIO]
         if far == DISK and share < 1:
-            raise ValueError(
-                f"{values.source}: got {RATIO} {share:g} with device nvme, expected 1, as the rest would be on the "
-                "device: leave it out; `state_on` host:0.25,disk keeps a quarter on the host"
-            )
+            got = f"{RATIO} {share:g} with device nvme"
+            do = "leave it out; `state_on` host:0.25,disk keeps a quarter on the host"
+            refuse(values.source, got, "1, as the rest would be on the device", do)
         yield "state_on", two_tiers("device", 1 - share, far), RATIO if far == "host" and not off else DEVICE
     params = {"none": "device", "cpu": "host", "nvme": "disk"}[values[PARAM_DEVICE]]
     if values.sets(PARAM_DEVICE) and values[STAGE] == 3:

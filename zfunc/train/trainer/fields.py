@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from attrs import frozen
 
-from zfunc.errors import did_you_mean
+from zfunc.errors import SettingError, did_you_mean
 from zfunc.train.deepspeed.keys import FATES, Key, read_file, read_value
 
 TRAINER, SFT, DPO_CLASS = "TrainingArguments", "SFTConfig", "DPOConfig"
@@ -70,9 +70,8 @@ class TrainerArgs:
 
     def refused(self, name: str, got: Any, field: str) -> ValueError:
         """The error for a setting that contradicts a field."""
-        return ValueError(
-            f"{name}: got {got}, and {self.source} says {field} {self[field]}, expected one of them: leave one out"
-        )
+        got = f"{got}, and {self.source} says {field} {self[field]}"
+        return SettingError(name, got, "one of them", "leave one out")
 
 
 def fields_of(kind: str) -> dict[str, Key]:
