@@ -1,16 +1,19 @@
 """Batches are trees, of which tensors with rows are split; a dict has its labels for targets; auxiliary outputs."""
 
+import copy
 from collections import UserDict
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from small_models import regression
 from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 
 import zfunc
 from zfunc.engine.program.program import Program
+from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.trace.batches import split_batch
 
 
@@ -185,7 +188,7 @@ class Scored(nn.Linear):
 
 def scored() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Linear(4, 4), Scored(4, 3)]
+    return [nn.Linear(4, 4), nn.Tanh(), nn.Tanh(), Scored(4, 3)]
 
 
 def compiled(modules: list[nn.Module], **settings: Any) -> Program:
@@ -201,27 +204,39 @@ def check_same(aux: dict[str, Any], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"recompute": "all", "params_on": "host"}, {"recompute": "min-cut"}, {"world": 2}]
+    "settings",
+    [
+        {},
+        {"recompute": "all", "params_on": "host"},
+        {"recompute": "min-cut"},
+        {"world": 2},
+        {"pp": 2},
+        {"pp": 2, "world": 2, "order": "DualPipeV"},
+    ],
 )
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_auxiliary_outputs_of_rows_are_those_of_the_whole_batch(
     micro_batches: int, settings: dict[str, Any]
 ) -> None:
     """The witness is one plain call on all rows, of which each rank has its part."""
-    body, head = scored()
-    _, expected = head(body(ROWS), TARGETS)
-    world, more = settings.get("world", 1), {name: x for name, x in settings.items() if name != "world"}
+    *body, head = scored()
+    _, expected = head(nn.Sequential(*body)(ROWS), TARGETS)
+    pp, world = settings.get("pp", 1), settings.get("world", 1)
+    more = {name: x for name, x in settings.items() if name != "world"}
     parts = [*zip(ROWS.chunk(world), TARGETS.chunk(world), strict=True)]
-    programs = programs_of(world, lambda: compiled(scored(), micro_batches=micro_batches, **more), parts[0])
+    programs = programs_of(
+        world, lambda: compiled(scored(), micro_batches=micro_batches, **more), parts[0], pp
+    )
 
-    def train(program: Program, part: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    def train(program: Program, part: tuple[Tensor, Tensor]) -> tuple[Metrics, Metrics]:
         state, metrics = zfunc.train_step(program, zfunc.init(program), part, debug=True)
-        zfunc.train_step(program, state, (part[0] + 1, part[1] + 1))  # in memory of its own
-        return metrics.aux
+        return metrics, zfunc.train_step(program, state, (part[0] + 1, part[1] + 1))[1]
 
-    for aux in on_every(programs, train, parts):
-        check_same(aux, expected)
-    if world == 1:
+    for metrics, other in on_every(programs, train, pp * parts):
+        check_same(metrics.aux, expected)  # in memory that the other step has not changed
+        assert metrics == copy.deepcopy(metrics)
+        assert metrics != evolve(metrics, aux=other.aux)
+    if pp == world == 1:
         (program,) = programs
         check_same(zfunc.evaluate(program, zfunc.init(program), parts[0], has_aux=True)[1], expected)
 
@@ -232,7 +247,7 @@ class Turned(nn.Linear):
         return nn.functional.mse_loss(y[:, 0], targets), {"turned": y.T}
 
 
-def test_other_shapes_are_refused_by_name_and_rows_with_pipeline_stages() -> None:
+def test_other_shapes_are_refused_by_name() -> None:
     program = compiled([Turned(4, 3)], micro_batches=2)
     state = zfunc.init(program)
     with pytest.raises(
@@ -241,5 +256,3 @@ def test_other_shapes_are_refused_by_name_and_rows_with_pipeline_stages() -> Non
         zfunc.train_step(program, state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match=r"'turned': got shape \(3, 8\) for 8 rows"):
         zfunc.evaluate(program, state, (ROWS, TARGETS), has_aux=True)
-    with pytest.raises(ValueError, match="pp: got the auxiliary output 'best' of rows.*zfunc.evaluate"):
-        programs_of(2, lambda: compiled(scored(), micro_batches=2, pp=2), (ROWS, TARGETS), pp=2)

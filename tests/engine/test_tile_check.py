@@ -396,6 +396,28 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(added: Any, fits: bool) ->
             step()
 
 
+class Scored(nn.Module):
+    """A sum over tokens, beside an output of rows."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return (x.mean(-1) - y).square().sum(), {"rows": x}
+
+
+def test_a_loss_in_tiles_has_no_auxiliary_outputs_and_one_that_passes_whole_has() -> None:
+    batch, scored = (torch.rand(ROWS), torch.rand(ROWS[:-1])), Scored()
+    layer = nn.Linear(8, 8)
+
+    def outputs() -> Tensor:
+        segments = [zfunc.segment("body", layer), zfunc.segment("loss", scored)]
+        program = zfunc.compile(segments, precision="fp32", recompute="all", device="cpu", tiles=4)
+        return zfunc.train_step(program, zfunc.init(program), batch)[1].aux["rows"]
+
+    torch.testing.assert_close(outputs(), layer(batch[0]).detach())
+    setattr(scored, "summed_targets", lambda y: y)  # noqa: B010
+    with pytest.raises(ValueError, match="tiles=4: got a loss with auxiliary outputs.*passes whole"):
+        outputs()
+
+
 # --- torch's operations that have a dimension ---------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from gradient_law import RECIPES as GRADIENTS
 from gradient_law import check, program_of
 from small_models import MODELS, Batch, rows_of
 from table import SPECS, Scattered
-from torch import Tensor
+from torch import Tensor, nn
 from zfunc.schedules import make_schedule
 
 import zfunc
@@ -141,6 +141,24 @@ def gradients(group: Any, out: Path) -> None:
     (out / f"gradients-{dist.get_rank(group)}.json").write_text(json.dumps(GRADIENT_ROWS))
 
 
+class Scored(nn.Linear):
+    """A loss beside outputs of rows, one of them in another type."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
+        y = super().forward(x)
+        return (y[:, 0] - targets).square().mean(), {"scores": y, "best": y.argmax(-1)}
+
+
+def scored(world: int, **settings: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Auxiliary outputs of rows on this rank, of `world` that have different rows, and those of one plain call."""
+    torch.manual_seed(5)
+    body, head, rows = nn.Linear(4, 4), Scored(4, 3), (torch.randn(8, 4), torch.randn(8))
+    segments = [zfunc.segment("body", body), zfunc.segment("head", head)]
+    program = zfunc.compile(segments, precision="fp32", device="cpu", micro_batches=2, **settings)
+    own = rows_of(rows, program.ranks.rank, world)
+    return zfunc.train_step(program, zfunc.init(program), own)[1].aux, head(body(rows[0]), rows[1])[1]
+
+
 def disagree(what: str, out: Path, rank: int) -> None:
     """Rank 2 does something else than the others: all of them are told, and that it is rank 2."""
     other = rank == 2
@@ -176,6 +194,7 @@ def main(rank: int, world: int, out: Path, *, night: bool) -> None:
             compare(group, size, out, night=night)
         if size == 2 and rank < size:
             gradients(group, out)
+            torch.save([scored(2, group=group), scored(1, group=group, pp=2)], out / f"scored-{rank}.pt")
     dist.barrier()
     for what in DISAGREE:
         disagree(what, out, rank)
@@ -287,6 +306,13 @@ def test_11_what_reaches_the_optimizer_of_two_ranks_is_the_gradient(results: Pat
         assert {row[0] for row in json.loads((results / f"gradients-{rank}.json").read_text())} == {
             *GRADIENTS
         }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_gets_the_auxiliary_outputs_of_all_rows_in_order(results: Path, rank: int) -> None:
+    for aux, expected in read(results, f"scored-{rank}"):
+        for name, value in expected.items():
+            torch.testing.assert_close(aux[name], value.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -40,6 +40,7 @@ class RowsOutput:
 
     name: str
     shape: tuple[int, ...]
+    dtype: str  # as torch has it
     nbytes: int
 
 

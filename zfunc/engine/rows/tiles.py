@@ -161,6 +161,11 @@ class TiledLoss:
         losses = list[Tensor]()
         for n, (_, tile) in enumerate(self._each(inputs)):
             loss, _ = self.passes.forward(weights, tile)
+            if not isinstance(loss, Tensor):
+                raise ValueError(
+                    f"tiles={self.tiles}: got a loss with auxiliary outputs, expected the loss alone, a sum over "
+                    "tokens: leave the auxiliary outputs out, or summed_targets, and the segment passes whole"
+                )
             losses = losses or [loss.new_zeros(self.tiles)]  # one tensor, however many are traced
             losses[0][n] = loss
         return losses[0].sum(), None

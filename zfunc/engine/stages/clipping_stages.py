@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zfunc.core.graph import Op
+from zfunc.core.pipeline import F
 from zfunc.core.regions import SUM_PARTS
 from zfunc.engine.stages.stage_context import Memory, StepContext, named_like_verbs
 from zfunc.engine.state.memory import Squares
@@ -81,18 +82,23 @@ def _means(op: Op, mem: Memory) -> list[float]:
 
 
 def _write_rows(op: Op, mem: Memory, step: StepContext) -> None:
-    """Write auxiliary outputs of rows to host memory: those of all micro-batches, then of all ranks, in order."""
+    """Write auxiliary outputs of rows to host memory: those of all micro-batches, then of all ranks, in order. With
+    pp the stage of the last segment has made them, and all get them."""
     if not op.touches("all_rows"):
         return
-    each = [[t.cpu() for t in mem[r]] for r in op.reads if r.buffer == "aux_rows"]
-    rows = [torch.cat(of_micros) for of_micros in zip(*each, strict=True)]
-    if step.ranks.world > 1:
-        for n, mine in enumerate(rows):
-            full = mine.new_empty(step.ranks.world * len(mine), *mine.shape[1:])
-            step.ranks.all_gather(byte_view(full), byte_view(mine))
-            rows[n] = full
-    names = [x.name for x in step.spec.aux_rows]
-    mem[op.write("all_rows")] = dict(zip(names, rows, strict=True))
+    spec, ranks = step.spec, step.ranks
+    made = [mem[r] for r in op.reads if r.buffer == "aux_rows"]  # of each micro-batch
+    found = mem[op.write("all_rows")] = dict[str, Tensor]()
+    for n, x in enumerate(spec.aux_rows):
+        rows = ranks.world * spec.settings.micro_batches * x.shape[0]
+        full = torch.empty(rows, *x.shape[1:], dtype=getattr(torch, x.dtype), device="cpu")
+        if made:
+            mine = torch.cat([of_micro[n].cpu() for of_micro in made])
+            ranks.all_gather(byte_view(full), byte_view(mine)) if ranks.world > 1 else full.copy_(mine)
+        if spec.mesh.over_ranks:
+            home = spec.mesh.device_of(F, 0, len(spec.costs) - 1)
+            byte_view(full).copy_(ranks.from_stage(home, byte_view(full)))  # pyright: ignore  # StageRanks
+        found[x.name] = full
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

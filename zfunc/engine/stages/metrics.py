@@ -3,10 +3,20 @@
 from typing import Any
 
 from attrs import field, frozen
+from torch import Tensor
 
 from zfunc.checkpoint.writer import SaveResult
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
+from zfunc.runtime.torch_dtypes import byte_view
+
+
+def _compared(aux: dict[str, Any]) -> dict[str, Any]:
+    """What two `aux` are compared by: floats, and of a tensor its type, shape and bytes."""
+    return {
+        name: (x.dtype, x.shape, byte_view(x).numpy().tobytes()) if isinstance(x, Tensor) else x
+        for name, x in aux.items()
+    }
 
 
 @frozen
@@ -31,7 +41,7 @@ class Metrics:
     seconds: float
     host_seconds: float
     sent_bytes: int = 0
-    aux: dict[str, Any] = field(factory=dict[str, Any])
+    aux: dict[str, Any] = field(factory=dict[str, Any], eq=_compared)
     norms: dict[str, float] = field(factory=dict[str, float])
     timeline: Timeline | None = None
     plan: Plan | None = None

@@ -87,8 +87,11 @@ def outputs_of_rows(aux: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def described(rows: Mapping[str, Tensor]) -> tuple[RowsOutput, ...]:
-    """Names, shapes and bytes of auxiliary outputs of rows."""
-    return tuple(RowsOutput(name, tuple(t.shape), t.nbytes) for name, t in rows.items())
+    """Names, shapes, types and bytes of auxiliary outputs of rows."""
+    return tuple(
+        RowsOutput(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes)
+        for name, t in rows.items()
+    )
 
 
 def check_aux_names(segment: str, names: tuple[Any, ...], before: tuple[Any, ...]) -> None:
