@@ -29,8 +29,7 @@ from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.optimizer_state import STATE_FORMATS, AdamFormat, StateBuffer
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import FROZEN, STATE_FORMATS, AdamFormat, StateBuffer
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.host_memory import map_pages

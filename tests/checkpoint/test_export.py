@@ -28,8 +28,7 @@ from zfunc.checkpoint.manifest import Manifest, ParameterEntry, StateSlice, Trai
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import AdamFormat, weight_buffers
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import FROZEN, AdamFormat, weight_buffers
 from zfunc.optim.loss_scale import LossScale
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,7 +29,7 @@ from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE, Slice, slices_of, stored_kinds
 from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import TensorInfo
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import FROZEN
 from zfunc.engine.program.program import Program
 from zfunc.engine.state import restore as loading
 from zfunc.engine.state.state import State

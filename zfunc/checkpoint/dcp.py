@@ -35,8 +35,7 @@ from zfunc.checkpoint.foreign_run import (
 from zfunc.checkpoint.manifest import BUFFER, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.writer import as_bytes
-from zfunc.core.optimizer_state import STATE_FORMATS, owner_of
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import FROZEN, STATE_FORMATS, owner_of
 from zfunc.errors import refuse
 from zfunc.optim.formats import unpack_moments
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES

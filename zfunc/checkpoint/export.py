@@ -20,8 +20,7 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, ShardWriter, TensorInfo, create_shard
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Precision, one_precision
-from zfunc.core.optimizer_state import EMA
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import EMA, FROZEN
 from zfunc.errors import refuse
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 

@@ -22,8 +22,7 @@ from zfunc.checkpoint.foreign_run import MOMENTS, ForeignRun, ForeignTensor
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
 from zfunc.checkpoint.writer import as_bytes
-from zfunc.core.optimizer_state import MASTER
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import FROZEN, MASTER
 from zfunc.errors import did_you_mean, refuse
 from zfunc.optim.loss_scale import UNSCALED
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES

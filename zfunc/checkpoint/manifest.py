@@ -35,8 +35,7 @@ from zfunc.checkpoint.safetensors_file import (
 from zfunc.checkpoint.strict_json import Count, JsonNode, Refusal, Text, Within, decoded, known
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.layout import Layout, Parameter, Span
-from zfunc.core.optimizer_state import EMA, STATE_FORMATS, StateBuffer
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import EMA, FROZEN, STATE_FORMATS, StateBuffer
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 

@@ -16,8 +16,7 @@ from zfunc.checkpoint.manifest import Checkpoint, Manifest
 from zfunc.checkpoint.safetensors_file import BYTES, ShardReader, cut_elements, open_shard
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
-from zfunc.core.optimizer_state import EMA, weight_buffers
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import EMA, FROZEN, weight_buffers
 from zfunc.optim.formats import master_weights
 from zfunc.runtime.blocking_calls import in_parallel
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES

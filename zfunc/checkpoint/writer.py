@@ -30,7 +30,7 @@ from zfunc.checkpoint.safetensors_file import (
     cut_elements,
     num_chunks,
 )
-from zfunc.core.spec import FROZEN
+from zfunc.core.optimizer_state import FROZEN
 from zfunc.errors import CheckpointError, Message, RankError, marked
 from zfunc.runtime.blocking_calls import in_parallel
 from zfunc.runtime.collectives import RankGroup

@@ -11,9 +11,10 @@ from attrs import frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Kind, Op, Region, Tier
+from zfunc.core.optimizer_state import GRADIENT, PARAMS
 from zfunc.core.places import BucketPlaces
 from zfunc.core.regions import BF16, Regions
-from zfunc.core.spec import GRADIENT, PARAMS, StepSpec
+from zfunc.core.spec import StepSpec
 
 
 class Item(NamedTuple):
@@ -91,14 +92,14 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 def _new_params(x: Item) -> tuple[Region, ...]:
     """The regions with a bucket's new parameters: a slot, or its master's high half, in memory or a page."""
     if not x.place.sends_high_half:
-        return (x.at.ring("param_slot").slot(x.b),)
+        return (x.at.slot_of("param_slot", x.b),)
     return x.at.paged(x.b) if x.place.state == "disk" else (x.at.high_half(x.b),)
 
 
 def _state_at_home(x: Item) -> tuple[Region, ...]:
     """Regions copied to the device before an update of a bucket: optimizer state, paged state, host params, waiting
     gradient; and copied back after it, but for the gradient."""
-    parts = x.at.staged_bytes(x.b)
+    parts = x.place.staged_bytes
     apart = (x.at.params(x.b),) if PARAMS in parts and x.place.params == "host" else ()
     waits = (x.at.gradient_to_apply(x.b),) if GRADIENT in parts and x.to == "device" else ()
     return (*x.at.bucket_state(x.b), *x.at.paged(x.b), *apart, *waits)
@@ -107,7 +108,7 @@ def _state_at_home(x: Item) -> tuple[Region, ...]:
 def _staged_bytes(x: Item) -> int:
     """Bytes of a bucket's state, with its gradient on the way to the device, and new parameters on the way back."""
     stays = PARAMS if x.to == "device" else GRADIENT
-    return sum(nbytes for name, nbytes in x.at.staged_bytes(x.b).items() if name != stays)
+    return sum(nbytes for name, nbytes in x.place.staged_bytes.items() if name != stays)
 
 
 def _made_and_sent(buffer: str) -> dict[Tier, Place]:
@@ -135,7 +136,10 @@ THINGS: dict[str, Thing] = {
         lambda x: x.place.weight_bytes,
         {
             "device": Place(("weight_slot",)),
-            "pinned": Place(("weight_page",), lambda x: (x.at.home(x.b),)),
+            "pinned": Place(
+                ("weight_page",),
+                lambda x: (x.at.high_half(x.b) if x.place.keeps_high_half else x.at.params(x.b),),
+            ),
             "disk": _EXTENT,
         },
     ),

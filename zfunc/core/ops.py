@@ -5,7 +5,7 @@ Passes through segments are rows of `zfunc.core.pipeline.PASSES`, and operations
 regions; dependencies, memory and plans are derived from them.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from attrs import define, evolve, field
@@ -72,7 +72,7 @@ class OpBuilder:
     def gather(self, b: int) -> Op:
         """Gather the parameters of bucket `b` from all ranks in the bucket's slot on the device."""
         place = self.spec.places[b]
-        slot, fetched = self.at.ring("weight_slot").slot(b), place.params != "device"
+        slot, fetched = self.at.slot_of("weight_slot", b), place.params != "device"
         reads = (slot if fetched else self.at.params(b),)
         nbytes = place.shard_bytes * (self.spec.world - 1)
         number = self.at.number("gather", b)
@@ -133,13 +133,13 @@ class OpBuilder:
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
         """Sum the squares of bucket `b`'s complete gradient on the device, or of the sum that `waits` there."""
-        grad = self.at.waiting(b) if waits else self.at.gradient(b)
-        nbytes = grad.nbytes if waits else self.spec.places[b].shard_bytes
+        place, grad = self.spec.places[b], self.at.waiting(b) if waits else self.at.gradient(b)
+        nbytes = place.waiting_bytes if waits else place.shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
         """Add a delivered gradient to the bucket's fp32 sum, and sum the squares of the sum in that pass."""
-        total, slot = self.at.sum(b, d), self.at.ring("host_slot").slot(b)
+        total, slot = self.at.sum(b, d), self.at.slot_of("host_slot", b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
@@ -214,27 +214,13 @@ class OpBuilder:
             workspace=self.spec.update_workspace if on_device else 0,
         )
 
-    def _gradient(self, b: int) -> Region:
-        """The gradient of bucket `b` that its update reads: where the gradient waits, or in the slot where it has
-        arrived, which may be the state's slot."""
-        place = self.spec.places[b]
-        if place.staged and place.gradient != "device":
-            return self.at.ring("update_slot").slot(b)
-        if place.waits:
-            return self.at.gradient_to_apply(b)
-        return self.at.gradient(b) if place.update == "device" else self.at.ring("host_slot").slot(b)
-
-    def _direction(self, b: int) -> str:
-        """The ring with this rank's slices of update directions, on the device or host that updates bucket `b`."""
-        return "direction_shard" if self.spec.places[b].update == "device" else "host_direction"
-
     def momentum(self, b: int) -> Op:
         """Update the momentum of matrix bucket `b`, and write this rank's slice of the direction, on the host or,
         as `momentum_on_device`, where the state is on the device."""
         place = self.spec.places[b]
-        state = self._updated(b, place.weights)
-        grad, direction = self._gradient(b), self.at.ring(self._direction(b)).give(b)
-        nbytes = 2 * place.bytes_of(place.moments) + self.at.waiting(b).nbytes + place.shard_numel * BF16
+        state = self.at.updated_state(b, place.weights)
+        grad, direction = self.at.applied(b), self.at.direction(b).give(b)
+        nbytes = 2 * place.bytes_of(place.moments) + place.waiting_bytes + place.shard_numel * BF16
         return self._on_state("momentum", (b,), (grad, *state), (*state, direction), nbytes)
 
     momentum_on_device = momentum
@@ -242,14 +228,14 @@ class OpBuilder:
     def gather_direction(self, b: int) -> Op:
         """Gather the slices of bucket `b`'s direction from all ranks, which makes its matrices whole."""
         nbytes = self.spec.places[b].shard_numel * BF16 * (self.spec.world - 1)
-        reads = (self.at("decision"), self.at.ring("direction_shard").slot(b))
+        reads = (self.at("decision"), self.at.slot_of("direction_shard", b))
         whole = self.at.ring("direction_slot").give(b)
         return Op("gather_direction", (b,), "network", reads, (whole,), nbytes=nbytes)
 
     def orthogonalize(self, b: int) -> Op:
         """Make those matrices of bucket `b` orthogonal that this rank's slice has a part of."""
-        work, own = self.spec.places[b].work, self.at.ring("direction_shard").slot(b)
-        whole = (self.at.ring("direction_slot").slot(b),) if self.spec.world > 1 else ()
+        work, own = self.spec.places[b].work, self.at.slot_of("direction_shard", b)
+        whole = (self.at.slot_of("direction_slot", b),) if self.spec.world > 1 else ()
         return Op(
             "orthogonalize",
             (b,),
@@ -269,9 +255,9 @@ class OpBuilder:
         """
         place = self.spec.places[b]
         at, on_device = self.at, place.update == "device"
-        grad = at.ring(self._direction(b)).slot(b) if place.matrices else self._gradient(b)
+        grad = at.direction(b).slot(b) if place.matrices else at.applied(b)
         moments = place.moments if place.matrices else ()  # which `momentum` changes
-        state = self._updated(b, [x.name for x in moments])
+        state = at.updated_state(b, [x.name for x in moments])
         # What is written beside the state: the parameters for the device, unless the state has them.
         if on_device:
             copy = (at.params(b),) if place.params == "device" else ()
@@ -281,7 +267,7 @@ class OpBuilder:
             copy = (at.params(b) if place.params != "device" else at.ring("param_slot").give(b),)
         kept = copy if on_device or place.params != "device" else ()  # by a step that is skipped
         reads = grad, *state, *kept
-        return self._on_state("update", (b,), reads, (*state, *copy), self._sweep_bytes(b))
+        return self._on_state("update", (b,), reads, (*state, *copy), place.update_bytes)
 
     update_on_device = update
 
@@ -298,32 +284,6 @@ class OpBuilder:
         # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
         params, late = self.at.params(b), (self.at("decision"),) if self.spec.deferred else ()
         return Op("all_gather", (b,), "network", (params, *late), (params,), nbytes=nbytes)
-
-    def _updated(self, b: int, but: Collection[str] = ()) -> tuple[Region, ...]:
-        """Regions of bucket `b`'s state that an update changes: in memory and in the slot of the paged state, or in
-        the slot on the device.
-
-        Buffers named in `but` are left out: another operation of the update changes them.
-        """
-        if self.spec.places[b].staged:
-            return (self.at.ring("update_slot").slot(b),)
-        return (*(r for r in self.at.bucket_state(b) if r.buffer not in but), *self.at.paged(b))
-
-    def _sweep_bytes(self, b: int) -> int:
-        """Bytes that bucket `b`'s update moves: state twice, gradient, and the copy unless the state has it.
-
-        An update of whole parameters measures them first. An update of matrices moves the weights alone, and the
-        direction: `momentum` has moved the rest.
-        """
-        place, grad = self.spec.places[b], self.at.waiting(b).nbytes
-        state, copied = place.bytes_of(place.buffers), 0 if place.sends_high_half else place.shard_bytes
-        if place.matrices:
-            return 2 * (state - place.bytes_of(place.moments)) + place.shard_numel * BF16 + copied
-        rest = [
-            x for x in place.buffers if not x.whole
-        ]  # to measure whole parameters: the weights, and thrice
-        measured = 3 * grad + place.bytes_of(rest) if len(rest) < len(place.buffers) else 0  # the gradient
-        return measured + 2 * state + grad + copied
 
     # --- checkpoints, and the state on the disk -----------------------------------------------------------------
 
@@ -357,7 +317,7 @@ class OpBuilder:
     def copy_state(self, b: int) -> Op:
         """Copy the part of bucket `b`'s state that is in memory to its slot, for a commit to the disk."""
         extent, paged = self.spec.extents[b], self.spec.places[b].state == "disk"
-        slot = self.at.ring("state_slot").slot(b) if paged else self.at.ring("state_slot").give(b)
+        slot = self.at.slot_of("state_slot", b) if paged else self.at.ring("state_slot").give(b)
         reads = (self.at("extent", b), *self.at.bucket_state(b), *((slot,) if paged else ()))
         nbytes = 2 * (extent.nbytes - extent.moved_bytes)
         return Op("copy_state", (b,), "host", reads, (slot,), nbytes=nbytes)

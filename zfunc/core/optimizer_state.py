@@ -156,6 +156,9 @@ def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dic
     }
 
 
+PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
+GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
+FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 EMA = StateBuffer("ema", "fp32")
 """The moving average of the weights, beside a state of any format."""
 

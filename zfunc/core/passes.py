@@ -14,14 +14,14 @@ def _weights(at: Regions, _m: int, s: int) -> tuple[Region, ...]:
     """Regions of a segment's parameters, bucket by bucket, and of the model's constants."""
     used, places = at.spec.layout.weights_of(s), at.spec.places
     return (
-        *(at.ring("weight_slot").slot(b) if places[b].streamed else at.params(b) for b in used),
+        *(at.slot_of("weight_slot", b) if places[b].streamed else at.params(b) for b in used),
         *at.constants,
     )
 
 
 def _left(at: Regions, m: int, s: int) -> tuple[Region, ...]:
     """Regions that forward has left for backward, where they are now: on the device or in a slot."""
-    return at.left_by_forward(m, s) if at.spec.activations[s] == "device" else (at.ring("act_slot").slot(s),)
+    return at.left_by_forward(m, s) if at.spec.activations[s] == "device" else (at.slot_of("act_slot", s),)
 
 
 def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:

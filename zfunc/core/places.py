@@ -12,7 +12,9 @@ from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import ELEMENTWISE, Bucket, Layout, UpdateWork
 from zfunc.core.mesh import DeviceMesh
 from zfunc.core.optimizer_state import (
+    GRADIENT,
     HIGH_HALF,
+    PARAMS,
     STATE_FORMATS,
     StateBuffer,
     moment_buffers,
@@ -92,16 +94,6 @@ class BucketPlaces:
         return self.matrices or any(x.whole for x in self.buffers)
 
     @property
-    def fetched_anywhere(self) -> bool:
-        """Whether several devices of a process may use the bucket: each fetches it, and the host updates it."""
-        return self.params != "device" and self.update != "device"
-
-    @property
-    def lands(self) -> bool:
-        """Whether the bucket's gradients arrive off the device in a slot, to be applied or added at once."""
-        return self.added or not self.waits
-
-    @property
     def sends_high_half(self) -> bool:
         """Whether the device's copy of the bucket's parameters is the high half of the master weights."""
         return self.dtype == "bf16" and any(x.name == HIGH_HALF for x in self.buffers)
@@ -121,6 +113,13 @@ class BucketPlaces:
         """Bytes of a rank's slice of the bucket's parameters, in their dtype on the device."""
         return self.shard_numel * self.element_bytes
 
+    @property
+    def in_memory(self) -> tuple[StateBuffer, ...]:
+        """The buffers of the bucket's optimizer state that memory has between steps."""
+        if self.state != "disk":
+            return self.buffers
+        return tuple(x for x in self.buffers if x.name == HIGH_HALF and self.keeps_high_half)
+
     def bytes_of(self, buffers: Iterable[StateBuffer]) -> int:
         """Bytes of `buffers` of the optimizer state for a rank's slice of the bucket."""
         return sum(x.nbytes(self.shard_numel) for x in buffers)
@@ -134,6 +133,43 @@ class BucketPlaces:
     def delivered_bytes(self) -> int:
         """Bytes of a rank's slice of the bucket's gradient when it leaves the device."""
         return self.shard_numel * DTYPES[self.delivered_dtype].nbytes
+
+    @property
+    def waiting_dtype(self) -> Dtype:
+        """The dtype of the bucket's gradient, or of the sum of several, that waits in memory for the update."""
+        return "fp32" if self.added else self.dtype
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of a rank's slice of the bucket's gradient that waits in memory for the update."""
+        return self.shard_numel * DTYPES[self.waiting_dtype].nbytes
+
+    @property
+    def staged_bytes(self) -> dict[str, int]:
+        """Bytes by part of the slot on the device in which the bucket is updated: its state, parameters that live
+        elsewhere and are no part of the state, and a gradient that waited elsewhere."""
+        parts = {x.name: x.nbytes(self.shard_numel) for x in self.buffers}
+        if self.params != "device" and not self.sends_high_half:
+            parts[PARAMS] = self.weight_bytes
+        if self.gradient != "device":
+            parts[GRADIENT] = self.waiting_bytes
+        return parts
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that the bucket's update moves: state twice, gradient, the device's copy unless the state has it.
+
+        An update of whole parameters measures them first. An update of matrices moves the weights alone, and the
+        direction: the update of the momentum has moved the rest.
+        """
+        state, copied = self.bytes_of(self.buffers), 0 if self.sends_high_half else self.shard_bytes
+        if self.matrices:
+            weights, direction = state - self.bytes_of(self.moments), self.shard_numel * DTYPES["bf16"].nbytes
+            return 2 * weights + direction + copied
+        rest = [x for x in self.buffers if not x.whole]
+        # To measure whole parameters: the weights, and thrice the gradient.
+        measured = 3 * self.waiting_bytes + self.bytes_of(rest) if len(rest) < len(self.buffers) else 0
+        return measured + 2 * state + self.waiting_bytes + copied
 
 
 def make_places(

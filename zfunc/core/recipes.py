@@ -452,7 +452,7 @@ def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
         yield emit.all_gather(b)
     if spec.settings.ema is not None:
         yield emit.average(b)
-    if spec.swaps and spec.commit and emit.at.bucket_state(b):
+    if spec.swaps and spec.commit and place.in_memory:
         yield emit.copy_state(b)
         yield emit.page_out_all(b)
     elif place.state == "disk":

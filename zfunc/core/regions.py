@@ -1,21 +1,21 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from typing import Any, TypeVar, cast
 
 from attrs import define, evolve, field, frozen
 
-from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.core.dtypes import Dtype
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import EVERY, Lifetime, Region, Role, Tier, of_stage
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer
 from zfunc.core.pipeline import B, F, W
 from zfunc.core.slots import ALIKE, Ring
-from zfunc.core.spec import ALLOCATION, GRADIENT, PARAMS, StepSpec
+from zfunc.core.spec import ALLOCATION, StepSpec
 
 BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
@@ -88,18 +88,14 @@ def _delayed(spec: StepSpec, i: Index) -> Lifetime:
     return "state" if spec.deferred and spec.places[i[-1]].state != "device" else "program"
 
 
-def _dtype_of(spec: StepSpec, i: Index) -> Dtype:
-    return spec.places[i[-1]].dtype
-
-
-def _waiting(dtype: Dtype | None, tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
-    """The row of a gradient that waits for its update, in `dtype`, or in the dtype of its bucket's parameters."""
-
-    def nbytes(spec: StepSpec, i: Index) -> int:
-        place = spec.places[i[-1]]
-        return place.shard_numel * DTYPES[dtype or place.dtype].nbytes
-
-    return Row(nbytes, tier, _delayed, dtype or _dtype_of, "grad_shard", _home_of)
+def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
+    """The row of a gradient that waits for its update."""
+    return Row(
+        lambda spec, i: spec.places[i[-1]].waiting_bytes,
+        *(tier, _delayed),
+        lambda spec, i: spec.places[i[-1]].waiting_dtype,
+        *("grad_shard", _home_of),
+    )
 
 
 def _slot(tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Row:
@@ -111,7 +107,9 @@ def _slot(tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Row:
 _PARAMS = Row(
     lambda spec, i: spec.places[i[-1]].weight_bytes,
     lambda spec, i: "device" if spec.places[i[-1]].params == "device" else "pinned",
-    *("state", _dtype_of, "params", _home_of),
+    "state",
+    lambda spec, i: spec.places[i[-1]].dtype,
+    *("params", _home_of),
 )
 REGIONS: dict[str, Row] = {
     # of a micro-batch
@@ -147,17 +145,16 @@ REGIONS: dict[str, Row] = {
     # of a bucket
     "squares": Row(_square_bytes, "device", "program", "fp64", "squares"),  # sums of those of its gradient
     "host_squares": Row(_square_bytes, "pinned", "program", "fp64", "squares"),
-    "extent": Row(
-        _extent_bytes, "disk", "state", "uint8", "state", _home_of
-    ),  # its state, or frozen parameters
+    # its state, or frozen parameters
+    "extent": Row(_extent_bytes, "disk", "state", "uint8", "state", _home_of),
     "sent": Row(0, "host"),  # and of a delivery: it orders a collective before the decision
     "params": _PARAMS,
     "frozen": _PARAMS,
-    "host_grad": _waiting(None, "pinned"),
+    "host_grad": _waiting("pinned"),
     # of several deliveries
-    "grad_sum": _waiting("fp32", lambda spec, i: "host" if spec.places[i[-1]].update == "host" else "pinned"),
-    "device_grad": _waiting(None, "device"),
-    "device_sum": _waiting("fp32", "device"),
+    "grad_sum": _waiting(lambda spec, i: "host" if spec.places[i[-1]].update == "host" else "pinned"),
+    "device_grad": _waiting("device"),
+    "device_sum": _waiting("device"),
     "spilled": Row(  # a gradient that waits on the disk
         lambda spec, i: whole_blocks(spec.places[i[-1]].delivered_bytes),
         *("disk", _delayed, "uint8", None, _home_of),
@@ -290,10 +287,6 @@ class Regions:
         """The parameters of bucket `b` where they live: on the device or in pinned memory, all or a slice."""
         return self("params" if self.spec.places[b].trainable else "frozen", b)
 
-    def home(self, b: int) -> Region:
-        """Parameters of bucket `b`, trainable or frozen, in host memory, in the dtype that the device gets."""
-        return self.high_half(b) if self.spec.places[b].keeps_high_half else self.params(b)
-
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
         """Residuals that forward of segment `s` keeps beside its output; () if backward recomputes them."""
         kept = not self.spec.recompute[s] or s in self.spec.stateful
@@ -305,19 +298,23 @@ class Regions:
             own = self._rings[self.device] = self._rings_of(self.device)
         return own[buffer]
 
+    def slot_of(self, buffer: str, item: int) -> Region:
+        """The slot that holds `item` in the ring of `buffer`. Raises PlanError if no slot does."""
+        return self.ring(buffer).slot(item)
+
     @_once
     def _rings_of(self, device: int) -> dict[str, Ring]:
         own = {ring.region.buffer: ring for ring in rings(self, device)}
         return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in own.items()}
 
-    def slots(self, buffer: str, device: int) -> Region:
+    def blank_slot(self, buffer: str, device: int) -> Region:
         """A slot of `buffer` without number and size, from which `Ring` makes its slots."""
         number = self._number(_for(REGIONS[buffer].tier, self.spec, ()), device)
         return self._made(buffer, REGIONS[buffer], (number,) if number else (), device)
 
     def gradient(self, b: int) -> Region:
         """The flat gradient of bucket `b` on the device: in a slot, or in stage 1 in a buffer of its own."""
-        return self._whole_sum(b) if self.spec.settings.stage == 1 else self.ring("grad_slot").slot(b)
+        return self._whole_sum(b) if self.spec.settings.stage == 1 else self.slot_of("grad_slot", b)
 
     @_once
     def _whole_sum(self, b: int) -> Region:
@@ -327,17 +324,16 @@ class Regions:
 
     def delivered(self, b: int) -> Region:
         """The region with this rank's slice of bucket `b`'s gradient on the device, about to be delivered."""
-        return self.ring("sum_slot").slot(b) if self.spec.places[b].summed else self.gradient(b)
+        return self.slot_of("sum_slot", b) if self.spec.places[b].summed else self.gradient(b)
 
     def buffers(self, s: int, *, new: bool) -> tuple[Region, ...]:
         """The module buffers that forward of segment `s` changes, if any: those of the State, or `new` ones."""
-        return (
-            (self("next_module_buffers" if new else "module_buffers", s),) if s in self.spec.stateful else ()
-        )
+        buffer = "next_module_buffers" if new else "module_buffers"
+        return (self(buffer, s),) if s in self.spec.stateful else ()
 
     def room(self, s: int) -> tuple[Region, ...]:
         """A slot without bytes: forward of segment `s` waits for it until older activations are on the host."""
-        return (self.ring("act_room").slot(s),) if s in self.ring("act_room") else ()
+        return (self.slot_of("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
         """Host memory of this device for the keys of a row, if the passes of segment `s` keep keys there."""
@@ -363,7 +359,17 @@ class Regions:
 
     def gradient_to_apply(self, b: int) -> Region:
         """The gradient of bucket `b` that waits for its update, in memory; in a page if the disk has it."""
-        return self.ring("grad_page").slot(b) if self.spec.places[b].gradient == "disk" else self.waiting(b)
+        return self.waiting(b) if self.spec.places[b].gradient != "disk" else self.slot_of("grad_page", b)
+
+    def applied(self, b: int) -> Region:
+        """The gradient of bucket `b` that its update reads: where the gradient waits, or in the slot where it has
+        arrived, which may be the state's slot."""
+        place = self.spec.places[b]
+        if place.staged and place.gradient != "device":
+            return self.slot_of("update_slot", b)
+        if place.waits:
+            return self.gradient_to_apply(b)
+        return self.gradient(b) if place.update == "device" else self.slot_of("host_slot", b)
 
     def waiting(self, b: int) -> Region:
         """The gradient of bucket `b` that waits in memory for its update; a sum if a step adds up several."""
@@ -371,17 +377,6 @@ class Regions:
         if place.gradient == "device":
             return self("device_sum" if place.added else "device_grad", b)
         return self("grad_sum" if place.added else "host_grad", b)
-
-    def staged_bytes(self, b: int) -> dict[str, int]:
-        """Bytes by part of the slot on the device in which bucket `b` is updated: its state, parameters that live
-        elsewhere and are no part of the state, and a gradient that waited elsewhere."""
-        place = self.spec.places[b]
-        parts = {x.name: x.nbytes(place.shard_numel) for x in place.buffers}
-        if place.params != "device" and not place.sends_high_half:
-            parts[PARAMS] = place.weight_bytes
-        if place.gradient != "device":
-            parts[GRADIENT] = self.waiting(b).nbytes
-        return parts
 
     def state(self) -> Iterator[Region]:
         """The regions of a State, which have the lifetime "state" in operations of any recipe; of a rank in a
@@ -415,11 +410,23 @@ class Regions:
     @_once
     def bucket_state(self, b: int) -> tuple[Region, ...]:
         """Optimizer state of bucket `b` in memory; the buffers that are copied to the device are pinned."""
-        place, kinds = self.spec.places[b], self.spec.places[b].buffers
-        if place.state == "disk":
-            kinds = [x for x in kinds if x.name == HIGH_HALF and place.keeps_high_half]
+        place = self.spec.places[b]
         sent = HIGH_HALF if place.sends_high_half else ""
-        return tuple(self.of_state(x, b, place.staged or x.name == sent) for x in kinds)
+        return tuple(self.of_state(x, b, place.staged or x.name == sent) for x in place.in_memory)
+
+    def updated_state(self, b: int, but: Collection[str] = ()) -> tuple[Region, ...]:
+        """Regions of bucket `b`'s state that an update changes: in memory and in the slot of the paged state, or in
+        the slot on the device.
+
+        Buffers named in `but` are left out: another operation of the update changes them.
+        """
+        if self.spec.places[b].staged:
+            return (self.slot_of("update_slot", b),)
+        return (*(r for r in self.bucket_state(b) if r.buffer not in but), *self.paged(b))
+
+    def direction(self, b: int) -> Ring:
+        """The ring with this rank's slices of update directions, on the device or host that updates bucket `b`."""
+        return self.ring("direction_shard" if self.spec.places[b].update == "device" else "host_direction")
 
     @_once
     def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
@@ -439,17 +446,15 @@ class Regions:
         """The slot of bucket `b`'s state, if that lives on the disk; of a frozen bucket on the disk, its page."""
         place = self.spec.places[b]
         if place.state == "disk":
-            return (self.ring("state_slot").slot(b),)
-        return (self.ring("weight_page").slot(b),) if place.params == "disk" and not place.trainable else ()
+            return (self.slot_of("state_slot", b),)
+        return (self.slot_of("weight_page", b),) if place.params == "disk" and not place.trainable else ()
 
     def saved(self, b: int) -> tuple[Region, ...]:
         """Regions in memory that a checkpoint saves of bucket `b`: state and average, or frozen parameters."""
         if not (place := self.spec.places[b]).trainable:
             return () if place.params == "disk" else (self.params(b),)
-        return (
-            *self.bucket_state(b),
-            *((self.of_state(EMA, b),) if self.spec.settings.ema is not None else ()),
-        )
+        average = (self.of_state(EMA, b),) if self.spec.settings.ema is not None else ()
+        return (*self.bucket_state(b), *average)
 
     def written(self, b: int) -> Region:
         """A region with the bytes that a checkpoint writes of bucket `b`."""
@@ -484,10 +489,10 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
         depth: int,
         kinds: Mapping[int, Dtype] = ALIKE,
     ) -> Ring:
-        return Ring.reused(at.slots(buffer, device), sizes, groups, depth, kinds)
+        return Ring.reused(at.blank_slot(buffer, device), sizes, groups, depth, kinds)
 
     def passing(buffer: str, sizes: dict[int, int], order: Sequence[int], depth: int, *kinds: Any) -> Ring:
-        return Ring.passing(at.slots(buffer, device), sizes, order, depth, *kinds)
+        return Ring.passing(at.blank_slot(buffer, device), sizes, order, depth, *kinds)
 
     def here(segments: Iterable[int], *ways: str) -> list[int]:
         there = spec.mesh.segments_on(device, *ways)
@@ -522,7 +527,7 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
     states = {x.index: spec.extents[x.index].nbytes for x in (offloaded if spec.swaps else ())}
     yield reused("state_slot", states, [[b] for b in states], settings.state_slots)
     staged = [x.index for x in at_home if x.staged]
-    updated = {b: sum(map(whole_blocks, at.staged_bytes(b).values())) for b in staged}
+    updated = {b: sum(map(whole_blocks, places[b].staged_bytes.values())) for b in staged}
     yield reused("update_slot", updated, [[b] for b in updated], settings.state_slots)
     spilled = {x.index: whole_blocks(x.delivered_bytes) for x in leaving if x.gradient == "disk"}
     yield reused("grad_page", spilled, [[b] for b in spilled], slots, delivered)
@@ -532,14 +537,10 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
     parts = [(s, part) for s in backward for part in layout.contributions(s)]
     completed = [b for s, (b, _, group) in parts if s == group[-1]]
     packed = (places[b] for b in sorted(made) if settings.stage != 1)
-    yield passing(
-        "grad_slot",
-        {x.index: x.numel * x.element_bytes for x in packed},
-        completed,
-        slots,
-        dtypes,
-    )
-    landing = {x.index: x.delivered_bytes for x in leaving if x.lands}
+    sizes = {x.index: x.numel * x.element_bytes for x in packed}
+    yield passing("grad_slot", sizes, completed, slots, dtypes)
+    # Off the device a gradient has a slot if it is applied or added at once.
+    landing = {x.index: x.delivered_bytes for x in leaving if x.added or not x.waits}
     homes = {b: places[b].home for b in landing}  # a device does not wait for what another sends
     yield passing("host_slot", landing, completed, slots, delivered, homes)
     sent = {x.index: x.shard_bytes for x in offloaded if not x.staged and x.params == "device"}

@@ -10,7 +10,7 @@ from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, round_up
 from zfunc.core.mesh import DeviceMesh
-from zfunc.core.optimizer_state import HIGH_HALF, MASTER, STATE_FORMATS
+from zfunc.core.optimizer_state import FROZEN, MASTER, PARAMS, STATE_FORMATS
 from zfunc.core.pipeline import PASSES, Order, Pass, passes_in
 from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings
@@ -20,9 +20,6 @@ from zfunc.values import of_type
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 HOP = 10_000  # FLOPs of a device while a byte comes from another, about
-PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
-GRADIENT = "gradient"  # of a bucket, in a slot with the state that it updates
-FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 # Fields that decide which device makes a pass, and where data is.
 PLACING = "layout", "settings", "world", "resident", "paged", "order", "stage", "peers", "buffer_bytes"
 EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for equal ones"
@@ -167,7 +164,9 @@ class StepSpec:
                 refuse(name, got, expected, "make it with zfunc.core.bucketing")
         if self.mesh.made_on and self._placed is None:
             stay = {s for s, place in enumerate(self.activations) if place == "device"}
-            self.mesh.check(stay, self.stateful, {x.index for x in self.places if x.fetched_anywhere})
+            # Several devices may use what each of them fetches and the host updates.
+            shared = {x.index for x in self.places if "device" not in (x.params, x.update)}
+            self.mesh.check(stay, self.stateful, shared)
             self.mesh.check_sums(self.passes)  # whose devices do not wait for each other
 
     @cached_property
@@ -310,8 +309,5 @@ def _extent(place: BucketPlaces, *, master: bool) -> Extent:
     parts = [(x.name, x.nbytes(numel)) for x in place.buffers]
     if place.params == "disk" and not place.sends_high_half:
         parts.append((PARAMS, params))
-    if place.state == "disk":
-        in_memory = {HIGH_HALF} if place.keeps_high_half else set[str]()
-    else:
-        in_memory = {x for x, _ in parts}
+    in_memory = {x.name for x in place.in_memory}
     return Extent.of([x for x in parts if x[0] not in in_memory], [x for x in parts if x[0] in in_memory])

@@ -19,9 +19,9 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
+from zfunc.core.optimizer_state import GRADIENT, PARAMS
 from zfunc.core.pipeline import B, F
 from zfunc.core.places import BucketPlaces
-from zfunc.core.spec import GRADIENT, PARAMS
 from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs

@@ -16,8 +16,7 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
 from zfunc.core.layout import LEFT, Bucket
-from zfunc.core.optimizer_state import HIGH_HALF, state_slice
-from zfunc.core.spec import GRADIENT, PARAMS
+from zfunc.core.optimizer_state import GRADIENT, HIGH_HALF, PARAMS, state_slice
 from zfunc.engine.stages.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.engine.state.memory import Flat
 from zfunc.optim.base import gathers_calls

@@ -24,8 +24,8 @@ from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region, Tier
 from zfunc.core.layout import Bucket, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, MASTER
-from zfunc.core.spec import ALLOCATION, FROZEN, PARAMS, StepSpec
+from zfunc.core.optimizer_state import FROZEN, HIGH_HALF, MASTER, PARAMS
+from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.engine.trace.tensor_memory import byte_range, storage_of
 from zfunc.errors import CheckpointError, DiskError
 from zfunc.runtime.accelerator import on_accelerator

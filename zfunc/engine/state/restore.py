@@ -16,8 +16,8 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer
-from zfunc.core.spec import FROZEN, StepSpec
+from zfunc.core.optimizer_state import EMA, FROZEN, HIGH_HALF, MASTER, STATE_FORMATS, StateBuffer
+from zfunc.core.spec import StepSpec
 from zfunc.engine.state.state import Buffers
 from zfunc.engine.state.weights import begin_averages
 from zfunc.errors import CheckpointError

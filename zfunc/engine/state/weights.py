@@ -10,8 +10,8 @@ from torch import Tensor
 
 from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Bucket, Layout, Span
-from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, state_slice
-from zfunc.core.spec import FROZEN, PARAMS, StepSpec
+from zfunc.core.optimizer_state import EMA, FROZEN, HIGH_HALF, MASTER, PARAMS, state_slice
+from zfunc.core.spec import StepSpec
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.state import Buffers
 from zfunc.optim.formats import initial_state, master_weights, split_to_even

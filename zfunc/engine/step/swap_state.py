@@ -16,8 +16,8 @@ from zfunc.checkpoint.swap_file import SwapHeader, new_header
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
-from zfunc.core.optimizer_state import MASTER
-from zfunc.core.spec import FROZEN, StepSpec
+from zfunc.core.optimizer_state import FROZEN, MASTER
+from zfunc.core.spec import StepSpec
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.move_stages import commit_on_all
 from zfunc.engine.state.state import Buffers, State
