@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_316,
+    "core": 7_325,
     "schedules and ground": 1_498,
     "runtime": 3_658,
     "optim": 3_137,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 5_098,
     "train": 6_043,
     "cli": 2_719,
-    "tests": 48_707,
+    "tests": 48_718,
     "course": 5_266,
     "benchmarks": 5_050,
     "docs": 1_850,
