@@ -46,7 +46,7 @@ class Item:
 
 WIDE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 --batch-size 10"
 TOY_GPT = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --batch-size 2"
-TOY_TEST = "tests/device/test_device_laws.py::test_peak_memory_is_as_planned[pretend-settings2]"
+TOY_TEST = "tests/device/test_device_memory.py::test_peak_memory_is_as_planned[pretend-settings2]"
 ITEMS = (
     Item(
         "tests",

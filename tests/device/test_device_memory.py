@@ -1,0 +1,337 @@
+"""Memory of a device: peaks as planned, to the byte on the pretend device; what does not fit is refused."""
+
+import gc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_training import LIBRARIES, InPieces, at_night, compiled, gpt
+from device_training import run as run_steps
+from quantized_models import BATCH, modules, segments_of
+from small_models import Loss
+from torch import Tensor, nn
+
+import zfunc
+from zfunc.core.extents import whole_blocks
+from zfunc.core.memory_model import persistent_bytes
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.rows import row_attention
+from zfunc.engine.rows.tiled_vjp import tiled_vjp
+from zfunc.engine.state.memory import ActivationSlot
+from zfunc.engine.trace import vjp
+from zfunc.engine.trace.host_keys import HostMemory, keys_in
+from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.errors import OutOfMemory
+from zfunc.models.gpt import gpt_segments
+from zfunc.models.gpt_config import GPTConfig
+from zfunc.optim.by_name import make_optimizer
+from zfunc.runtime.host_memory import alloc_host
+
+SEVERAL: dict[str, Any] = {"micro_batches": 4, "tied": False}
+DEALT: list[dict[str, Any]] = [
+    {"order": "RoundPipe", "activations_on": "host", "slots": 1, "clip_norm": 1.0},
+    {"order": "LoopedBFS", "recompute": "min-cut", "defer": True},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(at_night({"recompute": how}) for how in ("all", "min-cut")),
+        {"recompute": "none", "clip_norm": 1.0, "defer": True},
+        {"update_on": "device", "clip_norm": 1.0, "defer": True},
+        at_night({"update_on": "device", "params_on": "host", "slots": 1, "clip_norm": 1.0}),
+        {"params_on": "host", "clip_norm": 1.0, "micro_batches": 2},
+        {"recompute": "all,min-cut", "activations_on": "host,device"},
+        {"params_on": "host", "activations_on": "host", "slots": 1, "clip_norm": 1.0, "defer": True},
+        {"recompute": "none", "head": InPieces},
+        at_night({"recompute": "min-cut", "head": InPieces}),
+        {"layers": 2, "recompute": "all", "packed": True},
+        *(at_night({"recompute": how, "packed": True}) for how in ("none", "min-cut")),
+        at_night({"tiles": 4, "recompute": "all", "packed": True}),
+        {"optimizer": make_optimizer("muon"), "clip_norm": 1.0},
+        at_night({"tiles": 4, "recompute": "all"}),
+        at_night(
+            {"tiles": 8, "recompute": "all", "activations_on": "host", "params_on": "host", "clip_norm": 1.0}
+        ),
+        {"layers": 2, "tiles": 4, "recompute": "all", "activations_on": "host", "keys_on": "host"},
+        at_night({**SEVERAL, "devices": 2, "recompute": "all"}),
+        at_night({**SEVERAL, "devices": 3, "recompute": "none"}),
+        {**SEVERAL, "devices": 4, "recompute": "min-cut"},
+        *({"devices": 3, "micro_batches": 4, "params_on": "host", **more} for more in DEALT),
+    ],
+)
+def test_peak_memory_is_as_planned(
+    device: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte on the pretend device, whose allocator counts exactly, and which attends documents by tiles."""
+    monkeypatch.setattr(row_attention, "TILE", 6)
+    check_peak(device, *gpt(device, **settings))
+
+
+@pytest.mark.parametrize("keys_on", ["device", "host"])
+def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any, keys_on: str) -> None:
+    """To the byte, from 3 tiles to 4. For each token of the row there is y in forward; in backward nothing,
+    as the input's gradient is where the output's was. Keys and values on the device are beside them, in backward
+    with their gradients in fp32."""
+    controls.delay(0.0, 0)
+    hidden, tile, left = 32, 128, set[tuple[int, int]]()
+    config = GPTConfig(vocab_size=8, seq_length=8, num_layers=1, hidden_size=hidden, num_attention_heads=1)
+    block = gpt_segments(config)[1]
+    values = {k: t.to(device, torch.bfloat16) for k, t in block.initial(0).items()}
+    weights = vjp.SegmentWeights({short: values[full] for short, full in block.by_short.items()}, {})
+    for tokens in (384, 512):
+        options = PassOptions("all", tiles=tokens // tile)
+        passes = tiled_vjp(block.function, options, evaluate=block.evaluation)
+        x = torch.rand(1, tokens, hidden, device=device).bfloat16()
+        passes.backward(weights, (x,), None, [passes.forward(weights, (x,))[0]])  # traced and compared
+        given, peaks = torch.rand_like(x), list[int]()
+        room = alloc_host(2 * (2 + 4) * hidden * tokens, torch.uint8, pinned_for=x.device)
+        host, kept_bytes = (HostMemory(room), 0) if keys_on == "host" else (None, 2 * 2 * hidden * tokens)
+        for run in (passes.forward, lambda *a, g=given, p=passes: p.backward(*a, None, [g])):
+            gc.collect()
+            before = torch.accelerator.memory_allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            with keys_in(host):
+                kept = run(weights, (x,))
+            peaks.append(torch.accelerator.max_memory_allocated() - before)
+            torch.accelerator.synchronize()  # before the host's memory goes
+            del kept
+        left.add((peaks[0] - 2 * hidden * tokens - kept_bytes, peaks[1] - 3 * kept_bytes))
+        assert host is None or host.nbytes == room.nbytes
+    assert len(left) == 1, left
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tiles"), [(4096, 16), pytest.param(131_072, 128, marks=pytest.mark.slow)]
+)
+def test_a_long_row_trains_in_a_quarter_of_what_it_needs_whole(
+    controls: Any, tokens: int, tiles: int
+) -> None:
+    """Of what is planned with fused attention, which the pretend device does not have. The longer row, minutes
+    there, trains alone."""
+    transformers = pytest.importorskip("transformers")
+    controls.delay(0.0, 0)
+    row = torch.randint(512, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
+    batch, sizes = (row[:, :-1], row[:, 1:]), {"hidden_size": 64, "intermediate_size": 176, "vocab_size": 512}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=tokens)
+    segments = zfunc.hf.segments(transformers.AutoModelForCausalLM.from_config(config))
+    losses = list[float]()
+    for place, number in (("cpu", 1), ("pretend", tiles)):
+        given = {"precision": "fp32", "recompute": "all", "clip_norm": 1.0, "tiles": number, "device": place}
+        program = zfunc.compile(segments, optimizer=zfunc.AdamW(lr=1e-3), patience=1e4, **given)
+        if place == "cpu":
+            whole = specialize(program, batch).memory["device"].nbytes
+            if tokens > 5000:
+                continue
+        else:
+            controls.set_capacity(0, torch.accelerator.memory_allocated() + whole // 4)
+        state = zfunc.init(program, seed=1)
+        for _ in range(2 if tokens < 5000 else 1):
+            state, metrics = zfunc.train_step(program, state, batch)
+        losses.append(metrics.loss)
+    assert losses[-1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_what_a_kernel_keeps_on_the_host_stays_there(device: str) -> None:
+    """Fused attention reads the seed of its dropout on the host, whatever tier activations pass through."""
+    memory = lambda where: ActivationSlot(torch.zeros(4096, dtype=torch.uint8, device=where))  # noqa: E731
+    out, seed = torch.arange(5.0, device=device), torch.tensor(7)
+    page, read, slot = memory("cpu"), memory("cpu"), memory(device)
+    page.put({"out": out, "more": [seed]})
+    read.flat.copy_(page.flat)
+    read.hold(page)
+    slot.put(read.tree)
+    torch.accelerator.synchronize()
+    assert slot.tree["more"][0] is seed
+    assert slot.tree["out"].device == out.device
+    assert slot.tree["out"].tolist() == out.tolist()
+
+
+def check_peak(device: str, program: Any, batch: Any) -> None:
+    """Of each device."""
+    gc.collect()
+    before = [*map(torch.accelerator.memory_allocated, program.devices)]
+    state = zfunc.init(program)
+    for _ in range(2):
+        state, _ = zfunc.train_step(program, state, batch)
+    for one in program.devices:
+        torch.accelerator.reset_peak_memory_stats(one)
+    zfunc.train_step(program, state, batch)
+    peaks = specialize(program, batch).memory
+    for (place, one), empty in zip(program.memories.items(), before, strict=True):
+        measured, planned = torch.accelerator.max_memory_allocated(one) - empty, peaks[place].nbytes
+        assert measured <= planned + LIBRARIES[device]
+        # The plan holds in any timing: all that a peer sends may have come before the first of it is used.
+        assert planned <= 1.12 * measured + LIBRARIES[device]
+
+
+@pytest.mark.parametrize("params_on", ["device", "host"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_peak_memory_of_encoded_weights_is_as_planned(device: str, kind: str, params_on: str) -> None:
+    own = zfunc.quantized(segments_of(modules()), kind)
+    settings: dict[str, Any] = {"params_on": params_on, "device": device, "precision": "bf16"}
+    check_peak(device, zfunc.compile(own, **settings), BATCH)
+
+
+def test_adapters_train_on_a_tenth_of_the_models_memory(device: str, controls: Any) -> None:
+    """With the frozen weights in 4 bits on the host, and the bits of a device with room for all of them."""
+    own = zfunc.quantized(segments_of(modules(40, 512)))
+    given: dict[str, Any] = {"device": device, "precision": "bf16", "optimizer": zfunc.AdamW(lr=1e-4)}
+    made = list[list[float]]()
+    for place in ("device", "host"):
+        program = zfunc.compile(own, **given, params_on=place)
+        if place == "host":
+            empty = torch.accelerator.memory_allocated()
+            controls.set_capacity(0, empty + 2 * program.layout.num_parameters // 10)
+        made.append([x for x, _ in run_steps(program, lambda _: BATCH)[0]])
+    assert made[0] == made[1]
+    assert made[0][-1] < made[0][0]
+
+
+@pytest.mark.slow
+def test_a_billion_parameters_train_on_a_tenth_of_their_memory(
+    device: str, controls: Any, tmp_path: Path
+) -> None:
+    """A folder of transformers in bf16, packed into NF4 as it is read, under adapters of peft."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 512}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=32, num_key_value_heads=8)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        p.data.normal_(std=0.02) if p.dim() > 1 else p.data.fill_(1)
+    model.save_pretrained(tmp_path)
+    numel = sum(p.numel() for p in model.parameters())
+    assert numel > 0.97e9
+    del model
+    lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    _, segments = zfunc.hf.load(tmp_path, quantize="nf4", lora=lora)
+    how = {"optimizer": zfunc.AdamW(lr=1e-3), "precision": "bf16", "device": device}
+    program = zfunc.compile(segments, **how, params_on="host", activations_on="host")
+    controls.set_capacity(0, torch.accelerator.memory_allocated() + 2 * numel // 10)
+    tokens = torch.randint(512, (1, 33), generator=torch.Generator().manual_seed(0))
+    seen, _ = run_steps(program, lambda _: (tokens[:, :-1], tokens[:, 1:]), steps=2)
+    losses = [x for x, _ in seen]
+    assert losses[-1] < losses[0]
+
+
+def test_updates_on_the_device_take_its_slots_and_the_gradients_that_wait_alone(device: str) -> None:
+    """Of kept memory: what a step allocates beside it is another law's."""
+    taken, planned, kept = dict[str, int](), dict[str, int](), dict[str, Counter[str]]()
+    for place in ("host", "device"):
+        program, batch = gpt(device, update_on=place, clip_norm=1.0, recompute="all")
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+        state = zfunc.init(program)
+        zfunc.train_step(program, state, batch)
+        taken[place] = torch.accelerator.memory_allocated() - before
+        planned[place] = persistent_bytes(program.plan.graph)["device"]
+        kept[place] = Counter()
+        for r in (r for r in program.plan.graph.regions if r.kept and r.tier == "device"):
+            kept[place][r.buffer] += r.nbytes
+        del state
+    more = kept["device"] - kept["host"]
+    # The head's weights are tied: a sum, of which the host measures the squares otherwise.
+    assert more.keys() == {"update_slot", "device_grad", "device_sum", "squares"}
+    assert not kept["host"] - kept["device"]
+    assert more["device_grad"] + more["device_sum"] // 2 == 2 * program.layout.numel
+    largest = max(3 * whole_blocks(4 * b.numel) for b in program.layout.buckets)
+    assert more["update_slot"] <= program.settings.state_slots * largest
+    assert taken["device"] - taken["host"] == planned["device"] - planned["host"]
+    assert abs(planned["device"] - planned["host"] - more.total()) < 512  # a buffer is rounded up, in either
+
+
+def test_init_never_has_the_whole_model_on_the_device(device: str) -> None:
+    program, _ = gpt(device, params_on="host", stage=3)
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    state = zfunc.init(program)
+    peak = torch.accelerator.max_memory_allocated() - before
+    assert peak == torch.accelerator.memory_allocated() - before  # the slots, which stay
+    assert peak < sum(2 * bucket.numel for bucket in program.layout.buckets)
+    assert state.step == 0
+
+
+class Gated(nn.Module):
+    """Wide, and its output is a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        return torch.tanh(z * torch.sigmoid(z))
+
+
+@pytest.mark.parametrize("settings", [{"recompute": "none"}, {"recompute": "min-cut", "params_on": "host"}])
+def test_an_output_that_is_a_residual_counts_until_its_backward(
+    device: str, settings: dict[str, Any]
+) -> None:
+    modules = {"below": Gated(), "narrow": nn.Linear(512, 8), "above": Gated(), "loss": Loss(512)}
+    segments = [zfunc.segment(name, module) for name, module in modules.items()]
+    program = zfunc.compile(segments, device=device, schedule="Overlapped", **settings)
+    check_peak(device, program, (torch.ones(1024, 8), torch.ones(1024)))
+
+
+def test_slots_of_activations_that_do_not_fit_are_refused_before_they_are_allocated(controls: Any) -> None:
+    program, data = compiled("pairs", "pretend", activations_on="host")
+    state, before = zfunc.init(program), torch.accelerator.memory_allocated()
+    planned = specialize(program, data(0)).memory["device"]
+    controls.set_capacity(0, before + planned.transient)
+    with pytest.raises(OutOfMemory, match="nothing was allocated"):
+        zfunc.train_step(program, state, data(0))
+    assert torch.accelerator.memory_allocated() == before
+    controls.set_capacity(0, 1 << 30)
+    zfunc.train_step(program, state, data(0))
+
+
+def test_the_device_that_is_too_small_is_named(controls: Any) -> None:
+    program, batch = gpt("pretend", devices=3, micro_batches=4, tied=False)
+    controls.set_capacity(1, torch.accelerator.memory_allocated(1) + 1000)
+    what = r"init: needs [\d,]+ bytes of device:1 memory, 1,000 are free.*fewer segments on it \(`cut` of the order"
+    with pytest.raises(OutOfMemory, match=what):
+        zfunc.init(program)
+    controls.set_capacity(1, 1 << 30)
+    state = zfunc.init(program)
+    controls.set_capacity(1, torch.accelerator.memory_allocated(1) + 1000)
+    with pytest.raises(
+        OutOfMemory, match=r"train_step: needs [\d,]+ bytes of device:1 memory.*at (for|back)ward\["
+    ):
+        zfunc.train_step(program, state, batch)
+
+
+def test_what_is_on_the_host_is_pinned(device: str) -> None:
+    program, data = compiled("odd sizes", device, params_on="host", activations_on="host", precision="fp16")
+    state = zfunc.init(program)
+    zfunc.train_step(program, state, data(0))
+    waiting = [
+        slot.flat for r, slot in program.cache.staging.items() if (r.role, r.tier) == ("act", "pinned")
+    ]
+    assert waiting
+    assert all(t.is_pinned() for t in (*waiting, *(x.flat for x in state.buffers.weights.values())))
+
+
+def test_device_memory_does_not_grow_from_step_to_step(device: str) -> None:
+    program, batch = gpt(device, layers=2)
+    state, seen = zfunc.init(program), []
+    for _ in range(6):
+        state, _ = zfunc.train_step(program, state, batch)
+        seen.append((torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()))
+    assert len(set(seen[2:])) == 1
+
+
+def test_pinned_buffers_are_exact_and_pinned(device: str) -> None:
+    buffer = alloc_host((1 << 20) + 3, torch.bfloat16, pinned_for=torch.device(device, 0))
+    assert buffer.is_pinned()
+    assert buffer[5:100].is_pinned()
+    assert buffer.untyped_storage().nbytes() == 2 * ((1 << 20) + 3)
+    there = torch.randn(1 << 10, device=device).bfloat16()
+    buffer[: 1 << 10].copy_(there, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert torch.equal(buffer[: 1 << 10], there.cpu())
