@@ -19,6 +19,7 @@ from forked import NIGHT
 from hypothesis import settings
 from shared_traces import share_traces
 from small_trainings import at_step  # noqa: F401
+from text_data import tokenizer_file  # noqa: F401
 
 from zfunc.checkpoint import swap_file
 from zfunc.runtime.thread_budget import default_threads

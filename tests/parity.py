@@ -143,16 +143,16 @@ NUMBERS: dict[str, Settings] = {
     "groups, 8 bits": {**TWO, "optimizer": GROUPS, "moments": "8bit"},
     "bf16 in 2, some in fp32": {**TWO, "fp32_params": IN_FP32},
     "bf16, some in fp32, 8 bits": {
-        **{"precision": "bf16", "fp32_params": IN_FP32, "moments": "8bit", "ema": 0.9},
+        **{"precision": "bf16", "fp32_params": IN_FP32, "moments": "8bit", "ema": 0.9}
     },
     "fp16 in 2, some in fp32, 16 bits": {
-        **{"precision": "fp16", "fp32_params": IN_FP32, "micro_batches": 2, "moments": "16bit"},
+        **{"precision": "fp16", "fp32_params": IN_FP32, "micro_batches": 2, "moments": "16bit"}
     },
     "a split master, some in fp32": {**TWO, "fp32_params": IN_FP32, "split_master": True},
     "two AdamW": {**TWO, "optimizer": zfunc.groups(("huge.*", zfunc.AdamW(1e-2, betas=(0.8, 0.9))), ADAMW)},
     "whole matrices, 8 bits": {**TWO, "optimizer": MATRICES, "moments": "8bit"},
     "whole parameters, some in fp32, 16 bits": {
-        **{**TWO, "optimizer": WHOLE, "fp32_params": IN_FP32, "moments": "16bit"},
+        **{**TWO, "optimizer": WHOLE, "fp32_params": IN_FP32, "moments": "16bit"}
     },
     "whole matrices, no barrier": {"precision": "bf16", "optimizer": MATRICES},
     "momentum, 16 bits": {
@@ -178,10 +178,10 @@ WAYS: dict[str, Settings] = {
     "updated on the device": {"update_on": "device"},
     "half updated on the device": {"update_on": "host,device", "bucket_size": 100, "slots": 1},
     "updated on the device, from the host": {
-        **{"update_on": "device", "params_on": "host", "defer": True, "bucket_size": 400},
+        **{"update_on": "device", "params_on": "host", "defer": True, "bucket_size": 400}
     },
     "updated on the device, gradients on the host": {
-        **{"update_on": "device", "grads_on": "host", "defer": True, "bucket_size": 500},
+        **{"update_on": "device", "grads_on": "host", "defer": True, "bucket_size": 500}
     },
     "on the disk, updated on the device": {**ALL_ON_DISK, "update_on": "device", "commit_every": 2},
     "vertical": {"order": "vertical", "bucket_size": 100},
@@ -191,7 +191,7 @@ WAYS: dict[str, Settings] = {
     "from the host": {"params_on": "host", "bucket_size": 100_000},
     "large ones from the host": {"params_on": "host", "persistent_params": 40, "defer": True},
     "half from the host, two at a time": {
-        **{"params_on": "host", "slots": 1, "state_on": "device:0.5,host", "order": 2},
+        **{"params_on": "host", "slots": 1, "state_on": "device:0.5,host", "order": 2}
     },
     "all from the host, one slot": {
         **{"params_on": "host", "activations_on": "host", "order": "horizontal", "slots": 1},
@@ -199,17 +199,13 @@ WAYS: dict[str, Settings] = {
     },
     "stage 3": {"stage": 3},
     "stage 3, all from the host": {
-        **{"stage": 3, "params_on": "host", "activations_on": "host", "defer": True, "persistent_params": 40},
+        **{"stage": 3, "params_on": "host", "activations_on": "host", "defer": True, "persistent_params": 40}
     },
     "stage 3, horizontal": {
-        **{"stage": 3, "order": "horizontal", "bucket_size": 500, "persistent_params": 20},
+        **{"stage": 3, "order": "horizontal", "bucket_size": 500, "persistent_params": 20}
     },
     "two devices": {"devices": 2},
-    "two devices, all forwards first": {
-        "devices": 2,
-        "order": "GPipe",
-        "bucket_size": 500,
-    },
+    "two devices, all forwards first": {"devices": 2, "order": "GPipe", "bucket_size": 500},
     "two devices, from the host": {
         "devices": 2,
         "params_on": "host",
@@ -223,7 +219,7 @@ WAYS: dict[str, Settings] = {
             "update_on": "host,device",
             "bucket_size": 400,
             "state_on": "device:0.3,host",
-        },
+        }
     },
     "two devices, backward split": {"devices": 2, "order": "ZeroBubble", "bucket_size": 500},
     "two devices, backward split, from the host": {
@@ -237,33 +233,27 @@ WAYS: dict[str, Settings] = {
         "bucket_size": 400,
     },
     "dealt to three devices": {
-        **{
-            "devices": 3,
-            "order": "RoundPipe",
-            "params_on": "host",
-            "activations_on": "host",
-            "slots": 1,
-        },
+        **{"devices": 3, "order": "RoundPipe", "params_on": "host", "activations_on": "host", "slots": 1}
     },
     "dealt to two devices, all on the disk": {
-        **{**ALL_ON_DISK, "devices": 2, "order": "RoundPipe", "activations_on": "disk", "commit_every": 2},
+        **{**ALL_ON_DISK, "devices": 2, "order": "RoundPipe", "activations_on": "disk", "commit_every": 2}
     },
     "two stages": {"pp": 2},
     "two stages, all forwards first": {"pp": 2, "order": "GPipe", "bucket_size": 500},
     "two stages, from the host": {
-        **{"pp": 2, "params_on": "host", "activations_on": "host", "slots": 1, "defer": True},
+        **{"pp": 2, "params_on": "host", "activations_on": "host", "slots": 1, "defer": True}
     },
     "two stages, all on the disk": {
-        **{**ALL_ON_DISK, "pp": 2, "activations_on": "disk", "defer": True, "commit_every": 2},
+        **{**ALL_ON_DISK, "pp": 2, "activations_on": "disk", "defer": True, "commit_every": 2}
     },
     "two stages, half of the state on the disk": {
-        **{"pp": 2, "order": "GPipe", "state_on": "host:0.5,disk", "slots": 1},
+        **{"pp": 2, "order": "GPipe", "state_on": "host:0.5,disk", "slots": 1}
     },
     "three stages, one without parameters": {
-        **{"pp": 3, "order": "OneFOneB:2,1,3", "state_on": "disk", "defer": True},
+        **{"pp": 3, "order": "OneFOneB:2,1,3", "state_on": "disk", "defer": True}
     },
     "three stages, state on the disk, from the host": {
-        **{"pp": 3, "state_on": "disk", "params_on": "host", "bucket_size": 300, "commit_every": 3},
+        **{"pp": 3, "state_on": "disk", "params_on": "host", "bucket_size": 300, "commit_every": 3}
     },
     "two stages, down a V and up": {
         "pp": 2,
@@ -277,9 +267,7 @@ WAYS: dict[str, Settings] = {
     },
     "state on the disk": {"state_on": "disk"},
     "state on the disk, deferred": {"state_on": "disk", "defer": True, "commit_every": 2},
-    "half of the state on the disk": {
-        **{"state_on": "host:0.5,disk", "commit_every": 3, "slots": 1},
-    },
+    "half of the state on the disk": {**{"state_on": "host:0.5,disk", "commit_every": 3, "slots": 1}},
     "state on the disk, from the host": {"state_on": "disk", "params_on": "host", "commit_every": 2},
     "all on the disk": {**ALL_ON_DISK, "activations_on": "disk", "defer": True, "bucket_size": 300},
     "all on the disk, one slot": {

@@ -15,13 +15,7 @@ from attrs import evolve
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.manifest import Checkpoint, Manifest, Slice, Snapshot, TrainingPosition, stored_kinds
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.safetensors_file import (
-    BYTES,
-    Shard,
-    TensorInfo,
-    create_shard,
-    cut,
-)
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, create_shard, cut
 from zfunc.checkpoint.strict_json import to_plain
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import new_header

@@ -284,12 +284,7 @@ def rows_of(batch: Any, rank: int, world: int) -> Any:
 def bits(state: State) -> list[Tensor]:
     """Everything a step can change, wherever it is kept: copies."""
     memory = state.buffers.memory
-    roles = {
-        "params",
-        "state",
-        "module_buffers",
-        "ema",
-    }
+    roles = {"params", "state", "module_buffers", "ema"}
     kept = (r for r in sorted(memory, key=str) if r.role in roles and r.tier != "disk")
     on_disk = (state.buffers.state(b) for b in sorted(state.buffers.on_disk))
     return [

@@ -288,11 +288,7 @@ SPECS: dict[str, StepSpec] = {
         FROZEN, recompute=[False] * 4, activations_on="host", micro_batches=4, group_size=2, barrier=True
     ),
     "activations on host and disk": spec(
-        TIED_THREE,
-        recompute=[True, False] * 2,
-        activations_on="host,disk,device",
-        micro_batches=2,
-        slots=1,
+        TIED_THREE, recompute=[True, False] * 2, activations_on="host,disk,device", micro_batches=2, slots=1
     ),
     "modules' buffers": spec(
         TIED, micro_batches=3, buffer_bytes=(0, 24, 40), recompute=[True, True, False], save=True

@@ -10,6 +10,10 @@ import pytest
 from zfunc.train.data.corpus import Corpus, TokenStream
 from zfunc.train.data.packing import open_data
 
+WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
+END = WORDS.index("</s>")
+CHAT = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2", "tool_calls": None}]
+
 
 def write_jsonl(path: Path, *records: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,3 +53,34 @@ def trained(tokens: Any, position: int, count: int, seq_length: int, **more: Any
     stream = tokens if isinstance(tokens, TokenStream) else TokenStream(tokens)
     places = stream.order(position, count, seq_length=seq_length, seed=more.pop("seed", 0))
     return stream.read(places, seq_length=seq_length, **more)
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{n}" for n in numbers)
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def dataset(columns: dict[str, Any]) -> Any:
+    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    return datasets.Dataset.from_dict(columns)
+
+
+def save(path: Path, columns: dict[str, Any], **more: Any) -> Path:
+    dataset(columns).save_to_disk(path, **more)
+    return path
+
+
+def save_splits(path: Path, **columns: dict[str, Any]) -> Path:
+    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    datasets.DatasetDict({name: dataset(one) for name, one in columns.items()}).save_to_disk(path)
+    return path
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    return save_tokenizer(tmp_path / "tok" / "tokenizer.json", WORDS, special=["<s>", "</s>"])

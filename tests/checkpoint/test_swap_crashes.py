@@ -190,10 +190,7 @@ SYNC_ALL = "in_parallel(DirectFile.sync, [(file,) for file in self._files])"
 MUTANTS = {
     "no sync before the record": (SYNC_ALL, "pass"),
     "the first file alone is synced": (SYNC_ALL, "first.sync()"),
-    "no sync after the record": (
-        "            first.sync()\n            if _read",
-        "            if _read",
-    ),
+    "no sync after the record": ("            first.sync()\n            if _read", "            if _read"),
     "the committed generation is written": (
         "0 if self.committed < 0 else 1 - self.committed",
         "max(0, self.committed)",

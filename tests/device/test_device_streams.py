@@ -65,12 +65,7 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
 
 @pytest.mark.parametrize(
     ("host", "copies", "expected"),
-    [
-        (1e12, 1e9, "host"),
-        (1e9, 1e12, "device"),
-        (1e9, 4e8, "host,device"),
-        (1e9, 2.5e8, "host:0.75,device"),
-    ],
+    [(1e12, 1e9, "host"), (1e9, 1e12, "device"), (1e9, 4e8, "host,device"), (1e9, 2.5e8, "host:0.75,device")],
 )
 def test_updates_are_where_they_take_least(
     device: str, host: float, copies: float, expected: str, monkeypatch: pytest.MonkeyPatch

@@ -255,11 +255,7 @@ def test_a_function_of_ones_own_returns_them() -> None:
         ]
 
     wrong: Any = None
-    settings: dict[str, Any] = {
-        "device": "cpu",
-        "precision": "fp32",
-        "micro_batches": 2,
-    }
+    settings: dict[str, Any] = {"device": "cpu", "precision": "fp32", "micro_batches": 2}
     programs = programs_of(2, lambda: zfunc.compile(segments(), **settings), BATCH(0))
 
     def one(made: Program) -> dict[str, Tensor]:

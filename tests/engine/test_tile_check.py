@@ -135,11 +135,7 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
         ROWS,
         "give one head a dimension",
     ),
-    "a norm over tokens": (
-        lambda: over_time(nn.BatchNorm1d(8, track_running_stats=False)),
-        ROWS,
-        OTHERWISE,
-    ),
+    "a norm over tokens": (lambda: over_time(nn.BatchNorm1d(8, track_running_stats=False)), ROWS, OTHERWISE),
     "running statistics": (lambda: over_time(nn.BatchNorm1d(8)), ROWS, r"shape \[8\], expected rows"),
     "neighbours": (lambda: over_time(nn.Conv1d(8, 8, 3, padding=1)), ROWS, OTHERWISE),
     "a convolution": (

@@ -15,17 +15,7 @@ from numpy_reference import array, reference_update, split, tensor
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.utils.flop_counter import FlopCounterMode
-from update_law import (
-    NAMES,
-    TYPES,
-    State,
-    assert_same,
-    check_update,
-    gradient,
-    packed,
-    random_bytes,
-    tensors,
-)
+from update_law import NAMES, TYPES, State, assert_same, check_update, gradient, packed, random_bytes, tensors
 
 from zfunc import Adafactor, Muon
 from zfunc.core.decision import StepDecision

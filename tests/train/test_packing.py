@@ -1,4 +1,4 @@
-"""Data on disk as a corpus: files, records, datasets; what is learned, what is held out, what is refused."""
+"""Files and records as a corpus: what is learned, what is held out, what is packed and when again."""
 
 import bz2
 import gzip
@@ -8,8 +8,6 @@ import lzma
 import os
 import shutil
 import sys
-import tracemalloc
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,49 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_trainings import losses, train
-from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, trained, write_jsonl
+from text_data import (
+    END,
+    WORDS,
+    dataset,
+    loss_mask_of,
+    opened,
+    save,
+    tokens_of,
+    trained,
+    words,
+    write,
+    write_jsonl,
+)
 
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.planner.kept_costs import code_digest
-from zfunc.train.data import documents, packing
-from zfunc.train.data.documents import first_look, holds_tokens, is_held_out, stdlib_files
-from zfunc.train.data.tokenizer import BYTES, open_tokenizer
-
-WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
-END = WORDS.index("</s>")
-
-
-def words(*numbers: int) -> str:
-    return " ".join(f"w{n}" for n in numbers)
-
-
-def write(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-def dataset(columns: dict[str, Any]) -> Any:
-    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
-    return datasets.Dataset.from_dict(columns)
-
-
-def save(path: Path, columns: dict[str, Any], **more: Any) -> Path:
-    dataset(columns).save_to_disk(path, **more)
-    return path
-
-
-def save_splits(path: Path, **columns: dict[str, Any]) -> Path:
-    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
-    datasets.DatasetDict({name: dataset(one) for name, one in columns.items()}).save_to_disk(path)
-    return path
-
-
-@pytest.fixture
-def tokenizer_file(tmp_path: Path) -> Path:
-    return save_tokenizer(tmp_path / "tok" / "tokenizer.json", WORDS, special=["<s>", "</s>"])
-
+from zfunc.train.data import packing
+from zfunc.train.data.documents import is_held_out, stdlib_files
+from zfunc.train.data.tokenizer import open_tokenizer
 
 # --- files ------------------------------------------------------------------------------------------------
 
@@ -395,333 +369,3 @@ def test_an_interrupted_packing_leaves_nothing(tmp_path: Path, monkeypatch: pyte
             opened(tmp_path / "corpus", tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
     assert opened(tmp_path / "corpus", tmp_path).train.tokens.tobytes() == b"text"
-
-
-# --- datasets ---------------------------------------------------------------------------------------------
-
-IDS = [[(n * k) % 300 for k in range(n % 7)] for n in range(40)]
-CHAT = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2", "tool_calls": None}]
-
-
-def test_pairs_and_the_split_that_is_held_out(tmp_path: Path) -> None:
-    def pairs(*numbers: int) -> dict[str, Any]:
-        return {"completion": [str(2 * n) for n in numbers], "prompt": [f"{n}=" for n in numbers]}
-
-    path = save_splits(tmp_path / "d", train=pairs(*range(20)), test=pairs(1), validation=pairs(7, 8))
-    corpus = opened(path, tmp_path)
-    assert bytes(corpus.held_out.tokens.tolist()) == b"7=14\x008=16\0"
-    assert loss_mask_of(corpus)[-10:] == [0, 0, 1, 1, 1] * 2
-    assert bytes(corpus.train.tokens.tolist()) == b"".join(b"%d=%d\0" % (n, 2 * n) for n in range(20))
-    assert "held out: the split validation" in str(corpus)
-    assert "left out: the splits test" in str(corpus)
-    alone = opened(path / "train", tmp_path)
-    assert tokens_of(alone) == corpus.train.tokens.tolist()
-    assert "held out: the end" in str(alone)
-
-
-def test_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
-    path = save(tmp_path / "d", {"input_ids": IDS, "text": ["a"] * 40}, num_shards=2)
-    assert holds_tokens(path)
-    corpus = opened(path, tmp_path, vocab_size=300)
-    assert tokens_of(corpus) == [x for row in IDS for x in row]
-    stream = corpus.train
-    assert (stream.tokens.dtype, corpus.vocab_size, stream.loss_mask) == (np.uint16, 300, None)
-    assert len(stream) in np.cumsum([len(row) for row in IDS]), "whole rows are held out"
-    assert opened(path, tmp_path, vocab_size=70_000).train.tokens.dtype == np.uint32
-
-
-def test_labels_give_the_loss_mask_and_padding_is_dropped(tmp_path: Path) -> None:
-    ids = [[n, n + 1, n + 2, 0] for n in range(30)]
-    labels = [[-100, row[1], row[2], -100] for row in ids]
-    columns = {"attention_mask": [[1, 1, 1, 0]] * 30, "input_ids": ids, "labels": labels}
-    corpus = opened(save(tmp_path / "d", columns), tmp_path)
-    assert tokens_of(corpus) == [x for row in ids for x in row[:3]]
-    assert loss_mask_of(corpus) == [0, 1, 1] * 30
-    assert "learned: 60 of 90, in 30 documents not all" in str(corpus)
-
-
-def test_rows_that_were_selected_are_the_rows(tmp_path: Path) -> None:
-    dataset({"text": ["a", "b", "c", "d"]}).select([3, 1, 2]).save_to_disk(tmp_path / "d")
-    assert bytes(tokens_of(opened(tmp_path / "d", tmp_path))) == b"d\0b\0c\0"
-
-
-def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
-    """A DatasetDict of version 5.2, with 20 and 2 rows of prompt, completion and number."""
-    pytest.importorskip("datasets")
-    corpus = opened(Path(__file__).parents[1] / "goldens/saved_dataset", tmp_path)
-    assert bytes(corpus.train.tokens.tolist()) == b"".join(b"%d+%d=%d\0" % (n, n, 2 * n) for n in range(20))
-    assert bytes(corpus.held_out.tokens.tolist()) == b"3+3=6\x009+9=18\0"
-    assert "left out: the columns number" in str(corpus)
-
-
-def test_parquet_files_of_chats_as_the_hub_has_them(tokenizer_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    template = "{% for m in messages %}{{ m.content }} {{ m.tool_calls | default('</s>') }} {% endfor %}"
-    tokenizer_file.with_name("chat_template.jinja").write_text(template)
-    tokenizer = open_tokenizer(tokenizer_file)
-    (tmp_path / "d" / "data").mkdir(parents=True)
-    (tmp_path / "d" / "README.md").write_text("a card")
-    for name, count in (("train-00000-of-00002", 3), ("train-00001-of-00002", 2), ("test-00000-of-00001", 1)):
-        rows = dataset({"id": range(count), "messages": [CHAT] * count})
-        rows.to_parquet(tmp_path / "d" / "data" / f"{name}.parquet")
-    corpus = opened(tmp_path / "d", tmp_path, tokenizer=tokenizer)
-    assert corpus.train.tokens.tolist() == [4, END, 5, END] * 5
-    assert loss_mask_of(corpus) == [0, 0, 1, 1] * 6
-    assert corpus.held_out.tokens.tolist() == [4, END, 5, END]
-    assert "held out: the split test" in str(corpus)
-    assert "left out: the columns id" in str(corpus)
-    file = tmp_path / "d" / "data" / "test-00000-of-00001.parquet"
-    assert tokens_of(opened(file, tmp_path, tokenizer=tokenizer)) == corpus.held_out.tokens.tolist()
-    file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="which datasets cannot read .*copy or save it again"):
-        opened(tmp_path / "d", tmp_path, tokenizer=tokenizer)
-
-
-def test_of_parquet_a_few_rows_are_in_memory_and_a_large_row_a_few_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of one group of 4,000 rows, 24 MB with a column that is not read; and of 64 rows, one of them of 8 MB."""
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pytest.importorskip("datasets")
-    pool, usual = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
-    monkeypatch.setattr(documents, "_BATCH", 1 << 20)
-    rows = [f"{n:06}" * 512 for n in range(4000)]
-    many, one = pa.table({"text": rows, "id": rows}), pa.table({"text": ["x" * 8_000_000, *["y"] * 63]})
-    pa.set_memory_pool(pool)
-    try:
-        for table, of_arrow, of_python in ((many, 6e6, 4e6), (one, 24e6, 40e6)):
-            parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="none")
-            del table
-            before = pool.bytes_allocated(), pool.max_memory()
-            tracemalloc.start()
-            corpus = opened(tmp_path / "a.parquet", tmp_path)
-            _, most = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert most < of_python
-            assert pool.max_memory() <= max(before[1], before[0] + of_arrow)
-            texts = bytes(tokens_of(corpus)).split(b"\0")[:-1]
-            assert [len(x) for x in texts] == ([3072] * 4000 if len(texts) > 64 else [8_000_000, *[1] * 63])
-    finally:
-        pa.set_memory_pool(usual)
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_a_training_on_tokens_resumes(capsys: pytest.CaptureFixture[str]) -> None:
-    ids = [[(n * k + n) % 300 for k in range(40)] for n in range(60)]
-    save(Path("d"), {"input_ids": ids, "labels": [[-100] * 20 + row[20:] for row in ids]})
-    job = ("--data", "d", "--vocab-size", 300, "--steps", 6)
-    assert train(*job, "--save-every", 3, "--out", "first") == 0
-    assert train(*job, "--resume", "first/checkpoints/step-00000003", "--out", "second") == 0
-    assert losses("second") == losses("first")[3:]
-    assert "bits per token" in capsys.readouterr().out
-    assert train(*job, "--tokenizer", "tokenizer.json", "--out", "no") == 2
-
-
-# --- what is refused --------------------------------------------------------------------------------------
-
-LINE = "a.jsonl, line 2"
-USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "\ud800"}
-
-
-def call(arguments: str) -> dict[str, Any]:
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-
-
-REFUSED: dict[
-    str, list[tuple[Any, str]]
-] = {  # by the file: its content (of a.jsonl its second line), or columns
-    "a.jsonl": [
-        ('{"text": "a', rf"{LINE}: got invalid JSON \(Unterminated string starting at: line 1 column 10"),
-        (b'{"text": "\xff"}', f"{LINE}: got invalid JSON .*utf-8"),
-        ([1], rf"{LINE}: got \[1\], expected .*write one object a document"),
-        ({"txt": "a"}, f"{LINE}: got an object with txt, expected .*rename its keys"),
-        ({"prompt": "a"}, f"{LINE}: got an object with prompt, expected"),
-        ({"text": 5}, f"{LINE}, 'text': got 5, expected a string"),
-        ({"prompt": None, "completion": ""}, "'prompt': got None, expected a string"),
-        ({"prompt": "a", "completion": [USER]}, "expected a string: write both of the pair as texts or as"),
-        ('{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
-        ({"text": "a\ud800"}, f"{LINE}: got invalid JSON .*surrogates"),
-        ('{"text": "a"} {"text": "b"}', "Extra data"),
-        ("[" * 100_000, f"{LINE}: got invalid JSON"),
-        ({"messages": [USER]}, f"{LINE}: got a chat without a turn of the assistant to learn, expected one"),
-        ({"messages": []}, f"{LINE}: got a chat without a turn of the assistant"),
-        ({"messages": "hi"}, f"{LINE}: got 'hi', expected JSON"),
-        ({"messages": {"a": 1}}, f"{LINE}: got .*'a': 1.*, expected a list of objects, as in"),
-        ({"messages": [USER, call("{")]}, f"{LINE}, message 2: got '{{', expected JSON"),
-        (
-            {"messages": [USER, call("[1]")]},
-            f"{LINE}, message 2: got the arguments .1., expected a JSON object",
-        ),
-        ({"messages": [USER, call("{}")], "tools": "x"}, f"{LINE}: got 'x', expected JSON"),
-        (
-            {"conversations": [{"from": "bing", "value": "a"}]},
-            "message 1: got 'bing' as role, expected .*human, ",
-        ),
-        ({"prompt": [USER, call("{}")], "completion": [USER]}, "without a turn of the assistant to learn"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
-            "message 1: got ..f.., expected a li",
-        ),
-        ({"prompt": [USER], "completion": "a"}, f"{LINE}: got 'a', expected JSON"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, rf"{LINE}: got a preference \(chosen, rejected\)"),
-        ({"prompt": "a", "completion": "b", "label": False}, r"got a preference \(completion, label\)"),
-        ({"messages": [USER | {"weight": "0"}]}, f"{LINE}, message 1: got '0' as weight, expected 0 or 1"),
-        (
-            {"instruction": "a", "input": ["b"], "output": "c"},
-            f"{LINE}, message 1: got .*b.* as content, exp",
-        ),
-        ({"messages": [{"content": "a"}]}, f"{LINE}, message 1: got None as role, expected text, as in"),
-        ({"messages": [{"role": "user"}]}, f"{LINE}, message 1: got None as content, expected text"),
-        ({"messages": [USER | {"content": [{"type": "image"}]}]}, "message 1: got .*image.* as content, exp"),
-        ({"input_ids": [1]}, "got an object with input_ids, expected text, or"),
-        ({"question": "a", "answer": "b"}, "got an object with answer, question, expected text, or"),
-        ({"messages": [ANSWER]}, f"{LINE}: .*surrogates"),
-        ("", "got no text in .*, expected at least one document"),
-    ],
-    "a.json": [
-        ([{"txt": "a"}], r"a\.json, record 1: got an object with txt, expected .*rename its keys"),
-        ("[1", r"a\.json: got invalid JSON"),
-        ({"train": []}, r"a\.json, line 1: got an object with train"),
-    ],
-    "a.csv": [
-        (b"a,b\n1,2\n", "a.csv, line 2: got an object with a, b, expected"),
-        (b"text\n1,2\n", "a.csv, line 2: got 2 cells for the columns text, expected one each"),
-        (b'text\n"1', "a.csv, which cannot be read after line 2 .unexpected end.*expected a table in UTF-8"),
-        (
-            b"text\ngr\xf6sse\n",
-            r"a.csv, which cannot be read after line 0 .'utf-8' codec.*save it again as UTF",
-        ),
-    ],
-    "a.jsonl.gz": [(b'{"text": "a"}', r"a\.jsonl\.gz, which cannot be read \(Not a gzipped file")],
-    "a.zip": [(b"PK\3\4", "a.zip, which is compressed, expected what is in it: unpack it")],
-    "in/a.csv": [(b"a,b\n1,2\n", "line 2: got an object with a, b, expected")],
-    "in/data.jsonl.zst": [(b"\x28\xb5\x2f\xfd", r"got no text in .*0 empty and 1 binary")],
-    "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
-    "empty.bin": [(b"", "empty.bin, which is empty; expected data")],
-    "odd.bin": [(b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that")],
-    "in/.hidden": [(b"text", r"got no text in .*in \(0 empty and 0 binary files\), expected")],
-    "in/empty": [(b"", r"got no text in .*in \(1 empty and 0 binary files\), expected")],
-    "in/binary": [(b"\0\1", r"got no text in .*in \(0 empty and 1 binary files\), expected")],
-    "dataset": [
-        ({"txt": ["a"], "id": [1]}, "with the columns txt, id, expected text"),
-        ({"prompt": ["a"]}, "with the columns prompt, expected text"),
-        ({"text": ["a", None]}, "row 1: got an object with nothing, expected text"),
-        ({"text": [1, 2]}, "row 0, 'text': got 1, expected a string"),
-        ({"prompt": [CHAT], "completion": ["b"]}, "row 0: got 'b', expected JSON"),
-        ({"input_ids": [[[1, 2]], [[3]]]}, "row 0: got input_ids .*, expected a list of whole numbers"),
-        ({"input_ids": [[1, 2]], "labels": [1]}, "row 0: got labels 1, expected a list of whole"),
-        ({"input_ids": [[1, None]]}, "row 0: got input_ids .*None.*, expected a list of whole"),
-        ({"input_ids": [["a"]]}, "row 0: got input_ids .*, expected a list of whole"),
-        ({"input_ids": [[1], None]}, "row 1: got an object with nothing, expected"),
-        ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [4, -100]]}, "row 1: got the label 4 for the"),
-        ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]}, "row 1: got 1 labels for 2 input_ids"),
-        ({"input_ids": [[1], [99_999]]}, "row 1: got tokens from 99999 to 99999, expected .* below 50257"),
-        ({"input_ids": [[1], [-1, 3]]}, "row 1: got tokens from -1 to 3"),
-        ({"text": [""]}, "got no text in"),
-        ({"input_ids": [[]]}, "got no text in"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"), [(x, *row) for x, rows in REFUSED.items() for row in rows]
-)
-def test_unusable_data_is_refused_with_its_place(
-    name: str, content: Any, message: str, tmp_path: Path
-) -> None:
-    if name == "dataset":
-        path = save(tmp_path / "d", content)
-    else:
-        text = content if isinstance(content, str | bytes) else json.dumps(content)
-        raw = text.encode() if isinstance(text, str) else text
-        path = write(tmp_path / name, b'{"text": ""}\n' + raw if name == "a.jsonl" else raw)
-        path = path if path.parent == tmp_path else path.parent
-    with pytest.raises(ValueError, match=message):
-        opened(path, tmp_path)
-    assert not list(tmp_path.glob("cache/*")), "nothing is left of it"
-
-
-def test_unusable_splits_and_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = {"text": ["a"] * 40}, {"prompt": ["a"], "completion": ["b"]}
-    with pytest.raises(ValueError, match="with the splits a, b, expected one called train: name the folder"):
-        opened(save_splits(tmp_path / "x", a=one, b=one), tmp_path)
-    with pytest.raises(
-        ValueError, match="y, which datasets cannot read .*expected Parquet files or what save"
-    ):
-        opened(save_splits(tmp_path / "y", train=one, test=other), tmp_path)
-    assert tokens_of(opened(save_splits(tmp_path / "z", a=one), tmp_path))
-    (tmp_path / "z" / "a" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "b.arrow"}]}))
-    with pytest.raises(ValueError, match="z, which datasets cannot read .*save it again"):
-        opened(tmp_path / "z", tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r'needs datasets .*: pip install "\.\[datasets\]"'):
-        opened(tmp_path / "y", tmp_path)
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_missing_and_unreadable_data_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("missing", "missing.bin", "missing.jsonl"):
-        assert train("--data", name) == 2
-        message = f"--data: got {name}, which does not exist, expected what is to be trained on"
-        assert message in capsys.readouterr().err
-    write(Path("in/a.txt"), b"text")
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("zfunc.train.data.documents.opened", refuse)
-    monkeypatch.setattr(np, "memmap", lambda *_, **__: os.fstat(-1))  # an error without a name
-    assert train("--data", "in/a.txt") == 2
-    assert "--data: got in/a.txt, which cannot be read (Bad file descriptor)" in capsys.readouterr().err
-    assert train("--data", "in") == 2
-    message = "--data: got in/a.txt, which cannot be read (Permission denied), expected"
-    assert message in capsys.readouterr().err
-
-
-def test_a_tokenizer_takes_text_in_utf8(tokenizer_file: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"w1 \xe9")
-    with pytest.raises(ValueError, match=f"got {path}, which is not UTF-8 at byte 3"):
-        opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
-    tokens = write(tmp_path / "a.bin", b"1234")
-    with pytest.raises(ValueError, match="which holds tokens, expected text or JSONL"):
-        opened(tokens, tmp_path, tokenizer=BYTES)
-    with pytest.raises(ValueError, match=r"a\.bin, which does not say where documents end, expected text"):
-        opened(tokens, tmp_path, whole_documents=16)
-
-
-FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (Path.unlink, "which cannot be read .*expected a tokenizer.json"),
-    "no tokenizer": (lambda path: path.write_text("{}"), "which cannot be read .*expected a tokenizer.json"),
-    "no end": (lambda path: path.write_text(path.read_text().replace("</s>", "<z>")), "without an end token"),
-    "bad configuration": (
-        lambda path: path.with_name("tokenizer_config.json").write_text("["),
-        "which cannot be read .*expected a tokenizer.json",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FLAWS)
-def test_an_unusable_tokenizer_is_refused(name: str, tokenizer_file: Path) -> None:
-    flaw, message = FLAWS[name]
-    flaw(tokenizer_file)
-    with pytest.raises(ValueError, match=message):
-        open_tokenizer(tokenizer_file)
-    if name == "no end":
-        assert open_tokenizer(tokenizer_file, end=7).end == 7, "the caller may give it"
-
-
-def test_a_first_look_ends_behind_its_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that books do not take minutes before a training."""
-    path = tmp_path / "books.jsonl"
-    path.write_text(json.dumps({"text": "a" * 90}) + '\n{"title": 1}\n{"text": "b"}\n')
-    with pytest.raises(ValueError, match="line 2: got an object with title"):
-        first_look(path)
-    monkeypatch.setattr(documents, "_CHARACTERS", 90)
-    assert [x.kind for x in first_look(path)] == ["text", "text"]  # and the last
-
-
-def test_a_first_look_takes_texts_that_are_no_utf_8_for_bytes(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_bytes(b'{"name": "\xe9"}')
-    assert [x.kind for x in first_look(tmp_path)] == ["bytes"]
