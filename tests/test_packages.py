@@ -52,14 +52,14 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_325,
+    "core": 7_329,
     "schedules and ground": 1_498,
     "runtime": 3_658,
     "optim": 3_137,
     "checkpoint": 3_904,
     "engine": 10_199,
     "viz": 1_240,
-    "planner": 3_600,
+    "planner": 3_622,
     "models": 5_098,
     "train": 6_043,
     "cli": 2_719,

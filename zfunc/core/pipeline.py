@@ -10,6 +10,7 @@ of the weights (zero bubble, 2401.10241). "R" recomputes what backward needs of 
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
 from inspect import signature
 from itertools import chain
 from operator import index
@@ -107,12 +108,9 @@ def passes_listed(
             "segment): return such as [[('F', 0, 0), ('B', 0, 0)], [('F', 0, 1), ('B', 0, 1)]]"
         ) from None
     pairs = dict.fromkeys((m, s) for s in range(num_segments) for m in range(micro_batches))
+    made_as = cache(partial(_made_as, trained=trained, repeated={*repeated}))
     lists = [
-        [
-            Pass(made, m, s, d)
-            for way, m, s in own
-            if (made := _made_as(way, s, trained, repeated) if (m, s) in pairs else way)
-        ]
+        [Pass(made, m, s, d) for way, m, s in own if (made := made_as(way, s) if (m, s) in pairs else way)]
         for d, own in enumerate(listed)
     ]
     if len(lists) != devices:
@@ -123,6 +121,8 @@ def passes_listed(
     ahead = {s for way, _, s in times if way == R}
     first = [(way, *x) for x in pairs for way in ((F, R) if x[1] in ahead else F)]
     expected = dict.fromkeys([*first, *backward])
+    if times.keys() == expected.keys() and {*times.values()} <= {1}:  # nearly always
+        return lists
     for x in (*expected, *(times.keys() - expected.keys())):
         if (wanted := int(x in expected)) != times[x]:
             raise PlanError(

@@ -134,10 +134,22 @@ def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes that place parameters and activations on the device, on the host, or on the disk."""
     names = ("params_on", "activations_on")
     for places in product(*(_worth_trying(best, space, name, first) for name in names)):
+        if not first and best.fits and places[0] == best.settings.params_on and _farther(best, places[1]):
+            continue  # nothing comes nearer for it
         if every_part_has_one(places[1], best.spec.num_segments) and (
             places[0] != DISK or best.settings.pages_state
         ):
             yield dict(zip(names, places, strict=True))
+
+
+def _farther(best: PlannedStep, activations_on: str) -> bool:
+    """Whether `activations_on` has no segment's activations nearer than `best` has them."""
+    tiers, count = TIERS_OF["activations_on"], best.spec.num_segments
+    now, then = (
+        [tiers.index(word_of(x, s, count)) for s in range(count)]
+        for x in (best.settings.activations_on, activations_on)
+    )
+    return all(a <= b for a, b in zip(now, then, strict=True))
 
 
 def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
@@ -245,10 +257,10 @@ def _shares(opened: str) -> Coordinate:
     return shares
 
 
-def giving_way(step: PlannedStep, space: Space) -> Iterator[StepSettings]:
-    """Settings of a step that does not fit, with enough more of the state in the tier further away to fit."""
+def giving_way(step: PlannedStep, lacking: Mapping[Tier, int], space: Space) -> Iterator[StepSettings]:
+    """Settings of a step that lacks memory, with enough more of the state in the tier further away to fit."""
     opened = open_share(step.settings)
-    if may_give_way(step.settings, step.lacking, space):
+    if may_give_way(step.settings, lacking, space):
         enough = shares_that_fit(step, opened)[-2:][0]
         if enough > step.settings.share_of_state(NEARER[opened][1]):
             yield evolve(step.settings, state_on=with_farther_share(opened, enough))
@@ -481,7 +493,7 @@ class _Walk:
         """
         step = self._try(settings)
         if step is not None and not step.fits:
-            for smaller in giving_way(step, self.space):
+            for smaller in giving_way(step, step.lacking, self.space):
                 self._try(smaller)
 
     def _try(self, settings: StepSettings) -> PlannedStep | None:
@@ -497,7 +509,7 @@ class _Walk:
             step = self.planned(settings)
         except ValueError:  # a segment that has no tiles
             return None
-        if self._cannot_win(step, *step.floor):
+        if _same(step, self.best) or self._cannot_win(step, *step.floor):
             return None
         if self._cannot_win(step, step.kept, step.work_of) or step.unsettled_seconds > self._enough(
             step.work
@@ -516,7 +528,11 @@ class _Walk:
         lacking = step.hardware.lacking(kept)
         short = sum(lacking.values()) > sum(self.best.lacking.values())
         slow = least_seconds(work, step.hardware) > self._enough(by_kind(work))
-        return slow or (short and not may_give_way(step.settings, lacking, self.space))
+        if slow or not short or not may_give_way(step.settings, lacking, self.space):
+            return slow or short
+        # How much gives way on several devices needs no simulation.
+        several = step.settings.devices > 1
+        return several and self.seen.keys() >= {*giving_way(step, lacking, self.space)}
 
     def _simulated(self, step: PlannedStep) -> PlannedStep:
         better = _better(step, self.best)
@@ -561,6 +577,12 @@ def _better(new: PlannedStep, old: PlannedStep) -> bool:
     faster = new.seconds < old.seconds * (1 - WORTH)
     spares = new.seconds < old.seconds * (1 + AS_FAST) and _spares_drives(new.work, old.work)
     return lacking < before or (lacking == before and (faster or spares))
+
+
+def _same(new: PlannedStep, old: PlannedStep) -> bool:
+    """Whether `new` waits for the norm with the gradients of `old` in the same places, whatever `grads_on` says."""
+    settings = evolve(new.settings, grads_on=old.settings.grads_on)
+    return settings == old.settings and new.spec.places == old.spec.places
 
 
 def _spares_drives(new: Mapping[Kind, float], old: Mapping[Kind, float]) -> bool:
