@@ -251,7 +251,7 @@ def test_what_allocates_is_refused_in_inference_mode_and_poisons_nothing(tmp_pat
 @pytest.mark.parametrize(
     ("mode", "action"),
     [
-        (lambda: torch.autocast("cpu", torch.bfloat16), r"autocast for 'cpu', .*: pass precision="),
+        (lambda: torch.autocast("cpu", torch.bfloat16), r"autocast for 'cpu', .*: pass `precision`"),
         (torch.autograd.detect_anomaly, "anomaly detection, .*: pass debug=True"),
     ],
 )

@@ -86,7 +86,7 @@ def test_plain_refuses_other_settings_and_trains() -> None:
             ),
             r"got mine with the lifetime 'state'",
         ),
-        (deferred, "got a spec that defers no update, expected one: pass defer=True and clip_norm"),
+        (deferred, "got a spec that defers no update, expected one: pass defer=True and `clip_norm`"),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused(recipe: Any, message: str) -> None:

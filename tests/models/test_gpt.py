@@ -169,7 +169,7 @@ def test_dropout_acts_in_training_only_and_follows_the_generator() -> None:
         ({"vocab_size": 2.5}, "vocab_size: got 2.5, expected a whole number"),
         ({"seq_length": True}, "seq_length: got True, expected a whole number"),
         ({"dropout": 1.0}, "dropout: got 1.0, expected a finite number of at least 0 and below 1"),
-        ({"hidden_size": 30}, "got hidden_size=30 for num_attention_heads=4; .* try hidden_size=28 or 32"),
+        ({"hidden_size": 30}, "hidden_size: got 30 with num_attention_heads=4, .* try hidden_size=28 or 32"),
         ({"hidden_size": 3}, "try hidden_size=4$"),
     ],
 )
@@ -179,5 +179,5 @@ def test_invalid_sizes_are_refused(changes: dict[str, float], message: str) -> N
 
 
 def test_a_sequence_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 13 tokens; expected at most seq_length=12"):
+    with pytest.raises(ValueError, match="got 13 tokens, expected at most seq_length=12: cut"):
         Embed(SMALL)(torch.zeros(1, 13, dtype=torch.int64))

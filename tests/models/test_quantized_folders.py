@@ -171,7 +171,7 @@ def short(tensors: dict[str, Tensor]) -> None:
 
 Bad = tuple[str, dict[str, Any], dict[str, Any]]
 REFUSED: dict[str, Bad] = {
-    "without lora, expected adapters": ("nf4", {}, {"lora": None}),
+    "without `lora`, expected adapters": ("nf4", {}, {"lora": None}),
     r"got 'int8' for .*which has its weights in nf4: leave it out": ("nf4", {}, {"quantize": "int8"}),
     "quantized by gptq, expected bitsandbytes' NF4.*in 16 bits, with quantize": (
         "nf4",

@@ -227,7 +227,7 @@ def check_folders(folders: Sequence[Path]) -> None:
     from zfunc.runtime.direct_io import file_system_of  # here: `zfunc --help` needs none of it
 
     if not folders:
-        raise CheckpointError("swap: got no folder, expected one for each drive")
+        refuse("swap", "no folder", "one for each drive", kind=CheckpointError)
     real = dict[Path, Path]()
     for folder in folders:
         flaw, other = "", real.setdefault(folder.resolve(), folder)

@@ -143,7 +143,7 @@ def _partial_path(out: Path) -> Path:
     partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
     if os.path.lexists(partial):
         do = "another export is writing it or was killed; delete it if none is running, or name another file"
-        raise ValueError(f"out: got {out}, but {partial.name} exists: {do}")
+        refuse("out", f"{out}, but {partial.name} exists", do=do)
     return partial
 
 

@@ -12,7 +12,7 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.display import counted
 from zfunc.core.dtypes import DTYPES, Dtype
-from zfunc.errors import PlanError, did_you_mean
+from zfunc.errors import PlanError, did_you_mean, refuse
 
 Tier = Literal["device", "pinned", "host", "disk"]
 Kind = Literal["compute", "network", "d2h", "h2d", "host", "read", "write"]
@@ -275,9 +275,8 @@ class Conflict(NamedTuple):
 def _operations(ops: Any) -> tuple[Any, ...]:
     """The result of a recipe as a tuple; `Graph` checks its items."""
     if isinstance(ops, str) or not isinstance(ops, Iterable):
-        raise PlanError(
-            f"recipe: got {ops!r:.200}, expected operations: {_instead(ops)}, or return a list of them"
-        )
+        got = f"{ops!r:.200}"
+        refuse("recipe", got, "operations", f"{_instead(ops)}, or return a list of them", PlanError)
     return tuple(cast("Iterable[Any]", ops))
 
 
@@ -320,16 +319,12 @@ class Graph:
         accesses: list[Access] = []
         for op in self.ops:
             if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise PlanError(
-                    f"recipe: got {op!r:.200} among the operations, expected only zfunc.core.graph.Op: "
-                    f"{_instead(op)}"
-                )
+                got = f"{op!r:.200} among the operations"
+                refuse("recipe", got, "only zfunc.core.graph.Op", _instead(op), PlanError)
             _check_name("operation", op.verb, op.index, words)
             if op.name in seen:
-                raise PlanError(
-                    f"recipe: got two operations named {op.name}, expected each once: give each its own index, or "
-                    "leave one out"
-                )
+                got = f"two operations named {op.name}"
+                refuse("recipe", got, "each once", "give each its own index, or leave one out", PlanError)
             seen.add(op.name)
             for r in op.reads + op.writes:
                 if id(r) in known:

@@ -9,7 +9,7 @@ from attrs import frozen
 from zfunc.core.layout import Layout
 from zfunc.core.pipeline import B, F, I, InGroups, Order, Pass, R, W, passes_listed
 from zfunc.core.settings import StepSettings
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse, setting
 
 
 @frozen
@@ -124,39 +124,33 @@ class DeviceMesh:
         settings = self.settings
         if any(way == W for way, _ in self.parts) and (settings.tiles != 1 or settings.compile_segments):
             name = "tiles" if settings.tiles != 1 else "compile_segments"
-            raise PlanError(
-                f"order: got a backward in two halves with {name}={getattr(settings, name)!r}, whose backward "
-                f"is one: pass order='OneFOneB', or leave {name} out"
-            )
+            got = f"a backward in two halves with {setting(name, getattr(settings, name))}, whose backward is one"
+            do = f"pass {setting('order', 'OneFOneB')}, or leave `{name}` out"
+            refuse("order", got, do=do, kind=PlanError)
         for x in chain(*self.listed):
             m, s, forward = x.m, x.s, self.device_of(F, x.m, x.s)
             if x.way in (W, R) and x.device != (other := self.device_of(B, m, s)):
-                raise PlanError(
-                    f"order: got {x} on device {x.device} and the rest of that backward on device {other}, "
-                    f"expected one device, which has what is kept between them: list {x} for device {other}"
-                )
+                got = f"{x} on device {x.device} and the rest of that backward on device {other}"
+                expected = "one device, which has what is kept between them"
+                refuse("order", got, expected, f"list {x} for device {other}", PlanError)
             if x.way in (B, I) and x.device != forward and (self.over_ranks or s in stay):
-                way_on = "in one process activations_on='host' for all but the last segment"
-                raise PlanError(
-                    f"order: got {x} on device {x.device} and its forward on device {forward}, which has its "
-                    f"activations: expected one device, or {way_on}"
-                )
+                activations = f"its forward on device {forward}, which has its activations"
+                way_on = f"in one process {setting('activations_on', 'host')} for all but the last segment"
+                got = f"{x} on device {x.device} and {activations}"
+                refuse("order", got, do=f"expected one device, or {way_on}", kind=PlanError)
             if forward != self.device_of(F, 0, s) and s in stateful:
-                raise PlanError(
-                    f"order: got segment {s}, whose forward changes buffers, on several devices, expected "
-                    "one: pass an order that keeps a segment on a device, such as 'OneFOneB'"
-                )
+                got = f"segment {s}, whose forward changes buffers, on several devices"
+                do = "pass an order that keeps a segment on a device, such as 'OneFOneB'"
+                refuse("order", got, "one", do, PlanError)
         for b, devices in self.homes.items():
             if len(devices) > 1 and (self.over_ranks or b not in anywhere):
-                way_on = "pass params_on='host', with update_on='host', or"
+                on_host = setting("params_on", "host")
+                way_on = f"{on_host}, with {setting('update_on', 'host')}"
                 if self.over_ranks:
-                    one_process = f"pass devices={settings.pp}, params_on='host' in one process"
-                    way_on = f"{one_process}, or untie them, or"
-                raise PlanError(
-                    f"order: got passes with the weights {self._names(b)} on the devices {sorted(devices)}, "
-                    f"expected one: {way_on} an order that has those segments on one, "
-                    "as DualPipeV the first and last"
-                )
+                    way_on = f"{setting('devices', settings.pp)}, {on_host} in one process, or untie them"
+                got = f"passes with the weights {self._names(b)} on the devices {sorted(devices)}"
+                one_order = "an order that has those segments on one, as DualPipeV the first and last"
+                refuse("order", got, "one", f"pass {way_on}, or {one_order}", PlanError)
 
     def check_sums(self, passes: Sequence[Pass]) -> None:
         """Raise PlanError if stage 1 would add a tied weight's gradients in another order than one device, as the
@@ -164,11 +158,12 @@ class DeviceMesh:
         for b, segments in self.tied.items() if self.settings.stage == 1 else ():
             for x, y in pairwise(x for x in passes if x.ended and x.way in (B, W) and x.s in segments):
                 if (x.m, -x.s) > (y.m, -y.s):
-                    raise PlanError(
-                        f"order: got {x} before {y} with stage=1 and the weights {self._names(b)}, which it adds "
-                        "up in this order, expected one micro-batch after the other through all of their "
-                        "segments: pass stage=2, or another order"
+                    got = (
+                        f"{x} before {y} with {setting('stage', 1)} and the weights {self._names(b)}, which "
+                        "it adds up in this order"
                     )
+                    expected = "one micro-batch after the other through all of their segments"
+                    refuse("order", got, expected, f"pass {setting('stage', 2)}, or another order", PlanError)
 
     def _names(self, b: int) -> str:
         return ", ".join(span.name for span in self.layout.all_buckets[b].spans[:3])

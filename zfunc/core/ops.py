@@ -17,7 +17,7 @@ from zfunc.core.passes import make_pass
 from zfunc.core.pipeline import WAYS, F
 from zfunc.core.regions import BF16, FP32, Regions
 from zfunc.core.spec import StepSpec
-from zfunc.errors import PlanError, did_you_mean
+from zfunc.errors import PlanError, did_you_mean, refuse
 
 
 @define(eq=False)
@@ -50,10 +50,9 @@ class OpBuilder:
         if name.startswith("_"):  # a protocol of Python asks for it
             raise AttributeError(name)
         verbs = [*VERBS, *MOVES]
-        raise PlanError(
-            f"recipe: got the operation {name!r}, expected one that OpBuilder has{did_you_mean(name, verbs)}: "
-            f"call {', '.join(verbs)}; or make one of your own, zfunc.core.graph.Op"
-        )
+        got = f"the operation {name!r}"
+        do = f"call {', '.join(verbs)}; or make one of your own, zfunc.core.graph.Op"
+        refuse("recipe", got, f"one that OpBuilder has{did_you_mean(name, verbs)}", do, PlanError)
 
     # --- forward and backward -------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from attrs import frozen
 
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse
 
 Order = Callable[[int, int, int], Sequence[Sequence[tuple[str, int, int]]]]
 F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
@@ -94,19 +94,16 @@ def passes_listed(
     try:
         signature(order).bind(devices, num_segments, micro_batches)
     except TypeError as error:
-        raise PlanError(
-            f"order: got {str(order)[:80]}, which cannot be called with three numbers ({error}), expected a "
-            "function (devices, segments, micro_batches) -> passes of each device: write one so, or pass a name "
-            "such as 'OneFOneB'"
-        ) from None
+        got = f"{str(order)[:80]}, which cannot be called with three numbers ({error})"
+        expected = "a function (devices, segments, micro_batches) -> passes of each device"
+        refuse("order", got, expected, "write one so, or pass a name such as 'OneFOneB'", PlanError)
     given = order(devices, num_segments, micro_batches)
     try:
         listed = [[(way, index(m), index(s)) for way, m, s in own] for own in given]
     except (TypeError, ValueError):
-        raise PlanError(
-            f"order: got {str(given)[:80]}, expected a list for each device of its passes (way, micro-batch, "
-            "segment): return such as [[('F', 0, 0), ('B', 0, 0)], [('F', 0, 1), ('B', 0, 1)]]"
-        ) from None
+        expected = "a list for each device of its passes (way, micro-batch, segment)"
+        do = "return such as [[('F', 0, 0), ('B', 0, 0)], [('F', 0, 1), ('B', 0, 1)]]"
+        refuse("order", f"{str(given)[:80]}", expected, do, PlanError)
     pairs = dict.fromkeys((m, s) for s in range(num_segments) for m in range(micro_batches))
     made_as = cache(partial(_made_as, trained=trained, repeated={*repeated}))
     lists = [
@@ -114,7 +111,7 @@ def passes_listed(
         for d, own in enumerate(listed)
     ]
     if len(lists) != devices:
-        raise PlanError(f"order: got passes for {len(lists)} devices, expected {devices}: a list for each")
+        refuse("order", f"passes for {len(lists)} devices", str(devices), "a list for each", PlanError)
     times = Counter(x[:3] for own in lists for x in own)
     split = {(m, s) for way, m, s in times if way in (I, W)}
     backward = [(way, *x) for x in pairs if x[1] >= trained[0] for way in ((I, W) if x in split else B)]
@@ -125,10 +122,9 @@ def passes_listed(
         return lists
     for x in (*expected, *(times.keys() - expected.keys())):
         if (wanted := int(x in expected)) != times[x]:
-            raise PlanError(
-                f"order: got {Pass(*x)} {times[x]} times, expected it {'once' if wanted else 'not at all'}: there "
-                f"are {num_segments} segments and {micro_batches} micro-batches"
-            )
+            got = f"{Pass(*x)} {times[x]} times"
+            do = f"there are {num_segments} segments and {micro_batches} micro-batches"
+            refuse("order", got, f"it {'once' if wanted else 'not at all'}", do, PlanError)
     return lists
 
 
@@ -192,10 +188,11 @@ def passes_in(
         if not ready:
             stuck = [(own[-1], next(x for x in before[own[-1]] if x not in ends)) for own in left if own]
             why = "; ".join(f"device {x.device} has {x} next, which follows {Pass(*y)}" for x, y in stuck)
-            raise PlanError(
-                f"order: got devices that wait for each other or for themselves ({why}), expected an order in "
-                "which each pass comes after those that it depends on, and micro-batches ascend"
+            got = f"devices that wait for each other or for themselves ({why})"
+            expected = (
+                "an order in which each pass comes after those that it depends on, and micro-batches ascend"
             )
+            refuse("order", got, expected, kind=PlanError)
         start, d, x = min(ready.values())
         del ready[d], left[d][-1]
         free[d] = end = start + work[x.s][x.way]

@@ -21,7 +21,7 @@ from zfunc.core.graph import EVERY, HOST_CODE, Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.methods import above, in_notebook
 from zfunc.core.timeline import Timeline
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse
 
 # The work of an operation, as a plan prints it.
 WORKS = ("flops", "attention_flops", "nbytes", "workspace", "launches", "copied_bytes")
@@ -201,10 +201,9 @@ def check_is_plan(plan: Any, origin: str = "") -> None:
         reason = "; a graph has no lanes"
     elif isinstance(plan, Iterator):
         reason = "; a function with yield gives a generator"
-    raise PlanError(
-        f"schedule: got {plan!r:.200}{origin}, expected a Plan: return zfunc.core.plan.build(graph, lanes), with "
-        f"the operations of each lane by their position in the graph{reason}"
-    )
+    lanes = f"the operations of each lane by their position in the graph{reason}"
+    do = f"return zfunc.core.plan.build(graph, lanes), with {lanes}"
+    refuse("schedule", f"{plan!r:.200}{origin}", "a Plan", do, PlanError)
 
 
 def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:

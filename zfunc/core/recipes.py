@@ -15,7 +15,7 @@ from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.core.places import BucketPlaces
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse, setting
 
 Recipe = Callable[[StepSpec], Iterable[Op]]
 Update = Callable[[StepSpec, OpBuilder, int], Iterator[Op]]
@@ -132,9 +132,8 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     Raises PlanError for a spec whose updates are not deferred.
     """
     if not spec.deferred:
-        raise PlanError(
-            "deferred: got a spec that defers no update, expected one: pass defer=True and clip_norm"
-        )
+        got = "a spec that defers no update"
+        refuse("deferred", got, "one", f"pass {setting('defer', True)} and `clip_norm`", PlanError)
     emit = OpBuilder(spec)
     passes = _passes(spec, emit, update=False)
     for _ in _loaded_before(spec, 0):

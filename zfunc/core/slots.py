@@ -13,7 +13,7 @@ from attrs import define, evolve, field
 
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse
 
 Slots = OrderedDict[Region, None]
 SizeClass = tuple[Sequence[int], int, int]  # items, the slots they share, and the room of each in bytes
@@ -149,10 +149,9 @@ class Ring:
         """The slot that holds `item`. Raises PlanError if no slot does."""
         if item in self._held:
             return self._held[item]
-        raise PlanError(
-            f"recipe: got an operation on item {item} of {self.region} before one that gives it a slot, or after "
-            "another took it: yield the operation that brings it there just before"
-        )
+        slot = "before one that gives it a slot, or after another took it"
+        got = f"an operation on item {item} of {self.region} {slot}"
+        refuse("recipe", got, do="yield the operation that brings it there just before", kind=PlanError)
 
 
 def _most_in_a_row(items: set[int], order: Sequence[int], depth: int) -> int:

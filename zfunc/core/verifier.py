@@ -12,24 +12,20 @@ from attrs import evolve
 from zfunc.core.graph import Conflict, Graph
 from zfunc.core.plan import Plan, check_is_plan, lane_errors, plan_excerpt
 from zfunc.core.setting_values import Schedule
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse
 
 
 def plan_with(schedule: Schedule, graph: Graph) -> Plan:
     """The verified plan of `graph` by a schedule. Raises PlanError for a wrong plan, or no plan."""
     if isinstance(schedule, type) or not callable(schedule):
-        raise PlanError(
-            f"schedule: got {schedule!r:.200}, expected a function Graph -> Plan: pass one, or an object such as "
-            "zfunc.schedules.Overlapped()"
-        )
+        do = "pass one, or an object such as zfunc.schedules.Overlapped()"
+        refuse("schedule", f"{schedule!r:.200}", "a function Graph -> Plan", do, PlanError)
     plan = schedule(graph)
     check_is_plan(plan, f" from {schedule!r:.200}")
     verify(plan)
     if plan.graph != graph:
-        raise PlanError(
-            "schedule: got a plan of another graph, expected one of the graph that was passed to it: return "
-            "zfunc.core.plan.build(graph, lanes)"
-        )
+        do = "return zfunc.core.plan.build(graph, lanes)"
+        refuse("schedule", "a plan of another graph", "one of the graph that was passed to it", do, PlanError)
     # The recipe's graph has lifetimes and roles, which a plan that was parsed from text lacks.
     return plan if plan.graph is graph else evolve(plan, graph=graph)
 

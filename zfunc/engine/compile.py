@@ -36,7 +36,7 @@ from zfunc.engine.trace.pass_options import pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments, ends_in_loss
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.trace.vjp import check_device_graphs
-from zfunc.errors import refuse, setting
+from zfunc.errors import SettingTypeError, refuse, setting
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import (
     are_peers,
@@ -92,10 +92,9 @@ def compile(
     whole = not isinstance(segments, nn.Sequential) or (example is not None and not ends_in_loss(segments))
     if isinstance(segments, nn.Module) and whole:
         if example is None:
-            raise ValueError(
-                f"example: got none with a {type(segments).__name__}, expected a batch: pass example=, to cut the "
-                "module by, or the segments of zfunc.segments(model, example, loss)"
-            )
+            by_hand = "the segments of zfunc.segments(model, example, loss)"
+            do = f"pass `example`, to cut the module by, or {by_hand}"
+            refuse("example", f"none with a {type(segments).__name__}", "a batch", do)
         segments = cast("Sequence[Segment]", above("segments")(segments, example))
     segments = checked_segments(segments)
     example = None if example is None else unpacked(example, segments[-1])
@@ -147,11 +146,10 @@ def compile(
         buffer_bytes=[s.buffer_bytes for s in segments],
     )
     if spec.stateful and spec.swaps:
-        raise ValueError(
-            f"state_on: got {settings.state_on!r} with buffers that forward changes in segment "
-            f"{segments[spec.stateful[0]].name!r} (running statistics), which a swap space does not have: expected "
-            "state_on='host'; activations_on='disk' works"
-        )
+        buffers = f"buffers that forward changes in segment {segments[spec.stateful[0]].name!r}"
+        got = f"{settings.state_on!r} with {buffers} (running statistics), which a swap space does not have"
+        do = f"expected {setting('state_on', 'host')}; {setting('activations_on', 'disk')} works"
+        refuse("state_on", got, do=do)
 
     # 3. Graph and plan: the recipe's operations, scheduled and verified. Without costs, until there is a batch.
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
@@ -193,27 +191,22 @@ def products_are_tf32(tiles: int | str, devices: Iterable[torch.device]) -> bool
 
 def _ranks(group: Any) -> RankGroup:
     if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"group: got {group!r}, expected a torch.distributed process group that this rank is in, or None: "
-            "make one with torch.distributed.new_group"
-        )
+        expected = "a torch.distributed process group that this rank is in, or None"
+        refuse("group", repr(group), expected, "make one with torch.distributed.new_group", SettingTypeError)
     ranks = RankGroup.of(group)
     if ranks.world > 1:
         try:
             (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
         except RuntimeError as error:
-            raise ValueError(
-                f"group: got one without a backend for host tensors ({error}), expected one: pass "
-                'init_process_group("cpu:gloo,cuda:nccl")'
-            ) from error
+            got = f"one without a backend for host tensors ({error})"
+            refuse("group", got, "one", 'pass init_process_group("cpu:gloo,cuda:nccl")', cause=error)
     return ranks
 
 
 def ranks_of_stage(ranks: RankGroup, pp: int) -> RankGroup:
     """The ranks of this rank's pipeline stage, of `pp` stages. Raises ValueError unless `pp` divides the ranks."""
     if ranks.world % pp:
-        raise ValueError(
-            f"pp: got {pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}, expected a number that "
-            "divides them: start as many with torchrun, or pass devices= for a pipeline in one process"
-        )
+        got = f"{pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}"
+        do = "start as many with torchrun, or pass `devices` for a pipeline in one process"
+        refuse("pp", got, "a number that divides them", do)
     return ranks if pp == 1 else StageRanks.of_stage(ranks, pp)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, refuse, setting
 
 NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
 
@@ -25,14 +25,10 @@ def check_config_file(place: Path) -> None:
 def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -> None:
     """Raise ValueError for flags of model sizes that differ from those of the config in `place`."""
     if longest is not None and flags.seq_length > longest:
-        raise ValueError(
-            f"seq_length: got {flags.seq_length} for {place}, expected at most the {longest} positions it "
-            f"has: pass seq_length={longest}"
-        )
+        do = f"pass {setting('seq_length', longest)}"
+        refuse("seq_length", f"{flags.seq_length} for {place}", f"at most the {longest} positions it has", do)
     if flags.vocab_size not in (None, vocab_size):
-        raise ValueError(
-            f"vocab_size: got {flags.vocab_size} for {place}, expected its {vocab_size}: leave it out"
-        )
+        refuse("vocab_size", f"{flags.vocab_size} for {place}", f"its {vocab_size}", "leave it out")
 
 
 def _advice(folder: Path) -> str:

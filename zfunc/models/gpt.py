@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.trace.segment import Segment, segment
+from zfunc.errors import refuse, setting
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss import Targets, linear_next_token_loss, summed_targets
 from zfunc.models.sequences import KVCache, documents_of
@@ -58,10 +59,9 @@ class Embed(nn.Module):
         first = 0 if cache is None else cache.advanced(tokens.shape[-1])
         seq = first + tokens.shape[-1]
         if seq > self.config.seq_length:
-            raise ValueError(
-                f"got {seq} tokens; expected at most seq_length={self.config.seq_length}; "
-                "cut the sequence, or build the model with a longer seq_length"
-            )
+            most = setting("seq_length", self.config.seq_length)
+            do = "cut the sequence, or build the model with a longer `seq_length`"
+            refuse((), f"{seq} tokens", f"at most {most}", do)
         at = self.pos.weight[first:seq] if positions is None else self.pos(positions)
         x = F.dropout(self.tok(tokens) + at, self.config.dropout, self.training)  # [batch, seq, hidden]
         return x if positions is None else (x, positions)

@@ -4,6 +4,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from zfunc.errors import refuse, setting
 from zfunc.options import probability
 from zfunc.values import whole
 
@@ -27,7 +28,7 @@ class GPTConfig:
     64
     >>> GPTConfig(hidden_size=100, num_attention_heads=12)
     Traceback (most recent call last):
-    ValueError: got hidden_size=100 for num_attention_heads=12; expected a multiple; try hidden_size=96 or 108
+    zfunc.errors.SettingError: hidden_size: got 100 with num_attention_heads=12, ...
     """
 
     vocab_size: int = field(default=256, validator=_count)
@@ -42,11 +43,9 @@ class GPTConfig:
         heads, hidden = self.num_attention_heads, self.hidden_size
         if hidden % heads:
             below, above = hidden // heads * heads, (hidden // heads + 1) * heads
-            choice = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"got hidden_size={hidden} for num_attention_heads={heads}; "
-                f"expected a multiple; try hidden_size={choice}"
-            )
+            got = f"{hidden} with {setting('num_attention_heads', heads)}"
+            do = f"try {setting('hidden_size', below or above)}{f' or {above}' if below else ''}"
+            refuse("hidden_size", got, "a multiple of it", do)
 
     @property
     def head_size(self) -> int:

@@ -20,6 +20,7 @@ from zfunc.core.setting_values import tile_counts
 from zfunc.core.spec import ALLOCATION, PassCost, SegmentCost, StepSpec
 from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
+from zfunc.errors import refuse
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.loss_pieces import LOGITS_BYTES, piece
 from zfunc.optim.base import Optimizer
@@ -66,7 +67,7 @@ def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1
     def trace(spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
         settings = spec.settings
         if config.dropout:
-            raise ValueError(f"dropout: got {config.dropout}, expected 0: pass the segments to zfunc.plan")
+            refuse("dropout", str(config.dropout), "0", "pass the segments to zfunc.plan")
         # The table's parameters have the precision, and its rows are whole.
         if any(x.in_fp32 for x in spec.layout.all_buckets) or settings.tiles != 1:
             return traced().trace(spec, on_gpu, grouped)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zfunc.errors import refuse
 from zfunc.models.loss_pieces import IGNORE_INDEX, LOGITS_BYTES, piece
 
 COUNTED = "tokens that count"  # for the loss of routers: 0 for padding, [batch, seq]
@@ -92,9 +93,7 @@ def next_token_loss(logits: Tensor, targets: Targets) -> Any:
 def summed_targets(targets: Targets) -> Targets:
     """Labels and row weights, from labels alone, with which a row's loss is the sum of its parts' losses."""
     if isinstance(targets, Preferences):
-        raise ValueError(
-            "tiles: got preferences, whose loss is of whole rows, expected a loss of tokens: leave tiles out"
-        )
+        refuse("tiles", "preferences, whose loss is of whole rows", "a loss of tokens", "leave `tiles` out")
     labels, weights = _labels_and_weights(targets)
     if weights is None:
         per_row = (labels != IGNORE_INDEX).sum() / labels.shape[0]

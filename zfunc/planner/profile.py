@@ -26,7 +26,7 @@ from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import KINDS, Kind, Tier
 from zfunc.core.hardware import Hardware, Measured
-from zfunc.errors import did_you_mean
+from zfunc.errors import did_you_mean, refuse
 from zfunc.options import one_of
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -348,10 +348,10 @@ def load_profile(name: str | PathLike[str]) -> Profile:
     if not (path := Path(name)).is_file():
         similar = [known for known in profile_names() if name and known.startswith(str(name).lower())]
         hint = did_you_mean(str(name), similar or list(profile_names()))
-        raise FileNotFoundError(
-            f"hardware: got {str(name)!r}, which is no profile and no file, expected one of "
-            f"{', '.join(profile_names())}, or a path{hint or ': zfunc calibrate writes one of this machine'}"
-        )
+        got = f"{str(name)!r}, which is no profile and no file"
+        expected = f"one of {', '.join(profile_names())}, or a path{hint}"
+        do = "" if hint else "zfunc calibrate writes one of this machine"
+        refuse("hardware", got, expected, do, FileNotFoundError)
     return parse_profile(path.read_text(), str(path))
 
 

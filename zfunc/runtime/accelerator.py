@@ -21,7 +21,7 @@ from attrs import frozen
 from torch.utils._pytree import tree_leaves
 
 from zfunc.core.dtypes import Precision
-from zfunc.errors import LaneTimeout, did_you_mean
+from zfunc.errors import LaneTimeout, did_you_mean, refuse, setting
 from zfunc.options import AUTO
 
 log = logging.getLogger("zfunc")
@@ -63,33 +63,28 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
         kind = types[-1]
         log.info("device: %s, because torch sees %s", kind, "one" if types[1:] else "no accelerator")
         return pick_device(kind)
-    expected = f"expected {' or '.join(map(repr, types))}"
+    expected = " or ".join(map(repr, types))
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
         hint = did_you_mean(str(device), sorted({*types, "cuda"}))
-        raise ValueError(f"device: got {device!r}, {expected}{hint}") from None
+        refuse("device", repr(device), f"{expected}{hint}")
     if chosen.type not in types:
-        raise ValueError(
-            f"device: got {str(device)!r}, {expected}: torch sees no other device on this machine; if it has an "
-            "accelerator, install a torch built for that"
-        )
+        seen = "torch sees no other device on this machine"
+        do = f"{seen}; if it has an accelerator, install a torch built for that"
+        refuse("device", repr(str(device)), expected, do)
     if chosen.type == "cpu":
         return CPU
     count = torch.accelerator.device_count()
     if chosen.index is None:
         chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
     if chosen.index >= count:
-        raise ValueError(
-            f"device: got {str(chosen)!r}, expected {chosen.type}:0 to {chosen.type}:{count - 1}"
-        )
+        refuse("device", repr(str(chosen)), f"{chosen.type}:0 to {chosen.type}:{count - 1}")
     try:
         torch.Stream(chosen)
     except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"device: got {str(chosen)!r}, which has no streams ({error}), expected an accelerator with streams: "
-            "use device='cpu'"
-        ) from error
+        got = f"{str(chosen)!r}, which has no streams ({error})"
+        refuse("device", got, "an accelerator with streams", f"use {setting('device', 'cpu')}", cause=error)
     return chosen
 
 
@@ -100,10 +95,8 @@ def devices_from(device: torch.device, count: int) -> tuple[torch.device, ...]:
         return (device,) * count
     first, there = device.index, torch.accelerator.device_count()
     if first + count > there:
-        raise ValueError(
-            f"devices: got {count} from {str(device)!r} on, expected at most {there - first}: torch sees "
-            f"{there} of type {device.type}"
-        )
+        got = f"{count} from {str(device)!r} on"
+        refuse("devices", got, f"at most {there - first}", f"torch sees {there} of type {device.type}")
     return tuple(torch.device(device.type, n) for n in range(first, first + count))
 
 
@@ -450,10 +443,9 @@ def _fix_cublas_workspace(device: torch.device) -> None:
         with deterministic_kernels(True):
             torch.mm(one, one)
     except RuntimeError as error:
-        raise ValueError(
-            f"deterministic: got {CUBLAS}={os.environ[CUBLAS]!r}, or the first matrix product of this process was "
-            "before it was set; expected ':4096:8' or ':16:8' before any: export it before the program starts"
-        ) from error
+        got = f"{CUBLAS}={os.environ[CUBLAS]!r}, or a matrix product of this process before it was set"
+        do = "export it before the program starts"
+        refuse("deterministic", got, "':4096:8' or ':16:8' before any", do, cause=error)
 
 
 VENDORS: dict[str, Vendor] = {

@@ -24,7 +24,7 @@ from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.trace.purity import check_deterministic, first_change, read_outside
 from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.engine.trace.vjp import MAX_TRACES, SegmentWeights, differentiated
-from zfunc.errors import PlanError
+from zfunc.errors import Message, PlanError, marked, refuse
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -168,10 +168,8 @@ def traced_spec(
     made = {"aux": aux, "aux_rows": rows, "unused": unused}
     spec = evolve(program.spec, costs=tuple(costs), target_bytes=nbytes(micro[1:]), **made)
     if spec.mesh.made_on != program.spec.mesh.made_on:
-        raise PlanError(
-            "order: got other passes than when the program was compiled, expected the same in every call: draw "
-            "what is random once, before"
-        )
+        got = "other passes than when the program was compiled"
+        refuse("order", got, "the same in every call", "draw what is random once, before", PlanError)
     return spec, random
 
 
@@ -279,7 +277,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise
-        raise ValueError(f"segment {segment.name!r}: {error}") from error
+        raise ValueError(Message(f"segment {segment.name!r}: {marked(error)}")) from error
     except Exception as error:
         for says, (got, action) in NOT_FUNCTIONAL.items():
             if says in f"{type(error).__name__}: {error}":

@@ -16,7 +16,7 @@ from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.errors import PlanError, did_you_mean, refuse
+from zfunc.errors import PlanError, SettingTypeError, did_you_mean, refuse, setting
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer, has_moments
 from zfunc.optim.by_name import CLASSES
@@ -100,11 +100,12 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
         )
     if p.trainable and updates_matrices(state_format):
         if len(p.shape) != 2:
-            raise ValueError(
-                f"optimizer: got {state_format.partition('-')[0].capitalize()} for {p.name!r} of {p.shape}, "
-                "expected matrices alone: pass "
-                "zfunc.groups((rule, zfunc.Muon(...)), zfunc.AdamW(...)) with a rule that does not match it"
+            got = f"{state_format.partition('-')[0].capitalize()} for {p.name!r} of {p.shape}"
+            do = (
+                "pass zfunc.groups((rule, zfunc.Muon(...)), zfunc.AdamW(...)) with a rule that does not "
+                "match it"
             )
+            refuse("optimizer", got, "matrices alone", do)
         work = optimizer.update_work(p.shape, group=group)  # pyright: ignore  # by the format of its state
     return evolve(p, group=group, state_format=state_format, work=work)
 
@@ -121,17 +122,14 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
             kind.__name__, [x.__name__ for x in CLASSES.values()], n=1, cutoff=0.5
         ) or ["AdamW"]
         of_torch = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
-        raise TypeError(
-            f"optimizer: got {'the class' if kind is optimizer else 'a'} {of_torch}{kind.__name__}, expected the "
-            f"methods of zfunc.optim.base.Optimizer: pass zfunc.{nearest}(lr=...), or an optimizer that has them"
-        )
+        got = f"{'the class' if kind is optimizer else 'a'} {of_torch}{kind.__name__}"
+        do = f"pass zfunc.{nearest}(lr=...), or an optimizer that has them"
+        refuse("optimizer", got, "the methods of zfunc.optim.base.Optimizer", do, SettingTypeError)
     if has_moments(optimizer) and settings.moments == DEFAULT_MOMENTS:
         settings = evolve(settings, moments=optimizer.moments)
     if has_moments(optimizer) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
-        raise ValueError(
-            f"moments: got {settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r}), "
-            "expected one format: give the optimizer that of the plan"
-        )
+        got = f"{settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r})"
+        refuse("moments", got, "one format", "give the optimizer that of the plan")
     return optimizer, settings
 
 
@@ -144,51 +142,48 @@ def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
     if has_moments(optimizer):
         return optimizer.with_moments(moments, split_master=settings.splits_master)
     if moments != DEFAULT_MOMENTS:
-        raise ValueError(
-            f"moments: got {moments!r} with {type(optimizer).__name__}, whose state is in the format "
-            f"{optimizer.state_format(0)!r}, expected one of zfunc's optimizers for a choice of moments: leave it "
-            "out"
+        got = (
+            f"{moments!r} with {type(optimizer).__name__}, whose state is in the format "
+            f"{optimizer.state_format(0)!r}"
         )
+        refuse("moments", got, "one of zfunc's optimizers for a choice of moments", "leave it out")
     return optimizer
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:
     """Raise TypeError if `recipe` is no recipe, PlanError unless its steps can be run, reported and saved."""
     if not callable(recipe) or isinstance(recipe, type):
-        raise TypeError(
-            f"recipe: got {recipe!r}, expected a function StepSpec -> operations: pass such as "
-            "zfunc.core.recipes.zero_offload"
-        )
+        do = "pass such as zfunc.core.recipes.zero_offload"
+        refuse("recipe", repr(recipe), "a function StepSpec -> operations", do, SettingTypeError)
     for name, variant in (("a step", spec), ("a step that saves", evolve(spec, save=True))):
         graph = Graph(recipe(variant))
         written = {r.buffer for op in graph for r in op.writes}
         needed = ["decision", "norm", *(["published"] if variant.save else [])]
         needed += ["module_buffers"] if spec.stateful else []
         if missing := [x for x in needed if x not in written]:
-            raise PlanError(
-                f"recipe: got {name} in which nothing writes {', '.join(missing)}, expected what zero_offload's "
-                "decide, global_norm, with spec.save publish, and with spec.stateful keep_buffers write: keep "
-                "these operations"
+            got = f"{name} in which nothing writes {', '.join(missing)}"
+            expected = (
+                "what zero_offload's decide, global_norm, with spec.save publish, and with spec.stateful "
+                "keep_buffers write"
             )
+            refuse("recipe", got, expected, "keep these operations", PlanError)
         if unknown := sorted({op.verb for op in graph} - set(stages)):
             hint = did_you_mean(unknown[0], [*stages], cutoff=0.7)
-            raise PlanError(
-                f"recipe: got operations {unknown} without a stage, expected a function for each{hint}: pass them "
-                "in stages"
-            )
+            got = f"operations {unknown} without a stage"
+            refuse("recipe", got, f"a function for each{hint}", "pass them in stages", PlanError)
         if not spec.deferred:
             _check_gradients(graph)
         for op in ops_unguarded_by_decision(graph):
-            raise PlanError(
-                f"recipe: got {op}, whose effect leaves the step, and which does not depend on the decision "
-                "whether the step is skipped: let it read the region decision"
+            got = (
+                f"{op}, whose effect leaves the step, and which does not depend on the decision whether the "
+                "step is skipped"
             )
+            refuse("recipe", got, do="let it read the region decision", kind=PlanError)
         state = set(Regions(variant).state())
         if added := [str(r) for r in graph.regions if r.lifetime == "state" and r not in state]:
-            raise PlanError(
-                f"recipe: got {', '.join(added)} with the lifetime 'state', expected zero_offload's state alone: "
-                "a checkpoint has no other. Give it the lifetime 'program' or 'operation'"
-            )
+            got = f"{', '.join(added)} with the lifetime 'state'"
+            do = "a checkpoint has no other. Give it the lifetime 'program' or 'operation'"
+            refuse("recipe", got, "zero_offload's state alone", do, PlanError)
 
 
 def _check_gradients(graph: Graph) -> None:
@@ -197,14 +192,12 @@ def _check_gradients(graph: Graph) -> None:
     for op in graph:
         for r in op.reads:
             if (r.role == "grad_shard" or r.buffer == "decision") and r not in written:
-                raise PlanError(
-                    f"recipe: got {op.name}, which reads {r} before anything writes it, expected a step that "
-                    "begins without a gradient: pass defer=True and clip_norm for one that waits"
-                )
+                got = f"{op.name}, which reads {r} before anything writes it"
+                do = f"pass {setting('defer', True)} and `clip_norm` for one that waits"
+                refuse("recipe", got, "a step that begins without a gradient", do, PlanError)
         written.update(op.writes)
     read = {r for op in graph for r in op.reads}
     if unused := sorted(str(r) for r in written - read if r.role == "grad_shard"):
-        raise PlanError(
-            f"recipe: got gradients in {', '.join(unused)} that no operation reads, expected every one to be used: "
-            "pass defer=True and clip_norm for one that waits for the next step"
-        )
+        got = f"gradients in {', '.join(unused)} that no operation reads"
+        do = f"pass {setting('defer', True)} and `clip_norm` for one that waits for the next step"
+        refuse("recipe", got, "every one to be used", do, PlanError)

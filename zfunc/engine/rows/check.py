@@ -35,6 +35,7 @@ from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow
 from zfunc.engine.trace.expressions import expression
 from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.trace.vjp import SegmentVJP, cotangents_of, joint_graph, pull_of
+from zfunc.errors import refuse, setting
 from zfunc.runtime.rng import seeded
 
 FEW = 256  # tokens in pieces
@@ -137,10 +138,9 @@ def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> 
             return _difference(pieces, own, _cast(inputs, dtype))
         except Exception as error:
             if dtype is None:
-                raise ValueError(
-                    f"segment {pieces[0].name!r}: got an error on {few} tokens in tiles, expected a forward of any "
-                    f"number of them: use tiles=1 ({error})"
-                ) from error
+                got = f"an error on {few} tokens in tiles"
+                do = f"use {setting('tiles', 1)} ({error})"
+                refuse(f"segment {pieces[0].name!r}", got, "a forward of any number of them", do, cause=error)
     return ""
 
 

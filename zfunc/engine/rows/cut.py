@@ -35,6 +35,7 @@ from zfunc.engine.trace.graph_cuts import (
     piece_of,
 )
 from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
+from zfunc.errors import refuse, setting
 from zfunc.runtime.rng import is_draw_node, seeded
 
 Values = dict[str, Tensor]
@@ -109,12 +110,11 @@ def cut_at_attention(
             results.append(x)
         else:
             got = list(value.shape) if isinstance(value, Tensor) else value
-            raise ValueError(
-                f"got a result of shape {got}, expected rows of tokens, made of the input: use tiles=1"
-            )
+            got = f"a result of shape {got}"
+            refuse((), got, "rows of tokens, made of the input", f"use {setting('tiles', 1)}")
     others = (x for x in given if x not in rows and isinstance(x.meta.get("val"), Tensor))
     if any(user is not output for x in others for user in x.users):
-        raise ValueError("got an input of every tile, expected rows of tokens: use tiles=1")
+        refuse((), "an input of every tile", "rows of tokens", f"use {setting('tiles', 1)}")
 
     # 4. Operations known to keep tokens apart. Memory may be laid out unlike in a trace: views may be copies.
     marks = [x for x in nodes if x.target in ATTENTION]
@@ -149,10 +149,9 @@ def cut_at_attention(
     before = piece([*rows, *constants], [q, k, v, *([] if first is None else [first])], mark)
     after = piece([*rows, mark, *constants], results, output)
     if before.draws & after.draws:
-        raise ValueError(
-            "got random numbers before attention that what follows it reads, too, expected them in one of the "
-            "two: drop the input in the segment before, or use tiles=1"
-        )
+        got = "random numbers before attention that what follows it reads, too"
+        expected = "them in one of the two"
+        refuse((), got, expected, f"drop the input in the segment before, or use {setting('tiles', 1)}")
     return Split(half(before), half(after), *common, scale, window)
 
 
@@ -183,18 +182,16 @@ def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
     Raises ValueError for an attention that tiles cannot do."""
     q, k, v = (given[x] for x in ("query", "key", "value"))
     if given.get("dropout_p"):
-        raise ValueError("got attention with dropout, expected it without: set its rate to 0, or use tiles=1")
+        refuse((), "attention with dropout", "it without", f"set its rate to 0, or use {setting('tiles', 1)}")
     if shapes := [list(x.shape) for x in (q, k, v) if x.dim() != 4 or (x.shape[0], x.shape[2]) != rows]:
-        raise ValueError(
-            f"got attention of shape {shapes[0]}, expected [batch, heads, tokens, features] of the rows "
-            f"{list(rows)}: give one head a dimension, or use tiles=1"
-        )
+        got = f"attention of shape {shapes[0]}"
+        expected = f"[batch, heads, tokens, features] of the rows {list(rows)}"
+        refuse((), got, expected, f"give one head a dimension, or use {setting('tiles', 1)}")
     masked = given.get("attn_mask") is not None
     if masked or (func is scaled_dot_product_attention and not given.get("is_causal")):
-        raise ValueError(
-            f"got attention with {'a mask' if masked else 'all tokens'}, expected a causal one, of "
-            "documents or a window at most: leave out the mask, or use tiles=1"
-        )
+        got = f"attention with {'a mask' if masked else 'all tokens'}"
+        expected = "a causal one, of documents or a window at most"
+        refuse((), got, expected, f"leave out the mask, or use {setting('tiles', 1)}")
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
 
 
@@ -203,9 +200,8 @@ def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
     floats = floats_of(leaves)
     if any(t.dim() < 3 or t.shape[:2] != floats[0].shape[:2] for t in floats):
         shapes = [tuple(t.shape) for t in floats]
-        raise ValueError(
-            f"got inputs of shape {shapes}, expected rows [batch, tokens, features]: use tiles=1"
-        )
+        got = f"inputs of shape {shapes}"
+        refuse((), got, "rows [batch, tokens, features]", f"use {setting('tiles', 1)}")
     shape = floats[0].shape[:2]
     return shape, tuple(i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape[:2] == shape)
 
@@ -229,16 +225,14 @@ def _traces(
         try:
             short, _ = copy_context().run(trace, tile)
         except Exception as error:
-            raise ValueError(
-                f"got an error on {tile} tokens and none on {row}, expected a forward of any number of tokens, "
-                f"which takes none by its place as x[:, 5] does: use tiles=1 ({type(error).__name__}: {error})"
-            ) from error
+            expected = "a forward of any number of tokens, which takes none by its place as x[:, 5] does"
+            do = f"use {setting('tiles', 1)} ({type(error).__name__}: {error})"
+            refuse((), f"an error on {tile} tokens and none on {row}", expected, do, cause=error)
     pairs = zip(whole.graph.nodes, short.graph.nodes, strict=False)
     if other := next((f"{a.target}, {b.target}" for a, b in pairs if a.target != b.target), None):
-        raise ValueError(
-            f"got other operations for a row than for a tile ({other}), expected the same, as without a loop over "
-            "tokens, or a buffer just as long as the row: use tiles=1"
-        )
+        got = f"other operations for a row than for a tile ({other})"
+        expected = "the same, as without a loop over tokens, or a buffer just as long as the row"
+        refuse((), got, expected, f"use {setting('tiles', 1)}")
     return short, whole, out_spec
 
 
@@ -270,7 +264,7 @@ def tile_of(tokens: int, tiles: int) -> int:
     """The number of tokens in each tile of a row. Raises ValueError unless `tiles` divides `tokens`."""
     if tokens % tiles:
         near = min((n for n in range(1, tokens + 1) if tokens % n == 0), key=lambda n: abs(n - tiles))
-        raise ValueError(f"got rows of {tokens} tokens, expected a divisor, not {tiles}: use tiles={near}")
+        refuse((), f"rows of {tokens} tokens", f"a divisor, not {tiles}", f"use {setting('tiles', near)}")
     return tokens // tiles
 
 
@@ -283,10 +277,8 @@ def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
     for a, b in of_row.items():
         x, y = a.meta.get("val"), b.meta.get("val")
         if is_draw_node(a) and (a not in depends or x.shape == y.shape):
-            raise ValueError(
-                f"got random numbers of shape {list(y.shape)} that are no token's own, expected such as those of "
-                "nn.Dropout: use it, or tiles=1"
-            )
+            got = f"random numbers of shape {list(y.shape)} that are no token's own"
+            refuse((), got, "such as those of nn.Dropout", f"use it, or {setting('tiles', 1)}")
         if a not in depends or not isinstance(a.target, OpOverload):
             continue
         short, long = arguments(a), arguments(b)
@@ -294,19 +286,17 @@ def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
             numbers = [short[declared.name], long[declared.name]]
             plain = str(declared.type) in NUMBERS and all(isinstance(n, int | float) for n in numbers)
             if plain and numbers[0] != numbers[1]:
-                raise ValueError(
-                    f"got the numbers {numbers} of {a.target} in a tile and a row, expected the same whatever the "
-                    "tokens, so no scale or capacity made of their number: use tiles=1"
-                )
+                got = f"the numbers {numbers} of {a.target} in a tile and a row"
+                expected = "the same whatever the tokens, so no scale or capacity made of their number"
+                refuse((), got, expected, f"use {setting('tiles', 1)}")
 
 
 def _refuse_bags(nodes: Sequence[Node]) -> None:
     """Raise ValueError for bags: they begin at places in a whole row, so the slice of a tile has other ones."""
     if bag := next((x for x in nodes if "embedding_bag" in str(x.target)), None):
-        raise ValueError(
-            f"got {bag.target}, whose bags begin at places in a whole row, expected the embedding of each number: "
-            "use embedding(numbers).sum(-2), or .mean or .amax, or tiles=1"
-        )
+        got = f"{bag.target}, whose bags begin at places in a whole row"
+        do = f"use embedding(numbers).sum(-2), or .mean or .amax, or {setting('tiles', 1)}"
+        refuse((), got, "the embedding of each number", do)
 
 
 def _refuse_noise(
@@ -322,10 +312,8 @@ def _refuse_noise(
             noise.add(x)
             made.append(x)
     if unknown := unknown_operation(of_row, made, [*starts, *draws], ()):
-        raise ValueError(
-            f"got random numbers of tokens in {unknown}, which is not known to keep tokens apart, expected such as "
-            "those of nn.Dropout: use it, or tiles=1"
-        )
+        got = f"random numbers of tokens in {unknown}, which is not known to keep tokens apart"
+        refuse((), got, "such as those of nn.Dropout", f"use it, or {setting('tiles', 1)}")
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
@@ -335,8 +323,9 @@ def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
         return None
     differ = [n for n, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
     if len(differ) != 1 or (a.shape[differ[0]], b.shape[differ[0]]) != (tile, tokens):
-        raise ValueError(
-            f"got a constant of shape {list(a.shape)} in a tile and {list(b.shape)} in a row, expected one "
-            "dimension of tokens (attention by hand, as with a softcap or sinks, has a mask of two): use tiles=1"
+        got = f"a constant of shape {list(a.shape)} in a tile and {list(b.shape)} in a row"
+        expected = (
+            "one dimension of tokens (attention by hand, as with a softcap or sinks, has a mask of two)"
         )
+        refuse((), got, expected, f"use {setting('tiles', 1)}")
     return differ[0]

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zfunc.engine.rows.keys import DeviceKeys, HostKeys, Part
 from zfunc.engine.trace.tensor_memory import counted_times
+from zfunc.errors import refuse, setting
 from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 
 aten = torch.ops.aten
@@ -279,11 +280,9 @@ def _fits(q: Tensor, v: Tensor) -> bool:
     if not alike or runs_on_cpu(q.device) or not fuses_grouped_queries(q.device, q.dtype):
         return False
     if q.is_cuda and (other := getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()):
-        raise ValueError(
-            f"tiles: got flash attention replaced by {other} (activate_flash_attention_impl), expected torch's, as "
-            "windows and documents may differ: call torch.nn.attention.restore_flash_attention_impl, or train with "
-            "tiles=1"
-        )
+        got = f"flash attention replaced by {other} (activate_flash_attention_impl)"
+        do = f"call torch.nn.attention.restore_flash_attention_impl, or train with {setting('tiles', 1)}"
+        refuse("tiles", got, "torch's, as windows and documents may differ", do)
     return not (q.is_cuda and 192 < size <= 224) or _capability(q) in ((8, 0), (9, 0), (10, 0))
 
 

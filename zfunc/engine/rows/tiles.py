@@ -26,6 +26,7 @@ from zfunc.engine.rows.tile_attention import Attended, View, attend_tile, pull_t
 from zfunc.engine.trace.host_keys import WAIT
 from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.engine.trace.vjp import paths_of, pull_of
+from zfunc.errors import Message, marked, setting
 from zfunc.runtime.rng import seeded_part
 
 
@@ -132,7 +133,8 @@ class Tiled:
         try:
             split = cut_at_attention(self.function, self.tiles, self.make_vjp, weights, inputs)
         except ValueError as error:
-            raise ValueError(f"tiles={self.tiles}: {error}") from error
+            said = Message(f"{setting('tiles', self.tiles)}: {marked(error)}")
+            raise ValueError(said) from error
         return self.splits.setdefault(key, split), leaves
 
 

@@ -24,7 +24,7 @@ from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER
 from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
 from zfunc.engine.state.memory import Flat, StateOnDisk, allocate_regions, flat_of, states_on_disk
-from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout, NonFiniteError, OutOfMemory
+from zfunc.errors import AbandonedCalls, DonatedStateError, LaneTimeout, NonFiniteError, OutOfMemory, refuse
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.accelerator import on_accelerator, room_for_tensors
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
@@ -269,10 +269,8 @@ class State:
 def _copied(buffers: Buffers) -> Buffers:
     """A copy of a State's `buffers`: new memory on the same tiers, with the same bytes and deferred update."""
     if buffers.swap is not None or any(r.tier == "disk" for r in buffers.memory):
-        raise ValueError(
-            "deepcopy: got a state of which the disk has a part, expected one in memory: save it to another "
-            "folder, and load that with a program that has its own swap="
-        )
+        do = "save it to another folder, and load that with a program that has its own `swap`"
+        refuse("deepcopy", "a state of which the disk has a part", "one in memory", do)
     if buffers.released:
         raise ValueError(
             "deepcopy: got a released state, expected one on its device: take it back by a call that uses it, such "

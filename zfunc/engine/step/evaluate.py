@@ -26,6 +26,7 @@ from zfunc.engine.step.release import check_state
 from zfunc.engine.trace.batches import Batch, rows_in, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.thread_modes import refuse_global_modes
+from zfunc.errors import refuse, setting
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
@@ -104,10 +105,8 @@ def _placed(program: Program, name: str, t: Tensor, dtype: Precision | None, dev
 
 def _check_ema(program: Program, ema: bool, action: str) -> None:
     if ema and program.spec.settings.ema is None:
-        raise ValueError(
-            f"{action}: got ema=True for a program that keeps no moving average, expected one that does: pass "
-            "ema=0.999 to zfunc.compile"
-        )
+        got = f"{setting('ema', True)} for a program that keeps no moving average"
+        refuse(action, got, "one that does", f"pass {setting('ema', 0.999)} to zfunc.compile")
 
 
 def buffers(program: Program, state: State) -> dict[str, Tensor]:

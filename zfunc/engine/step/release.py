@@ -23,7 +23,7 @@ from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.state.memory import allocate_regions, flat_of
 from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.state.weights import send_weights
-from zfunc.errors import OutOfMemory
+from zfunc.errors import Message, OutOfMemory, setting
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.host_memory import available_host_bytes
 
@@ -73,10 +73,9 @@ def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
     if not buffers.parked and regions:
         needed, free = sum(r.nbytes for r in regions), available_host_bytes()
         if needed > free:
-            raise OutOfMemory(
-                f"release: needs {needed:,} bytes of host memory, {free:,} are free; nothing was released. Keep "
-                "more of the state on the host, as by state_on='host'"
-            )
+            way_on = f"Keep more of the state on the host, as by {setting('state_on', 'host')}"
+            needs = f"needs {needed:,} bytes of host memory, {free:,} are free; nothing was released"
+            raise OutOfMemory(Message(f"release: {needs}. {way_on}"))
         on_host = (evolve(r, tier="pinned", role=None, device=0) for r in regions)
         parked = allocate_regions(on_host, program.devices, ())
         buffers.parked = {r: parked[r] for r in regions}

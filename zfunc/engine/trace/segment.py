@@ -26,7 +26,7 @@ from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import MOST, Facts, first_change, held, version_of
 from zfunc.engine.trace.tensor_memory import byte_range, storage_of
 from zfunc.engine.trace.thread_modes import refuse_inference_mode
-from zfunc.errors import did_you_mean
+from zfunc.errors import SettingTypeError, did_you_mean, refuse, setting
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
@@ -322,11 +322,12 @@ def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module |
         *(f"module {x!r}" for x, m in modules if m._backward_hooks or m._backward_pre_hooks),
     ]
     if hooked:
-        raise ValueError(
-            f"segment {name!r}: got a gradient hook on {hooked[0]}, expected none, because it would never run: "
-            "to clip, pass clip_norm to zfunc.compile; to change a gradient, use a torch.autograd.Function in "
-            "forward; to read gradients, pass norms=True or a stage in place of pack (docs/recipes.md)"
+        do = (
+            "to clip, pass `clip_norm` to zfunc.compile; to change a gradient, use a torch.autograd.Function "
+            f"in forward; to read gradients, pass {setting('norms', True)} or a stage in place of pack "
+            "(docs/recipes.md)"
         )
+        refuse(f"segment {name!r}", f"a gradient hook on {hooked[0]}", "none, because it would never run", do)
 
 
 def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
@@ -430,45 +431,38 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
     )
     segments = tuple(segments)
     if not segments:
-        raise ValueError(
-            "segments: got none, expected at least one: pass them, the last one ending in the loss"
-        )
+        refuse("segments", "none", "at least one", "pass them, the last one ending in the loss")
     for s in segments:
         if not isinstance(s, Segment):
-            raise TypeError(
-                f"segments: got a {type(s).__name__}, expected Segments: use zfunc.segment(name, module)"
-            )
+            got = f"a {type(s).__name__}"
+            refuse("segments", got, "Segments", "use zfunc.segment(name, module)", SettingTypeError)
     for name, times in Counter(s.name for s in segments).items():
         if times > 1:
-            raise ValueError(f"segments: got two named {name!r}, expected unique names: rename one")
+            refuse("segments", f"two named {name!r}", "unique names", "rename one")
     known: dict[str, Parameter] = {}
     origins: dict[int, str] = {}
     for s in segments:
         owned = {p.name: p for p in s.parameters if p.name not in s.shared}
         for name, p in owned.items():
             if name in known:
-                raise ValueError(
-                    f"segments: got two parameters named {name!r}, expected unique names: rename "
-                    f"segment {s.name!r}, or tie them with share="
-                )
+                got = f"two parameters named {name!r}"
+                refuse("segments", got, "unique names", f"rename segment {s.name!r}, or tie them with share=")
             known[name] = p
         check_hooks(s.name, s.origins)
         for name, tensor in s.origins.items():
             if origins.setdefault(id(tensor), name) != name and name not in s.shared:
-                raise ValueError(
-                    f"segments: got one tensor as {origins[id(tensor)]!r} and {name!r}, expected tied parameters "
-                    f"to be declared: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
-                )
+                got = f"one tensor as {origins[id(tensor)]!r} and {name!r}"
+                do = f"segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
+                refuse("segments", got, "tied parameters to be declared", do)
     check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
     changed: dict[int, str] = {}
     for s in segments:
         for short, tensor in s.changed_tensors.items():
             other = changed.setdefault(tensor, name := f"{s.name}.{short}")
             if other != name:
-                raise ValueError(
-                    f"segments: got one buffer as {other!r} and {name!r}, which forward changes in both, expected "
-                    "each segment to have its own: put both uses into one segment, or copy the module"
-                )
+                got = f"one buffer as {other!r} and {name!r}, which forward changes in both"
+                expected = "each segment to have its own"
+                refuse("segments", got, expected, "put both uses into one segment, or copy the module")
     for s in segments:
         for short, p in zip(s.short, s.parameters, strict=True):
             if p.name not in known:
@@ -515,10 +509,9 @@ def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
         return ()
     loss = module[-1]
     if not ends_in_loss(module):
-        raise ValueError(
-            f"segments: got an nn.Sequential that ends in a {type(loss).__name__}, expected a loss of (x, targets) "
-            "as the last: append such as nn.CrossEntropyLoss(), or pass zfunc.segments(model, example)"
-        )
+        got = f"an nn.Sequential that ends in a {type(loss).__name__}"
+        do = "append such as nn.CrossEntropyLoss(), or pass zfunc.segments(model, example)"
+        refuse("segments", got, "a loss of (x, targets) as the last", do)
     groups: list[OrderedDict[str, nn.Module]] = [OrderedDict()]
     for name, child in module._modules.items():
         if _has_parameters(child) and any(map(_has_parameters, groups[-1].values())):

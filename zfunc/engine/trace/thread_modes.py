@@ -2,6 +2,8 @@
 
 import torch
 
+from zfunc.errors import refuse
+
 
 def refuse_inference_mode(action: str) -> None:
     """Raise RuntimeError in inference mode: tensors allocated there cannot be written outside of it."""
@@ -17,10 +19,8 @@ def refuse_global_modes(action: str, device: torch.device) -> None:
     other lanes do not have and which a trace would keep."""
     for kind in dict.fromkeys(("cpu", device.type)):
         if torch.is_autocast_enabled(kind):
-            raise RuntimeError(
-                f"{action}: got autocast for {kind!r}, expected it off: pass precision= to zfunc.compile, which "
-                "holds for every operation of the step"
-            )
+            do = "pass `precision` to zfunc.compile, which holds for every operation of the step"
+            refuse(action, f"autocast for {kind!r}", "it off", do, RuntimeError)
     if torch.is_anomaly_enabled():
         raise RuntimeError(
             f"{action}: got anomaly detection, expected it off: pass debug=True to train_step, which names the "

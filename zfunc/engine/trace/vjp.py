@@ -39,6 +39,7 @@ from zfunc.engine.trace.graph_cuts import (
 )
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.tensor_memory import FakeTensors, dense_strides, extent, layouts, storage_of
+from zfunc.errors import refuse, setting
 from zfunc.runtime.accelerator import on_accelerator, record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
@@ -85,10 +86,9 @@ Pull = Callable[..., tuple[Any, Callable[..., Grads]]]
 
 
 def _unsplit(*_: Any) -> Any:
-    raise ValueError(
-        "got a backward that cannot be traced, which the log explains, expected one that is split in two halves: "
-        "pass order='OneFOneB', or another whose passes are all F or B"
-    )
+    got = "a backward that cannot be traced, which the log explains"
+    expected = "one that is split in two halves"
+    refuse((), got, expected, f"pass {setting('order', 'OneFOneB')}, or another whose passes are all F or B")
 
 
 @frozen
@@ -587,8 +587,8 @@ def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 def check_device_graphs(beside: bool) -> None:
     """Raise ValueError if passes launched as CUDA graphs run `beside` the main thread, where torch has none."""
     if beside and not GRAPHS_IN_THREADS:
-        raise ValueError(
-            f'compile_segments: got "reduce-overhead" beside the main thread with torch {torch.__version__}, whose '
-            "graphs of a device are the main thread's: expected torch 2.13 or later, or devices=1 with all steps "
-            "in the main thread, or compile_segments=True"
-        )
+        got = f'"reduce-overhead" beside the main thread with torch {torch.__version__}'
+        got += ", whose graphs of a device are the main thread's"
+        one = f"{setting('devices', 1)} with all steps in the main thread"
+        do = f"expected torch 2.13 or later, or {one}, or {setting('compile_segments', True)}"
+        refuse("compile_segments", got, do=do)

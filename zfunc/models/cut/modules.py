@@ -38,6 +38,7 @@ from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import SEEDED, first_change, held
 from zfunc.engine.trace.segment import Segment, Values, make_segment
 from zfunc.engine.trace.vjp import MAX_TRACES
+from zfunc.errors import refuse
 from zfunc.models.cut.called import CalledModel, Loss, call_of
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import ModulePiece, module_piece
@@ -264,10 +265,9 @@ class ModuleTraces:
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("model: got no loss"):
                 raise
-            raise ValueError(
-                f"example: got one that does not fit the model ({type(error).__name__} {_place(error)}: {error}), "
-                "expected a batch that it takes: a dict of its arguments, or (inputs, targets)"
-            ) from error
+            got = f"one that does not fit the model ({type(error).__name__} {_place(error)}: {error})"
+            expected = "a batch that it takes"
+            refuse("example", got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
 
     def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any) -> None:
         """Raise NotCutError if the autograd graph of the module has nodes that the traced graph `uncut` lacks."""

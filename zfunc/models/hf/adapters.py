@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zfunc.engine.trace.segment import Values
-from zfunc.errors import install
+from zfunc.errors import SettingTypeError, install, refuse
 from zfunc.models.hf.families import check_package
 from zfunc.runtime.rng import seeded_sequence
 
@@ -86,9 +86,8 @@ def adapt(model: nn.Module, lora: Any) -> Any:
 
     config = copy.deepcopy(LoraConfig.from_pretrained(str(lora)) if isinstance(lora, str | Path) else lora)
     if not isinstance(config, LoraConfig):
-        raise TypeError(
-            f"lora: got a {type(config).__name__}, expected a peft.LoraConfig, or a folder with one"
-        )
+        got = f"a {type(config).__name__}"
+        refuse("lora", got, "a peft.LoraConfig, or a folder with one", kind=SettingTypeError)
     _check_config(config)
     config.inference_mode = False  # as peft saves it
     given = config.target_modules  # peft changes it, and the model
@@ -103,10 +102,8 @@ def adapt(model: nn.Module, lora: Any) -> Any:
             warnings.simplefilter("ignore")  # peft calls what transformers deprecates
             adapted = get_peft_model(model, config)
     except ValueError as error:  # peft's own, of a model that it has no default for, or without such modules
-        raise ValueError(
-            f"lora: got target_modules={given!r}, expected ends of names of modules, such as "
-            f"{', '.join(linear)}, or 'all-linear' ({error})"
-        ) from error
+        expected = f"ends of names of modules, such as {', '.join(linear)}, or 'all-linear' ({error})"
+        refuse("lora", f"target_modules={given!r}", expected, cause=error)
     _check_layers(adapted)
     return adapted
 
@@ -142,10 +139,9 @@ def _check_layers(model: Any) -> None:
 
     for name, layer in _lora_layers(model):
         if isinstance(layer, ParamWrapper):
-            raise ValueError(
-                f"lora: got adapters of tensors in {name!r}, which are no modules, expected adapters of linear "
-                "layers: leave target_parameters out, and name modules outside experts, such as those of attention"
-            )
+            got = f"adapters of tensors in {name!r}, which are no modules"
+            do = "leave target_parameters out, and name modules outside experts, such as those of attention"
+            refuse("lora", got, "adapters of linear layers", do)
 
 
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -161,11 +157,10 @@ def reset_adapters(part: nn.Module, config: Any) -> None:
     """Draw the adapters in `part`, in place, as peft does. ValueError where that needs the model's weights."""
     if config.init_lora_weights not in DRAWN or config.use_dora:
         got = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
-        raise ValueError(
-            f"lora: got {got} for a model without weights yet, expected init_lora_weights to be one of "
-            f"{', '.join(map(repr, DRAWN))}: or load the model with from_pretrained, adapt it with "
-            "peft.get_peft_model and pass it to zfunc.hf.segments"
-        )
+        got = f"{got} for a model without weights yet"
+        expected = f"init_lora_weights to be one of {', '.join(map(repr, DRAWN))}"
+        adapted = "adapt it with peft.get_peft_model and pass it to zfunc.hf.segments"
+        refuse("lora", got, expected, f"or load the model with from_pretrained, {adapted}")
     for _, layer in _lora_layers(part):
         own = any(True for kind in layer.adapter_layer_names for _ in getattr(layer, kind).parameters())
         for adapter in layer.active_adapters if own else ():  # else it is another segment's

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
+from zfunc.errors import refuse, setting
 from zfunc.models.hf.experts import run_experts
 from zfunc.models.sequences import KVCache, Seen, documents_of
 from zfunc.runtime.accelerator import fuses_grouped_queries
@@ -126,10 +127,9 @@ class PastTokens:
 
     def _state(self, *key: Any) -> Tensor | None:
         if ROW_TOKENS.get() is not None or "position_ids" in GIVEN.get():
-            raise ValueError(
-                "got a convolution or linear attention, whose state is of a whole row, expected uncut rows of one "
-                "document: use tiles=1, and the packing 'stream' or a document a row"
-            )
+            got = "a convolution or linear attention, whose state is of a whole row"
+            do = f"use {setting('tiles', 1)}, and the packing 'stream' or a document a row"
+            refuse((), got, "uncut rows of one document", do)
         return None if self.cache is None else self.cache.states.get(key)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfunc.engine.trace.purity import held
 from zfunc.engine.trace.segment import Segment, Values, segment
+from zfunc.errors import refuse
 from zfunc.models.hf.adapters import base_name, base_of, is_adapted, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import Loss, compare
@@ -58,7 +59,7 @@ def cut_model(
     base: Any = base_of(model)
     check_supported(base, loss=loss is not None)
     if loss is not None and example is None:
-        raise ValueError(f"example: got none with a loss, expected a tiny batch: {LOSS}")
+        refuse("example", "none with a loss", "a tiny batch", LOSS)
     inputs, targets = ({"input_ids": _tokens(base)}, None) if example is None else example
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {base.main_input_name: inputs}
     packs = is_tested(base) or compare(cut_layers, base, inputs, targets, loss)

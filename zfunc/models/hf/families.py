@@ -7,7 +7,7 @@ import importlib
 import re
 from typing import Any
 
-from zfunc.errors import install
+from zfunc.errors import install, refuse
 
 OLDEST = (5, 12)  # transformers; 5.0 computes some of these models differently
 MISSING = f"zfunc.hf: got no transformers, expected version 5.12 or newer: {install('hf')}"
@@ -66,10 +66,9 @@ def check_supported(model: Any, *, loss: bool) -> None:
                 f"model: got {parameter!r} of {p.dtype}, expected floating point: load it without quantization"
             )
     if getattr(model, "hf_quantizer", None) is not None or kind_of_quantization(config):
-        raise ValueError(
-            f"model: got a {name} with quantized weights ({kind_of_quantization(config)}): load it without "
-            "quantization_config, or from its folder with zfunc.hf.load(folder, quantize='nf4', lora=...)"
-        )
+        got = f"a {name} with quantized weights ({kind_of_quantization(config)})"
+        from_folder = "from its folder with zfunc.hf.load(folder, quantize='nf4', lora=...)"
+        refuse("model", got, do=f"load it without quantization_config, or {from_folder}")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
             f"model: got a {name} with use_bidirectional_attention: turn it off: attention is causal"

@@ -28,7 +28,7 @@ from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import rounded
 from zfunc.engine.step.evaluate import weights
 from zfunc.engine.step.release import check_state
-from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.errors import CheckpointError, about, did_you_mean, refuse, setting
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights, base_name
 from zfunc.models.hf.families import check_transformers, in_fp32
 from zfunc.models.hf.loading import (
@@ -184,11 +184,9 @@ class _Contents:
         except CheckpointError:
             raise
         except (ValueError, OSError) as error:  # transformers' own, which name no argument
-            raise ValueError(f"config: {error}") from error
+            raise ValueError(about("config", error)) from error
         if adapter_only and lora is None:
-            raise ValueError(
-                "adapter_only: got it without lora, expected the peft.LoraConfig of the training"
-            )
+            refuse("adapter_only", "it without `lora`", "the peft.LoraConfig of the training")
         self.adapter_only = adapter_only
         self.shapes = expected = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.buffers = {} if adapter_only else saved_buffers(self.model, self.origin)
@@ -205,11 +203,12 @@ class _Contents:
         for name in (*trained, *expected):
             if trained.get(name) != expected.get(name):
                 hint = "" if name in expected else did_you_mean(name, list(expected))
-                raise ValueError(
-                    f"config: got one whose model has {name!r} of shape {expected.get(name)}{hint}, expected "
-                    f"{trained.get(name)}: pass the config that the segments were made from, or its folder, and "
-                    "lora where adapters were trained, with their peft.LoraConfig"
+                got = f"one whose model has {name!r} of shape {expected.get(name)}{hint}"
+                do = (
+                    "pass the config that the segments were made from, or its folder, and lora where "
+                    "adapters were trained, with their peft.LoraConfig"
                 )
+                refuse("config", got, str(trained.get(name)), do)
 
     def _decoded_shape(self, name: str, shape: Shape, expected: dict[str, Shape]) -> Shape:
         """The shape of a weight of which `name` has the bytes, where they are as many as it has; else `shape`."""
@@ -228,10 +227,9 @@ class _Contents:
         self.config = copy.deepcopy(self.config)
         self.config.tie_word_embeddings = self.config.get_text_config().tie_word_embeddings = False
         if dict(empty_model(self.config).named_parameters()).keys() != self.shapes.keys():
-            raise ValueError(
-                f"lora: got adapters of weights that a {type(self.model).__name__} ties, expected ones that it can "
-                "have apart, to merge them: pass adapter_only=True"
-            )
+            got = f"adapters of weights that a {type(self.model).__name__} ties"
+            expected = "ones that it can have apart, to merge them"
+            refuse("lora", got, expected, f"pass {setting('adapter_only', True)}")
 
     def named(
         self, weights: Iterable[tuple[str, Tensor]], dtype: Precision | None, device: torch.device = CPU
@@ -253,11 +251,9 @@ class _Contents:
         `weights` are fp32, in their shapes. Raises ValueError for a path that cannot be a new folder.
         """
         if os.path.lexists(out):
-            raise ValueError(
-                f"out: got {out}, which exists, expected a new folder: name another, or move that one"
-            )
+            refuse("out", f"{out}, which exists", "a new folder", "name another, or move that one")
         if not out.parent.is_dir():
-            raise ValueError(f"out: got {out}, expected a folder in an existing one: make {out.parent}")
+            refuse("out", str(out), "a folder in an existing one", f"make {out.parent}")
         partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
         making = "making a folder (of another export that is writing it, or was killed?)"
         with disk.os_errors_as(partial, making):

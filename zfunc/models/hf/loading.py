@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
-from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.errors import CheckpointError, did_you_mean, refuse
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters
 from zfunc.models.hf.bitsandbytes import (
@@ -121,14 +121,11 @@ def _check_quantized(config: Any, quantize: str | None, lora: Any, place: Path |
             f"{place}: got weights quantized by {stored}, expected {READ}, or 16 bits: {INSTEAD}"
         )
     if stored and quantize not in (None, stored):
-        raise ValueError(
-            f"quantize: got {quantize!r} for {place}, which has its weights in {stored}: leave it out"
-        )
+        refuse("quantize", f"{quantize!r} for {place}, which has its weights in {stored}", do="leave it out")
     if (stored or quantize) and lora is None:
-        raise ValueError(
-            f"quantize: got weights in {quantize or stored} without lora, expected adapters, as encoded weights "
-            "are not trained: pass `lora`, or train all of a model in 16 bits"
-        )
+        got = f"weights in {quantize or stored} without `lora`"
+        expected = "adapters, as encoded weights are not trained"
+        refuse("quantize", got, expected, "pass `lora`, or train all of a model in 16 bits")
     return stored
 
 
@@ -137,10 +134,8 @@ def _linear_weights(model: Any) -> list[str]:
     head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
     layers = ((x, m) for x, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
     if not (names := [f"{x}.weight" for x, m in layers if m.weight is not tied]):
-        raise ValueError(
-            f"quantize: got a {type(model).__name__}, which has no linear layers (torch.nn.Linear) but its head, "
-            "expected some: leave it out"
-        )
+        got = f"a {type(model).__name__}, which has no linear layers (torch.nn.Linear) but its head"
+        refuse("quantize", got, "some", "leave it out")
     return names
 
 
@@ -151,10 +146,8 @@ def _quantized(segments: Iterable[Segment], kinds: Mapping[str, str | None]) -> 
         own = {p.name: kinds[p.name] for p in s.parameters if kinds.get(p.name)}
         for p in s.parameters:
             if p.name in own and p.trainable:
-                raise ValueError(
-                    f"lora: got {p.name!r}, which is trained as a whole, in {own[p.name]}, expected adapters "
-                    "alone: leave it out of modules_to_save"
-                )
+                got = f"{p.name!r}, which is trained as a whole, in {own[p.name]}"
+                refuse("lora", got, "adapters alone", "leave it out of modules_to_save")
         made.append(keep_encoded(s, {x: kind for x, kind in own.items() if kind}))
     return tuple(made)
 
@@ -218,10 +211,8 @@ def language_config(config: Any) -> Any:
     """
     text = copy.deepcopy(config.get_text_config())
     if type(text) is type(config) or config.is_encoder_decoder:
-        raise ValueError(
-            f"text_only: got it for a {config.model_type}, which is of text alone, expected a model of images too: "
-            "leave it out"
-        )
+        got = f"it for a {config.model_type}, which is of text alone"
+        refuse("text_only", got, "a model of images too", "leave it out")
     for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
         if (value := getattr(config, name, None)) is not None:
             setattr(text, name, value)
@@ -448,10 +439,8 @@ def saved_buffers(model: Any, folder: Path | None) -> Values:
     """
     buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     if buffers and folder is None:
-        raise ValueError(
-            f"config: got one of a model that saves {min(buffers)!r}, which is not trained, expected its folder: "
-            "the values are copied from there"
-        )
+        got = f"one of a model that saves {min(buffers)!r}, which is not trained"
+        refuse("config", got, "its folder", "the values are copied from there")
     return FolderWeights.of(folder, model).buffers() if buffers and folder else {}
 
 

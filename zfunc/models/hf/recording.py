@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from zfunc.errors import refuse
 from zfunc.models.hf.attention import NAME, RECORDING, PastTokens, implementation_for
 from zfunc.models.hf.parts import Call, with_hidden
 
@@ -78,10 +79,9 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
             output = shadow(**given)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:300]
-            raise ValueError(
-                f"model: got a {name} that cannot be called with {', '.join(inputs)} alone ({reason}): pass "
-                f"example=({{name: tensor}}, targets) with all its inputs, or {BY_HAND}"
-            ) from error
+            got = f"a {name} that cannot be called with {', '.join(inputs)} alone ({reason})"
+            do = f"pass example=({{name: tensor}}, targets) with all its inputs, or {BY_HAND}"
+            refuse("model", got, do=do, cause=error)
         finally:
             RECORDING.reset(recording)
             for undo in hooks:
