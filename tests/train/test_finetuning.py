@@ -301,6 +301,27 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
         "--long-documents: got drop with --packing stream",
         lambda: None,
     ),
+    "an epoch of a stream": (
+        "--stream --epochs 1",
+        "--epochs: got it|--epochs: got 1 with --steps",
+        lambda: None,
+    ),
+    "a stream without evaluations": (
+        "--stream",
+        "--eval-data: got none with --stream, .*--eval-every 0",
+        lambda: None,
+    ),
+    "a stream of documents": (
+        "--stream --eval-every 0 --packing documents",
+        "--packing: got documents with --stream, expected stream",
+        lambda: None,
+    ),
+    "a buffer alone": ("--shuffle-buffer 9", "--shuffle-buffer: got it without --stream", lambda: None),
+    "no file of the pattern": (
+        "--stream --eval-every 0 --data *.jsonl.gz",
+        "--data: got .*gz, which names no file, expected JSONL or Parquet.*leave --stream( True)? out",
+        lambda: None,
+    ),
     "template": (
         "--chat-template-args [1]",
         r"--chat-template-args: got '\[1\]' .*a JSON object",

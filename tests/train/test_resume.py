@@ -1,5 +1,6 @@
 """A training that was stopped goes on as if it had not been: checkpoints on the way, `--resume`, signals, kills."""
 
+import gzip
 import itertools
 import json
 import os
@@ -72,6 +73,11 @@ SETTINGS = {
     "accumulated, 8 bits, dropout": ([*EIGHT_BITS, "--micro-batches", 2, "--dropout", 0.1], (8,)),
     "fp16, Interleaved": (["--precision", "fp16", "--schedule", "Interleaved"], (8,)),
     # Of 100 documents of 3 to 21 bytes: an epoch is some steps long, and a row has more than any of them.
+    # Of three files, one compressed: some passes, of a few buffers each.
+    "a stream": (
+        ["--stream", "--data", "shards/*", "--eval-data", "data.txt", "--shuffle-buffer", 5],
+        (5, 8),
+    ),
     "rows of many documents, in tiles": ([*ROWS, "--tiles", 4, "--recompute", "all", "--dropout", 0], (5, 8)),
 }
 
@@ -80,6 +86,10 @@ SETTINGS = {
 def test_a_failed_run_resumes_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
     settings, failing = SETTINGS[name]
     write_jsonl(Path("short.jsonl"), *({"text": "abc" * (1 + n % 7)} for n in range(100)))
+    Path("shards").mkdir()
+    for n, name in enumerate(("a.jsonl", "b.jsonl.gz", "c.jsonl")):
+        write_jsonl(path := Path("shards", name), *({"text": f"{n} {k} " * (k % 9)} for k in range(12)))
+        path.write_bytes(gzip.compress(path.read_bytes()) if name.endswith("gz") else path.read_bytes())
     more = (*settings, "--save-every", 3)
     assert train(*more, "--out", "whole") == 0
     for number in failing:

@@ -1,8 +1,11 @@
 """A stream that stops after any batch and is taken up by new objects goes on as one that never stopped."""
 
+import gzip
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfunc.errors import CheckpointError
+from zfunc.train.data.record_files import open_stream
 from zfunc.train.data.stream import PackedStream
 
 Make = Callable[[list[int]], Any]  # a source of records, of the lengths of their tokens
@@ -222,3 +226,89 @@ def test_what_is_no_stream_is_refused_with_what_to_do() -> None:
     moved.load_state_dict(moved.state_dict())
     with pytest.raises(ValueError, match="got the beginning for a source that was moved, expected"):
         moved.load_state_dict(beginning)
+
+
+# --- files of records -------------------------------------------------------------------------------------
+
+
+def write_shards(folder: Path) -> list[int]:
+    """Files of records of any size and format: the numbers of all records, which are their texts."""
+    numbers = iter(range(1000))
+    for n, size in enumerate((7, 0, 1, 12)):
+        lines = [json.dumps({"text": f"<{next(numbers)}>"}) for _ in range(size)]
+        text = "".join(f"{x}\n{'' if k % 3 else chr(10)}" for k, x in enumerate(lines)).encode()
+        path = folder / f"{n}.jsonl{'.gz' if n == 3 else ''}"
+        path.write_bytes(gzip.compress(text) if n == 3 else text)
+    pq = pytest.importorskip("pyarrow.parquet", reason='pip install ".[datasets]"')
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = [f"<{next(numbers)}>" for _ in range(11)]
+    pq.write_table(pyarrow.table({"text": texts, "id": [*range(11)]}), folder / "4.parquet", row_group_size=4)
+    return [*range(next(numbers))]
+
+
+def read_numbers(text: str) -> list[int]:
+    return [int(x) for x in re.findall(r"<(\d+)>", text)]
+
+
+def opened_shards(folder: Path, buffer: int, seq: int = 4, rows: int = 2) -> Any:
+    sizes: dict[str, Any] = {"seq_length": seq, "batch_size": rows, "vocab_size": 256}
+    return open_stream(folder, tokenizer=None, buffer=buffer, seed=3, **sizes).stream
+
+
+def texts_of(stream: Any, begin: int, count: int) -> str:
+    """The bytes that are learned in batches from one on, as text."""
+    each = [stream.at(n * 2)[1] for n in range(begin, begin + count)]
+    return bytes(x for labels in each for x in labels.flatten().tolist()).decode()
+
+
+@pytest.mark.parametrize("buffer", [1, 3, 10, 1000])
+def test_a_pass_over_files_has_each_record_once_and_goes_on_from_any_batch(
+    buffer: int, tmp_path: Path
+) -> None:
+    every = write_shards(tmp_path)
+    passes = 12
+    text = "<" + texts_of(
+        opened_shards(tmp_path / "*", buffer), 0, passes * len(every)
+    )  # the first is no label
+    found = read_numbers(text)
+    each = [found[n : n + len(every)] for n in range(0, len(found), len(every))][:-1]
+    assert len(each) > 2
+    assert [sorted(x) for x in each] == len(each) * [every]
+    assert all(x == every for x in each) == (buffer == 1)
+    assert (each[0] == each[1]) == (buffer == 1)
+    moved = np.abs(np.argsort(each[0]) - np.arange(len(every)))
+    assert buffer != 10 or len({*moved.tolist()}) > 5
+    for stop in (1, 2, 5, 17, 40, 61):
+        first, again = opened_shards(tmp_path / "*", buffer), opened_shards(tmp_path / "*", buffer)
+        texts_of(first, 0, stop)
+        saved = json.loads(json.dumps(first.state_dict(stop * 2)))
+        later = texts_of(first, stop, 20)
+        assert later in text
+        again.load_state_dict(stop * 2, saved)
+        assert texts_of(again, stop, 20) == later
+        assert first.state_dict((stop + 20) * 2) == again.state_dict((stop + 20) * 2)
+
+
+def test_a_stream_of_chats_masks_what_is_not_learned(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "ask", "completion": "ok"}) + "\n" for _ in range(4)))
+    sizes: dict[str, Any] = {"seq_length": 6, "batch_size": 1, "vocab_size": 256, "buffer": 1, "seed": 0}
+    corpus = open_stream(path, tokenizer=None, **sizes)
+    inputs, labels = corpus.stream.at(0)  # type: ignore[union-attr]
+    assert bytes(inputs[0].tolist()) == b"askok\0"
+    assert labels[0].tolist() == [-100, -100, *b"ok\0", -100]
+    assert corpus.held_out.loss_mask is not None
+
+
+def test_data_that_is_no_stream_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.jsonl").write_text("\n")
+    (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
+    for name, expected in (
+        ("x*", r"names no file, expected JSONL or Parquet files, a folder or a pattern"),
+        ("a.txt", r"where .*a\.txt is, expected JSONL or Parquet"),
+        ("b.jsonl", r"got no record in .*b\.jsonl: name other data"),
+        ("c.jsonl", r"got no text in .*c\.jsonl, expected at least one document"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            opened_shards(tmp_path / name, 1)

@@ -47,7 +47,14 @@ from zfunc.train.events import (
     Working,
 )
 from zfunc.train.reference import kept_reference, with_reference
-from zfunc.train.resume import ResumePoint, changed_settings, elapsed_in, end_reason, saved_extra
+from zfunc.train.resume import (
+    ResumePoint,
+    changed_settings,
+    elapsed_in,
+    end_reason,
+    saved_extra,
+    stream_position_in,
+)
 from zfunc.train.run_history import held_out_unit
 from zfunc.train.setup import Batch, TrainingJob
 
@@ -256,6 +263,8 @@ class _Loop:
         if changed and not job.ranks.rank:
             names = ", ".join(changed)
             log.warning("resume: %s: settings have changed: %s", restored.path, names)
+        if job.corpus.stream is not None and (position := stream_position_in(extra)) is not None:
+            job.corpus.stream.load_state_dict(self.state.sequences, position)
         if restored.path != self.swap or not start.own:
             self._commit()
         return restored.path
@@ -333,7 +342,9 @@ class _Loop:
         """The progress to save beside a State; seconds of a step that is under way do not count yet."""
         folder = self.start.folder
         run = None if self.swap is None or folder is None else folder.parent
-        return saved_extra(self.job.settings, self.elapsed, self.job.corpus.description, run)
+        stream = self.job.corpus.stream
+        position = None if stream is None else stream.state_dict(self.state.sequences)
+        return saved_extra(self.job.settings, self.elapsed, self.job.corpus.description, run, position)
 
     def _elapsed_and_signal(self) -> tuple[float, str]:
         """Seconds trained, in all sessions, and the signal to end with: the same on all ranks.

@@ -33,11 +33,12 @@ KEY = "train"  # in a checkpoint's extra
 # Settings that change which steps are taken; `load` itself compares a checkpoint's optimizer.
 # fmt: off
 DECIDING = (
-    "data", "packing", "dtype", "tokenizer", "hf", "text_only", "quantize", "lora_alpha", "vocab_size",
-    "seq_length", "loss", "dpo_beta", "dpo_type", "dropout", "batch_size", "micro_batches", "seed", "lr",
-    "lr_schedule", "warmup", "steps", "seconds",
+    "data", "stream", "shuffle_buffer", "packing", "dtype", "tokenizer", "hf", "text_only", "quantize",
+    "lora_alpha", "vocab_size", "seq_length", "loss", "dpo_beta", "dpo_type", "dropout", "batch_size",
+    "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
 )
 # fmt: on
+STREAM = "stream"  # in a checkpoint's extra, with the rest of the progress
 RUN = "run"  # in a commit's extra, with the rest of the progress: whose swap space it is
 log = logging.getLogger("zfunc")
 
@@ -64,10 +65,16 @@ def end_reason(
 
 
 def saved_extra(
-    settings: TrainSettings, elapsed: float, data: tuple[str, ...], run: Path | None = None
+    settings: TrainSettings,
+    elapsed: float,
+    data: tuple[str, ...],
+    run: Path | None = None,
+    stream: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The `extra` of a checkpoint of `zfunc train`. `data` describes the corpus, `run` owns the swap space."""
+    """The `extra` of a checkpoint of `zfunc train`. `data` describes the corpus, `run` owns the swap space, and
+    `stream` is the position in streamed data."""
     own = {} if run is None else {RUN: run}
+    own |= {} if stream is None else {STREAM: stream}
     return {KEY: jsonable({"settings": attrs.asdict(settings), "elapsed": elapsed, "data": data, **own})}
 
 
@@ -77,6 +84,12 @@ def elapsed_in(extra: Mapping[str, Any]) -> float:
     """
     kept = _kept(extra)[0]
     return kept["elapsed"].read(Annotated[float, Within(float, 0, math.inf)]) if "elapsed" in kept else 0.0
+
+
+def stream_position_in(extra: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The position in streamed data that a checkpoint has; None if its run did not stream."""
+    kept = _kept(extra)[0]
+    return kept[STREAM].read(dict) if STREAM in kept else None
 
 
 def changed_settings(

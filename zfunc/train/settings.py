@@ -260,6 +260,19 @@ class TrainSettings(StepFlags):
         path,
         common=True,
     )
+    stream: bool = _data(
+        False,
+        "train on JSONL and Parquet files as they are read, pass after pass, without packing them first: `data` is "
+        "a file, a folder or a pattern such as 'shards/*.jsonl.gz'; a resume goes on at the next record",
+        common=True,
+    )
+    shuffle_buffer: int | None = _data(
+        None,
+        "with `stream`, records that are read before they are drawn in a random order; files are, too. 1: as they "
+        "are (default: 1000)",
+        count,
+        "RECORDS",
+    )
     packing: str = _data(
         "stream",
         f"how documents are put into sequences: {_names(PACKINGS)}. stream: one after another, cut anywhere; a "
@@ -426,6 +439,7 @@ class TrainSettings(StepFlags):
             if str(getattr(self, name)) not in (str(usual), "None"):
                 got = f"{getattr(self, name)} with `loss=dpo`, whose sequences are a prompt with one answer"
                 refuse(name, got, "none", "leave it out")
+        _check_stream(self)
         if self.loss != DPO and self.packing != "documents" and self.long_documents != "cut":
             got = f"{self.long_documents} with `packing={self.packing}`, which cuts anywhere"
             refuse("long_documents", got, "`packing=documents`", "add it")
@@ -433,6 +447,25 @@ class TrainSettings(StepFlags):
             refuse(("steps", "epochs", "seconds"), "none", "one", "pass such as `steps=1000`")
         if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
             refuse("warmup", f"{self.warmup} of {self.steps} steps", "fewer", "lower it, or raise `steps`")
+
+
+def _check_stream(settings: TrainSettings) -> None:
+    """Raise ValueError for what a stream cannot have, as its end is not known, and for its settings without it."""
+    if not settings.stream:
+        if settings.shuffle_buffer is not None:
+            refuse("shuffle_buffer", "it without `stream`", "both", "add `stream`")
+        return
+    if settings.data is None:
+        refuse("stream", "it without `data`", "both", "add such as `data=shards`")
+    if settings.epochs is not None:
+        got = f"{settings.epochs:g} with `stream`, of which nobody knows how long a pass is"
+        refuse("epochs", got, "`steps` or `seconds`", "pass such as `steps=1000`")
+    if settings.eval_every and settings.eval_data is None:
+        got = "none with `stream`, of which nothing is held out"
+        refuse("eval_data", got, "data to evaluate on", "add `eval_data`, or `eval_every=0`")
+    for name, usual in {"packing": PACKINGS[0], "loss": LOSSES[0]}.items():
+        if (value := getattr(settings, name)) != usual:
+            refuse(name, f"{value} with `stream`", usual, "leave one out")
 
 
 READ = {
@@ -470,13 +503,14 @@ def check_paths(settings: TrainSettings) -> None:
     No torch: a path with a typo, or a chat that ends badly, is told at once.
     """
     from zfunc.checkpoint.durable_files import check_folders
-    from zfunc.train.data.documents import first_look
+    from zfunc.train.data.documents import first_look, stream_files
     from zfunc.train.data.records import CHAT
     from zfunc.train.data.tokenizer import check_chats, check_template
 
     for name in READ:
         place = getattr(settings, name)
-        check_exists(name, None if place in (None, AUTO) else Path(place))
+        if name != "data" or not settings.stream:
+            check_exists(name, None if place in (None, AUTO) else Path(place))
     if settings.hf is not None:
         try:
             check_config_file(settings.hf)
@@ -487,6 +521,8 @@ def check_paths(settings: TrainSettings) -> None:
     chats = dict[str, list[Any]]()
     for name, place in {"data": settings.data, "eval_data": settings.eval_data}.items():
         with reading(name, place):
+            if name == "data" and settings.stream and place is not None:
+                place = stream_files(place)[0][1]
             looked = [] if place is None else first_look(place, pairs=settings.loss == DPO)
             chats[name] = [x.values for x in looked if x.kind == CHAT]
     folder = settings.hf if settings.tokenizer is None else settings.tokenizer.parent

@@ -36,6 +36,7 @@ from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import allowed_cpus, cpu_model
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
+from zfunc.train.data.record_files import open_stream
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
 from zfunc.train.deepspeed.learning_rate_schedules import lr_schedule
 from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras, startup_notes
@@ -53,6 +54,7 @@ from zfunc.train.settings import (
 )
 from zfunc.train.trainer.mapping import trainer_extras
 
+SHUFFLE_BUFFER = 1000  # records, where none is set
 LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
 FAR_TOO_LARGE = 100  # times the host's free memory, even with 8 bits a moment: no suggestion would help
@@ -147,7 +149,8 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
         count = corpus.train.num_sequences(settings.seq_length)
         say("%d of %d sequences have no label; a step without any makes no update", empty, count)
     example = rank_batch(settings, corpus, 0, ranks)
-    held_out = held_out_parts(settings, corpus, ranks)
+    nothing = settings.stream and settings.eval_data is None
+    held_out = () if nothing else held_out_parts(settings, corpus, ranks)
     optimizer = optimizer_of(settings, extras, rate)
     program = compile_job(settings, optimizer, example, None if model is None else model.segments)
     if settings.keep_best and program.swap_folders:
@@ -174,7 +177,15 @@ def _open_corpus(
         with reading(name, path):
             return open_data(path, cache=cache, split=split, **given)
 
-    corpus = opened("data", split=settings.eval_data is None)
+    def streamed() -> Corpus:
+        sizes = {"seq_length": settings.seq_length, "batch_size": settings.batch_size}
+        drawn = {"buffer": settings.shuffle_buffer or SHUFFLE_BUFFER, "seed": settings.seed}
+        with reading("data", settings.data):
+            return open_stream(
+                Path(settings.data or ""), tokenizer=tokenizer, vocab_size=of_tokens, **sizes, **drawn
+            )
+
+    corpus = streamed() if settings.stream else opened("data", split=settings.eval_data is None)
     return corpus if settings.eval_data is None else corpus.evaluated_on(opened("eval_data", split=False))
 
 
@@ -195,6 +206,9 @@ def _settled(
         if tokenizer is not None:
             of, expected = tokenizer.name, f"its {found} or more"
         refuse("vocab_size", f"{own} for {of}", expected, "leave it out")
+    if settings.stream and by_pass:
+        got = "the steps of a pass over the data with `stream`, of which nobody knows how long a pass is"
+        refuse([*by_pass], got, "a number of steps", "give it in steps, or leave `stream` out")
     sequences = (
         corpus.train.num_sequences(settings.seq_length) if by_pass or settings.epochs is not None else 0
     )

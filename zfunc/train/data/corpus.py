@@ -19,6 +19,7 @@ from torch import Tensor
 from zfunc.errors import refuse, setting
 from zfunc.models.loss import IGNORE_INDEX, Preferences, weighted_batch
 from zfunc.runtime.collectives import RankGroup
+from zfunc.train.data.stream import StreamedBatches
 from zfunc.train.settings import TrainSettings
 
 Batch = tuple[Any, Any]  # inputs, and targets or what `weighted_batch` makes of them
@@ -160,10 +161,10 @@ class TokenStream:
             total //= 2
             for p in range(position, position + count):
                 epoch, index = divmod(p // 2, total)
-                places.append(2 * _permute(index, total, seed, epoch) + p % 2)
+                places.append(2 * permute(index, total, seed, epoch) + p % 2)
             return places
         for epoch, index in (divmod(p, total) for p in range(position, position + count)):
-            place = _permute(index, total, seed, epoch)
+            place = permute(index, total, seed, epoch)
             if self.firsts is None:
                 room = min(seq_length, len(self) - total * seq_length)
                 place = _draw(seed, epoch) % room + place * seq_length
@@ -248,15 +249,15 @@ class TokenStream:
         return self.tokens[max(start, end - 3 * seq_length // 4) : end].tolist()
 
 
-def _permute(index: int, size: int, seed: int, epoch: int) -> int:
-    """A permutation of range(size), by `seed` and `epoch`, of `index`: a Feistel network, walked into the range."""
+def permute(index: int, size: int, *key: int) -> int:
+    """A permutation of range(size), drawn by `key`, of `index`: a Feistel network, walked into the range."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     while True:
         row, column = divmod(index, columns)
         for turn in range(_ROUNDS):
-            row = (row + _draw(seed, epoch, turn, 0, column)) % rows
-            column = (column + _draw(seed, epoch, turn, 1, row)) % columns
+            row = (row + _draw(*key, turn, 0, column)) % rows
+            column = (column + _draw(*key, turn, 1, row)) % columns
         index = row * columns + column
         if index < size:
             return index
@@ -279,6 +280,7 @@ class Corpus:
     vocab_size: int
     description: tuple[str, ...]  # lines for the log: counts, what is held out and how, what is left out
     held_out_tokens: int = HELD_OUT_TOKENS  # of an evaluation, at most
+    stream: StreamedBatches | None = None  # of tokens that are trained on as they are read
 
     def __str__(self) -> str:
         return "\n".join(self.description)
@@ -305,6 +307,9 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
     """The rows of the batch at `position` (sequences since the start of training) that this rank trains on."""
     stream, rows = corpus.train, settings.batch_size // ranks.world
     own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+    if corpus.stream is not None:
+        inputs, labels = corpus.stream.at(position)
+        return weighted_batch(inputs[own], labels[own], tokens_per_row=_tokens_per_row([labels]))
     # Weights are relative to the whole batch, which every rank reads for them.
     first, count = (0, settings.batch_size) if stream.weighted else (own.start, rows)
     places = stream.order(position + first, count, seq_length=settings.seq_length, seed=settings.seed)

@@ -12,6 +12,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import glob
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from attrs import frozen
 from zfunc.errors import install
 from zfunc.train.data.formats import (
     FORMATS,
+    LINES,
     holds_records,
     is_packed,
     last_line,
@@ -323,15 +325,50 @@ class _ParquetRows:
         return _ParquetRows(self.files, type(self.features)({x: self.features[x] for x in names}))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self.after(0)
+
+    def after(self, first: int) -> Iterator[dict[str, Any]]:
+        """The rows from row `first` of the first file on."""
         from pyarrow.parquet import ParquetFile
 
         for path in self.files:
             with ParquetFile(path, buffer_size=_BUFFER) as file:
-                groups = map(file.metadata.row_group, range(file.num_row_groups))
+                groups = [*map(file.metadata.row_group, range(file.num_row_groups))]
                 size = max(1, sum(x.total_byte_size for x in groups))
                 rows = min(1024, max(1, _BATCH * file.metadata.num_rows // size))
-                for batch in file.iter_batches(rows, columns=self.column_names):
-                    yield from map(self.features.decode_example, batch.to_pylist())
+                whole = 0  # groups that are before `first`
+                while whole < len(groups) and first >= groups[whole].num_rows:
+                    first, whole = first - groups[whole].num_rows, whole + 1
+                left = [*range(whole, len(groups))]
+                for batch in file.iter_batches(rows, row_groups=left, columns=self.column_names):
+                    passed = min(first, batch.num_rows)
+                    first -= passed
+                    yield from map(self.features.decode_example, batch.slice(passed).to_pylist())
+
+
+def stream_files(path: Path) -> list[File]:
+    """The files of lines and the Parquet files at `path`, a file, a folder or a pattern of names, by name. Raises
+    ValueError if there is none, or if the file is of another format."""
+    names = [Path(x) for x in glob(str(path), recursive=True)]
+    found = walk(path) if path.is_dir() else sorted((str(x), x) for x in names if x.is_file())
+    read = [x for x in found if suffix_of(x[1]) in LINES or x[1].suffix == PARQUET]
+    if not read:
+        got = f"{path}, where {named(x for x, _ in found)} is" if found else f"{path}, which names no file"
+        expected = "JSONL or Parquet files, a folder or a pattern of them"
+        raise ValueError(f"got {got}, expected {expected}: correct it, or leave `stream` out")
+    return read
+
+
+def parquet_rows(path: Path, first: int) -> Iterator[dict[str, Any]]:
+    """The documents' columns of the rows of a Parquet file from row `first` on, a few in memory at a time."""
+    with _reading(path):
+        rows = _ParquetRows.of([str(path)])
+    if not (columns := read_keys(rows.column_names)):
+        names = ", ".join(rows.column_names)
+        raise ValueError(f"got {path} with the columns {names:.300}, {EXPECTED}, or {IDS}: rename them")
+    with _reading(path):
+        for row in rows.select_columns([*columns]).after(first):
+            yield _without_nulls(row, rows.features)
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:

@@ -80,7 +80,18 @@ def records_of(path: Path) -> Placed:
 def _lines(path: Path, file: BinaryIO) -> Placed:
     for number, line in enumerate(file, 1):
         if line.removeprefix(BOM_UTF8).strip():
-            yield (where := f"{path}, line {number}"), _parsed(line, where)
+            yield (where := f"{path}, line {number}"), parsed(line, where)
+
+
+def lines_after(path: Path, offset: int, line: int) -> Generator[tuple[str, bytes, int, int]]:
+    """The lines of a file from byte `offset` on, before which there are `line` lines: each after its place, and
+    before the offset and number of the next. A compressed file is read up to there."""
+    with opened(path) as file:
+        file.seek(offset)
+        for content in file:
+            line, offset = line + 1, offset + len(content)
+            if content.removeprefix(BOM_UTF8).strip():
+                yield f"{path}, line {line}", content, offset, line
 
 
 def last_line(path: Path) -> Placed:
@@ -94,19 +105,20 @@ def last_line(path: Path) -> Placed:
         start = file.seek(max(0, file.seek(0, io.SEEK_END) - _END))
         _, newline, line = file.read().rstrip().rpartition(b"\n")
     if line and (newline or not start):
-        yield (where := f"{path}, the last line"), _parsed(line, where)
+        yield (where := f"{path}, the last line"), parsed(line, where)
 
 
 def _array(path: Path, file: BinaryIO) -> Placed:
     """The records of a `.json` file, each after its place: of a JSON array, or of an object on each line."""
     content = file.read().removeprefix(BOM_UTF8)
     if content.lstrip().startswith(b"["):
-        yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(_parsed(content, str(path)), 1))
+        yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(parsed(content, str(path)), 1))
     else:
         yield from _lines(path, io.BytesIO(content))
 
 
-def _parsed(content: bytes, where: str) -> Any:
+def parsed(content: bytes, where: str) -> Any:
+    """The record that a line is. Raises ValueError, with the place `where`, for what is no JSON."""
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique_keys)
         if b"\\ud" in content.lower():  # half a surrogate pair cannot be encoded

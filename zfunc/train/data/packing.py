@@ -260,7 +260,7 @@ def _write(
         write_headers()
         append(offsets=np.zeros(1))
         for held_out, documents in source.parts(counts):
-            for kind, (ids, learned) in _encoded(documents, vocabulary, whole=pairs_of_answers):
+            for kind, (ids, learned) in encoded_documents(documents, vocabulary, whole=pairs_of_answers):
                 learned = np.ones(len(ids), bool) if learned is None else learned
                 append(tokens=ids, mask=learned)
                 append(offsets=np.array([lengths["tokens"]]))
@@ -318,7 +318,7 @@ def _write(
 # --- documents as tokens ----------------------------------------------------------------------------------
 
 
-def _encoded(
+def encoded_documents(
     documents: Iterable[Document], vocabulary: Vocabulary, *, whole: bool = False
 ) -> Iterator[tuple[str, Encoded]]:
     """The kind and the tokens of each document that is not empty; documents of one kind are tokenized together.

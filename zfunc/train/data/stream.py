@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.strict_json import Count, JsonNode, to_plain
 from zfunc.errors import refuse
+from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.values import whole
 
 log = logging.getLogger("zfunc")
@@ -177,6 +178,45 @@ class PackedStream:
 
     def _state(self) -> Any:
         return deepcopy(self.source.state_dict())  # a source may go on with the dict that it returned
+
+
+@define(eq=False)
+class StreamedBatches:
+    """The batches of a PackedStream by position, in sequences since the start of training, each once and in order,
+    as a training asks for them. A token below 0 is the complement of one that is not learned (`~token`)."""
+
+    stream: PackedStream
+    next: int = 0  # the position of the batch that is read next
+    _before: dict[str, Any] = field(
+        init=False, factory=dict[str, Any]
+    )  # where the stream was before the last
+    _last: tuple[int, Tensor, Tensor] | None = field(init=False, default=None)
+
+    def at(self, position: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the batch at `position`, int64 [batch_size, seq_length] each; -100 where no loss
+        counts. Raises ValueError for another position than the last one or the next."""
+        if self._last is None or self._last[0] != position:
+            if position != self.next:
+                got = f"sequence {position:,} of a stream that is at {self.next:,}"
+                refuse(
+                    "stream", got, "the next one", "resume a run that began with `stream`, or leave it out"
+                )
+            self._before = self.stream.state_dict()
+            inputs, targets = next(self.stream)
+            labels = torch.where(targets < 0, IGNORE_INDEX, targets)
+            self._last = position, torch.where(inputs < 0, ~inputs, inputs), labels
+            self.next += self.stream.batch_size
+        return self._last[1:]
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        """The stream's position before the batch at `position`, the last one or the next, as values of JSON."""
+        return self._before if self._last and self._last[0] == position else self.stream.state_dict()
+
+    def load_state_dict(self, position: int, state: Mapping[str, Any]) -> None:
+        """Go to the batch at `position`, before which `state_dict` was `state`. Where the data has another record
+        there, it goes on from that one, which is logged."""
+        self.stream.load_state_dict(state, exact=False)
+        self._last, self.next = None, position
 
 
 def _position(record: _Record, used: int) -> StreamPosition:
