@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import random
 import re
 from collections.abc import Callable
@@ -357,14 +358,54 @@ def test_a_checkpoint_goes_on_in_another_program_and_its_weights_are_the_models(
     assert zfunc.evaluate(two, loaded, x) == pytest.approx(model.eval()(**x).item(), rel=CLOSE)
 
 
-class Listed(nn.Module):
+class Deep(nn.Module):
+    """Six residual MLPs in one module without a list, wide inside."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+        for i in range(6):
+            self.add_module(f"up{i}", nn.Linear(8, 32))
+            self.add_module(f"down{i}", nn.Linear(32, 8))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for w in self.weights:
-            x = torch.tanh(x @ w)
+        for i in range(6):
+            x = x + getattr(self, f"down{i}")(torch.tanh(getattr(self, f"up{i}")(x)))
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize(
+    ("most", "way", "parts"),
+    [
+        (None, "two devices", 12),  # one operation each: two have more than an eighth
+        (1, "host", 12),
+        (552, "device", 6),
+        (1200, "host", 3),
+    ],
+)
+def test_no_segment_is_larger_than_asked_or_than_what_one_operation_reads(
+    most: int | None, way: str, parts: int
+) -> None:
+    torch.manual_seed(0)
+    model, x = Deep(), (torch.randn(4, 8), torch.randn(4, 8))
+    segments = zfunc.segments(model, x, most=most)
+    sizes = [[math.prod(p.shape) for p in s.parameters] for s in segments]
+    assert max(map(sum, sizes)) <= max(most or sum(map(sum, sizes)) // 8, 8 * 32 + 32)
+    # The cuts are where 8 values a row are alive, not 32.
+    assert [s.name for s in segments] == [
+        f"{'down' if parts == 12 and i % 2 else 'up'}{i * 6 // parts}" for i in range(parts)
+    ]
+    check(segments, model, x, None, **WAYS[way])
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    other = (torch.randn(2, 8), torch.randn(2, 8))
+    assert zfunc.evaluate(program, zfunc.init(program), other) == pytest.approx(
+        model(*other).item(), rel=CLOSE
+    )
+
+
+class Looped(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(super().forward(x))
         return F.mse_loss(x, y)
 
 
@@ -377,7 +418,7 @@ class Cast(Late):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Listed, r"Listed in .*test_any_model.py has no nn.ModuleList"),
+        (lambda: Looped(8, 8), r"Looped in .*test_any_model.py reads its parameters .*several times"),
         (Cast, r"torch.autocast .* at .*test_any_model.py:\d+$"),
     ],
 )

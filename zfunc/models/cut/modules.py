@@ -6,10 +6,11 @@ others are made of a copy of the module without memory, when the first segment g
 
 import contextvars
 import copy
-import inspect
 import logging
+import math
 import os
 import random
+import sys
 import threading
 import traceback
 import warnings
@@ -55,6 +56,7 @@ from zfunc.models.cut.spans import (
 from zfunc.models.hf.attention import with_static_experts
 from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type
+from zfunc.values import whole as whole_number
 
 BRANCHES = (
     "DataDependentOutput",
@@ -64,15 +66,23 @@ BRANCHES = (
     "data-dependent",
     "_local_scalar_dense",
 )
+PARTS = 8
+"""Segments of a model at least, where none was asked for: the device holds two or three of them at a time."""
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "concurrent")
 _LOUD = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace"
 log = logging.getLogger("zfunc")
 
 
 def segments(
-    model: nn.Module, example: Batch | Mapping[str, Any], loss: Loss | None = None
+    model: nn.Module,
+    example: Batch | Mapping[str, Any],
+    loss: Loss | None = None,
+    *,
+    most: int | None = None,
 ) -> tuple[Segment, ...]:
-    """Make segments of any module: trace it on `example`, and cut the trace between children of its module lists.
+    """Make segments of any module: trace it on `example`, and cut the trace between children of its module lists,
+    and within one that has more elements of parameters than `most` (by default, an eighth of the model's), and than
+    the largest that cannot be cut: where the fewest bytes are alive, between operations that read parameters.
 
     `example` is a batch as `zfunc.train_step` gets it, of any number of rows, of which only shapes matter: a dict
     of the model's arguments by name, as collators of transformers make it, or `(inputs, targets)`, where inputs are
@@ -93,6 +103,7 @@ def segments(
     ['0', '1']
     """
     of_type("model", model, nn.Module, "an nn.Module")
+    most = None if most is None else whole_number("most", most, least=1)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
     called = CalledModel(with_static_experts(model), loss)
@@ -101,7 +112,8 @@ def segments(
     written: set[str] = set()
     while True:
         whole = make_segment("model", called, None, "", sorted(written))
-        traces = ModuleTraces(whole, tuple(whole.buffers), changed_by_forward("model", called)[1])
+        limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
+        traces = ModuleTraces(whole, limit, tuple(whole.buffers), changed_by_forward("model", called)[1])
         try:
             first = traces.of(x, torch.float32, training=True)
         except BuffersWrittenError as error:
@@ -143,6 +155,7 @@ class ModuleTrace:
     output: Any  # of the last piece: the places of its results in what the module returns
     first_alike: list[int]
     whole: str  # why it is one piece
+    starts: frozenset[str]  # parameters before which a block is cut
     apart: bool = False
 
     def with_places(self, names: list[str]) -> "ModuleTrace":
@@ -162,6 +175,7 @@ class ModuleTraces:
     """The traces of a module by key, of which the last MAX_TRACES are kept."""
 
     whole: Segment
+    most: int  # elements of parameters of a segment that can be cut
     changing: tuple[str, ...]
     types: dict[str, str]
     known: dict[int, ModuleTrace] = field(factory=dict)
@@ -250,13 +264,19 @@ class ModuleTraces:
         if {x.kind.name for x in specs} != {"USER_OUTPUT"}:
             raise NotCutError("forward assigns to a buffer: write into it in place (copy_)")
         cut_in = partial(
-            cut_graph, exported, names=_first_names(module), trained=trained, changed={*self.changing}
+            cut_graph,
+            exported,
+            names=_first_names(module),
+            trained=trained,
+            changed={*self.changing},
+            most=self.most,
         )
         # 3. Whether the graph has the module's own gradients.
         if training:
             with alone(), mode, _compiling_state_context():
-                self._compare(cut_in(set()), fakes, inputs)
-        return self._pieces(key, cut_in(blocks_of(module.own[0])))
+                self._compare(cut_in(set(), starts=frozenset()), fakes, inputs)
+        starts = self.first.starts if self.first else None
+        return self._pieces(key, cut_in(blocks_of(module.own[0]), starts=starts))
 
     def _try(self, params: Values, inputs: Any) -> None:
         """Run the module with `params` on `inputs`; raises ValueError for the example if this fails."""
@@ -314,23 +334,27 @@ class ModuleTraces:
             self._given(cut),
             (outputs, cut.exported.call_spec.out_spec),
             [texts.index(x) for x in texts],
-            self._why_whole(cut),
+            self._why_whole(cut) if len(pieces) == 1 else "",
+            cut.starts,
         )
 
     def _why_whole(self, cut: CutGraph) -> str:
         """Why there is no cut in a graph of one span, as text for the log."""
+        if cut.why:
+            return cut.why[0]
+        if (numel := sum(math.prod(p.shape) for p in self.whole.parameters)) <= self.most:
+            return f"its {numel:,} elements of parameters are not more than {self.most:,}, the most for a segment"
+        weights = cut.exported.graph_signature.inputs_to_parameters
+        for n in cut.spans[0].nodes:
+            if n.target in REGIONS and any(x.name in weights for x in n.all_input_nodes):
+                return f"its parameters are read within the torch.autocast or torch.no_grad at {place_of(n)}"
         model: Any = self.whole.module
-        if not blocks_of(model := model.own[0]):
-            kind = type(model)
-            file = inspect.getsourcefile(kind) if kind.__module__ != "__main__" else None
-            return (
-                f"{kind.__name__} {f'in {file} ' if file else ''}has no nn.ModuleList or nn.Sequential of two "
-                "modules or more: put its layers into one"
-            )
-        regions = [n for n in cut.spans[0].nodes if n.target in REGIONS]
-        if regions:
-            return f"its blocks are all called within the torch.autocast or torch.no_grad at {place_of(regions[0])}"
-        return cut.why[0] if cut.why else "only one of its blocks has parameters of its own"
+        kind = type(model.own[0])
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        return (
+            f"{kind.__name__} {f'in {file} ' if file else ''}reads its parameters in one operation, or several "
+            "times, or behind frozen ones alone"
+        )
 
     def _given(self, cut: CutGraph) -> list[int]:
         given = [n for n in cut.exported.graph.nodes if n.op == "placeholder" and n.name not in cut.sources]

@@ -5,13 +5,13 @@ A cut never separates tensors that share memory from a later write into it, so t
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
-from itertools import chain, count
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
@@ -47,11 +47,13 @@ class BuffersWrittenError(Exception):
 
 @define(eq=False)
 class NodeSpan:
-    """The nodes of a graph between two cuts: of a `call` of the block `name`, or outside blocks without a name."""
+    """The nodes of a graph between two cuts: of a `call` of the block `name`, or outside blocks without a name.
+    `part` counts the spans of one call, from 0."""
 
     name: str
     call: Any
     nodes: list[Node] = field(factory=list)
+    part: int = 0
 
 
 @frozen(eq=False)
@@ -65,6 +67,7 @@ class CutGraph:
     differentiable: set[Node]
     sources: dict[str, str]  # of placeholders that are parameters, buffers and constants: their names
     why: list[str]  # of spans that were joined
+    starts: frozenset[str]  # parameters before whose first read a block is cut
 
 
 def blocks_of(model: nn.Module) -> set[str]:
@@ -86,9 +89,13 @@ def cut_graph(
     names: Mapping[str, str],
     trained: set[str],
     changed: set[str],
+    most: int,
+    starts: frozenset[str] | None = None,
 ) -> CutGraph:
-    """Cut an exported graph between calls of `blocks`. `names` maps every name of a module's tensor to its first;
-    `trained` are names of parameters, `changed` of the buffers that forward changes."""
+    """Cut an exported graph between calls of `blocks`, and within them where a span has more elements of parameters
+    than `most` and than the largest span that cannot be cut, or before the parameters `starts` of another trace's
+    cut. `names` maps every name of a module's
+    tensor to its first; `trained` are names of parameters, `changed` of the buffers that forward changes."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
         said = (*n.args[1:], *n.kwargs.values())
@@ -123,9 +130,17 @@ def cut_graph(
         if n.op == "call_function" and not known:  # part of it may stay open over several operations
             name = getattr(n.target, "__name__", str(n.target))
             raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.vmap leaves")
-    spans = _by_block([n for n in nodes if n.op == "call_function" and n in kept], blocks)
-    differentiable = _differentiable(nodes, sources, trained)
-    spans, why = _joined(spans, sources, weights, changed, differentiable)
+    calls = [n for n in nodes if n.op == "call_function" and n in kept]
+    spans, differentiable = _by_block(calls, blocks), _differentiable(nodes, sources, trained)
+    bonds = [*_bonds(calls, sources, changed)]
+    closed = {*chain.from_iterable(calls[i + 1 : j + 1] for i, j, _ in bonds)}
+    within = [_runs(span, closed, sources, weights) for span in spans]
+    if starts is None:
+        most = max([most, *(run.numel for runs in within for run in runs)])
+        starts = frozenset(run.name for runs in within for run in _first_runs(runs, most))
+    parts = [x for span, runs in zip(spans, within, strict=True) for x in _parts(span, runs, starts)]
+    why = [*_said(spans, bonds)]
+    spans = _joined(parts, closed, weights, differentiable)
     at = {n: s for s, span in enumerate(spans) for n in span.nodes}
     given = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
     last = {n: len(spans) if n in outputs else -1 for n in (*given, *at)}
@@ -139,19 +154,14 @@ def cut_graph(
     # What many spans read comes first, so that it has the same place at each cut.
     order.sort(key=lambda n: -min(often[n], 3))
     # What each block of a list reads, the last passes on as those before it do, so that they are alike.
-    for s in range(1, len(spans) - 1):
-        (one, two), rows = (
-            (_list_of(x.name) for x in spans[s - 1 : s + 1]),
-            [_read(x) for x in spans[s - 1 : s + 1]],
-        )
-        for n in rows[0] & rows[1] & {*last} if one and one == two else ():
+    before: dict[tuple[str, int], NodeSpan] = {}
+    for s, span in enumerate(spans[:-1]):
+        kind = span.name.partition("@")[0].rpartition(".")[0], span.part
+        for n in _read(before[kind]) & _read(span) & {*last} if kind in before and kind[0] else ():
             last[n] = max(last[n], s + 1)
+        before[kind] = span
     alive = [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
-    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why)
-
-
-def _list_of(name: str) -> str:
-    return name.partition("@")[0].rpartition(".")[0]
+    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts)
 
 
 def _read(span: NodeSpan) -> set[Node]:
@@ -189,50 +199,119 @@ def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
     return "", None
 
 
-def _joined(
-    spans: list[NodeSpan],
-    sources: Mapping[str, str],
-    weights: set[str],
-    changed: set[str],
-    differentiable: set[Node],
-) -> tuple[list[NodeSpan], list[str]]:
-    """Join spans where a cut would separate memory from a write into it, or the results of one operation, and spans
-    without parameters. Returns the spans, and why some were joined for a write, as text for the log."""
-    at = {n: s for s, span in enumerate(spans) for n in span.nodes}
-    joined, why = set[int](), list[str]()  # s: span s with the one before
+def _bonds(
+    nodes: list[Node], sources: Mapping[str, str], changed: set[str]
+) -> Iterator[tuple[int, int, str]]:
+    """The numbers of two `nodes` between which there is no cut, and why as text for the log: a cut would separate
+    memory from a write into it, or the results of one operation ("")."""
+    at = {n: i for i, n in enumerate(nodes)}
     base = _roots(at)
     first: dict[Node, int] = {}
     places: dict[Node, Node] = {}  # of buffers that are written: where
-    for n, s in at.items():
-        first.setdefault(base[n], at.get(base[n], s))
+    for n, i in at.items():
+        first.setdefault(base[n], at.get(base[n], i))
         for x in arguments_written(n):
             x = base.get(x, x)
             if x.name in sources and sources[x.name] not in changed:
                 continue
-            start = first.setdefault(x, at.get(x, s))
-            if start < s:
-                joined |= {*range(start + 1, s + 1)}
-                why.append(f"{_said(spans, start, s)} are one, for a write in place at {place_of(n)}")
+            yield first.setdefault(x, at.get(x, i)), i, f"are one, for a write in place at {place_of(n)}"
             if x.name in sources:
                 places[x] = n
         if n.target is operator.getitem:
-            joined |= {*range(at.get(n.args[0], s) + 1, s + 1)}
+            yield at.get(n.args[0], i), i, ""
     for x, n in places.items():
-        read = [s for m, s in at.items() if x in {base.get(y, y) for y in m.all_input_nodes}]
-        if read[0] < read[-1]:
-            joined |= {*range(read[0] + 1, read[-1] + 1)}
-            both = _said(spans, read[0], read[-1])
-            why.append(f"{both} are one, as both read a buffer that is written at {place_of(n)}")
+        read = [i for m, i in at.items() if x in {base.get(y, y) for y in m.all_input_nodes}]
+        yield read[0], read[-1], f"are one, as both read a buffer that is written at {place_of(n)}"
+
+
+def _said(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Iterator[str]:
+    """Why spans are joined by `bonds` of their nodes, as text for the log."""
+    of = [span for span in spans for _ in span.nodes]
+    for i, j, why in bonds:
+        if why and of[i] is not of[j]:
+            yield f"{' and '.join(x.name or 'the code outside of blocks' for x in (of[i], of[j]))} {why}"
+
+
+@frozen(eq=False)
+class Run:
+    """Nodes of a span that read parameters and are not cut: from `start`, the cheapest place behind the run before
+    it, where values of `nbytes` are alive. `name` is its first parameter, `numel` the elements of all."""
+
+    name: str
+    numel: int
+    start: int
+    nbytes: int
+
+
+def _runs(span: NodeSpan, closed: set[Node], sources: Mapping[str, str], weights: set[str]) -> list[Run]:
+    """The runs of a span, between which it may be cut: not before a node of `closed`, nor between two nodes that
+    read the same parameter, which would be tied then."""
+    at = {n: i for i, n in enumerate(span.nodes)}
+    used: dict[Node, list[int]] = {}
+    for n, i in at.items():
+        for x in n.all_input_nodes:
+            used.setdefault(x, []).append(i)
+    read = {x: used.pop(x) for x in [*used] if x.name in weights}
+    shut = {i for n, i in at.items() if n in closed}
+    shut |= {i for found in read.values() for i in range(found[0] + 1, found[-1] + 1)}
+    alive = [0] * len(at)  # bytes at the cut before each node, but for what the whole span passes on
+    for x in {**used, **at}:
+        if x.name not in sources and isinstance(t := x.meta.get("val"), Tensor):
+            later = any(n not in at and n.op != "placeholder" for n in x.users)
+            end = len(at) - 1 if later else used.get(x, [0])[-1]
+            for i in range(at.get(x, 0) + 1, end + 1) if x in at or not later else ():
+                alive[i] += t.numel() * t.element_size()
+    runs, places = list[Run](), list[int]()
+    for i in range(len(at)):
+        places += [] if i in shut else [i]
+        new = [x for x, found in read.items() if found[0] == i]
+        if not new:
+            continue
+        numel = sum(x.meta["val"].numel() for x in new)
+        if runs and not places:
+            runs[-1] = evolve(runs[-1], numel=runs[-1].numel + numel)
+        else:
+            start = min(places, key=lambda i: (alive[i], -i)) if runs else 0
+            runs.append(Run(sources[new[0].name], numel, start, alive[start]))
+        places = []
+    return runs
+
+
+def _first_runs(runs: list[Run], most: int) -> list[Run]:
+    """The runs before which cuts leave at most `most` elements of parameters, or one run, in each part of a span,
+    with the fewest bytes alive at the cuts."""
+    best: list[tuple[int, list[int]]] = [(0, [])]
+    for k in range(1, len(runs) + 1):
+        ways = [
+            (best[j][0] + (runs[j].nbytes if j else 0), [*best[j][1], j])
+            for j in range(k)
+            if j == k - 1 or sum(run.numel for run in runs[j:k]) <= most
+        ]
+        best.append(min(ways))
+    return [runs[j] for j in best[-1][1] if j]
+
+
+def _parts(span: NodeSpan, runs: list[Run], starts: frozenset[str]) -> Iterator[NodeSpan]:
+    """The parts of a span, cut in front of the runs of the parameters `starts`."""
+    places = [0, *(run.start for run in runs[1:] if run.name in starts), len(span.nodes)]
+    for part, (i, j) in enumerate(pairwise(places)):
+        yield NodeSpan(span.name, span.call and (span.call, part), span.nodes[i:j], part)
+
+
+def _joined(
+    spans: list[NodeSpan], closed: set[Node], weights: set[str], differentiable: set[Node]
+) -> list[NodeSpan]:
+    """Join spans that begin with a node of `closed` to the one before, and spans without parameters; name each."""
     made: list[NodeSpan] = []
-    for s, span in enumerate(spans):
+    for span in spans:
         again = made and span.call is not None and span.call == made[-1].call
         alone = made and (not _reads(made[0], weights) or differentiable.isdisjoint(made[-1].nodes))
-        if made and (s in joined or again or alone or not _reads(span, weights)):
+        if made and (span.nodes[0] in closed or again or alone or not _reads(span, weights)):
             if not _reads(made[-1], weights):
-                made[-1].name, made[-1].call = span.name, span.call
+                made[-1].name, made[-1].call, made[-1].part = span.name, span.call, span.part
             made[-1].nodes += span.nodes
         else:
-            made.append(NodeSpan(span.name, span.call, [*span.nodes]))
+            made.append(evolve(span, nodes=[*span.nodes]))
     names = set[str]()
     for span in made:
         reader = next(
@@ -242,11 +321,7 @@ def _joined(
         alike = chain([name], (f"{name}@{n}" for n in count(2)))
         span.name = next(x for x in alike if x not in names)
         names.add(span.name)
-    return made, why
-
-
-def _said(spans: list[NodeSpan], one: int, two: int) -> str:
-    return " and ".join(spans[s].name or "the code outside of blocks" for s in (one, two))
+    return made
 
 
 def _reads(span: NodeSpan, weights: set[str]) -> bool:
