@@ -323,6 +323,23 @@ def test_buffers_that_forward_writes_are_state(caplog: pytest.LogCaptureFixture)
     assert not caplog.records
 
 
+def test_batch_norm_in_16_bits_has_fp32_statistics() -> None:
+    """Beside torch's mixed batch norm: the rest of the module in bf16, statistics, weight and bias in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    x, y = torch.randn(16, 3, 8, 8), torch.randn(16, 4)
+    segments, optimizer = zfunc.segments(model, (x, y), F.mse_loss), zfunc.SGD(lr=0.1)
+    program = zfunc.compile(segments, optimizer=optimizer, precision="bf16", device="cpu")
+    state, metrics = zfunc.train_step(program, zfunc.init(program), (x, y))
+    model.bfloat16()[1].float()
+    loss = F.mse_loss(model(x.bfloat16()), y.bfloat16())
+    assert metrics.loss == pytest.approx(loss.item(), rel=0.01)
+    buffers = zfunc.buffers(program, state)
+    assert {t.dtype for name, t in buffers.items() if "running" in name} == {torch.float32}
+    for name, t in model[1].named_buffers():
+        torch.testing.assert_close(buffers[f"1.{name}"], t, rtol=0.02, atol=1e-3)
+
+
 def test_blocks_that_run_in_training_alone_are_passed_in_evaluation() -> None:
     torch.manual_seed(0)
     model, x = Late(), (torch.randn(4, 8), torch.randn(4, 8))

@@ -264,7 +264,6 @@ class TrainSettings(StepFlags):
         False,
         "train on JSONL and Parquet files as they are read, pass after pass, without packing them first: `data` is "
         "a file, a folder or a pattern such as 'shards/*.jsonl.gz'; a resume goes on at the next record",
-        common=True,
     )
     shuffle_buffer: int | None = _data(
         None,

@@ -93,8 +93,7 @@ def _copy_nodes(
             copies[n] = graph.call_function(function, (graph.get_attr(name), n.args[:k], device, *given))
             continue
         args, kwargs = (_replaced(x, copied) for x in (n.args, n.kwargs))
-        target = _one_hot if n.target is torch.ops.aten.one_hot.default else n.target
-        copies[n] = graph.create_node(n.op, target, args, kwargs)
+        copies[n] = graph.create_node(n.op, INSTEAD.get(n.target, n.target), args, kwargs)
     return texts
 
 
@@ -124,6 +123,16 @@ def _with_device(module: GraphModule) -> GraphModule:
 def _one_hot(t: Tensor, num_classes: int) -> Tensor:
     """`F.one_hot`, which looks at the values of `t` first, as a trace without values cannot."""
     return (t[..., None] == torch.arange(num_classes, device=t.device)).long()
+
+
+def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *args: Any) -> Tensor:
+    """Batch norm of `x` in 16 bits too, whose running statistics, weight and bias are in fp32 then."""
+    if mean is not None and mean.dtype != x.dtype:
+        weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
+    return torch.batch_norm(x, weight, bias, mean, var, *args)
+
+
+INSTEAD = {torch.ops.aten.one_hot.default: _one_hot, torch.ops.aten.batch_norm.default: _batch_norm}
 
 
 def _with_grad_mode(run: GraphModule, mode: tuple[Any, ...], device: torch.device, *given: Any) -> Any:
