@@ -26,6 +26,7 @@ import attrs
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.pipeline import InGroups, Order
 from zfunc.core.setting_values import BY_DEVICE, ONE_DEVICE, Schedule, schedule_for
+from zfunc.errors import refuse
 from zfunc.options import one_of
 
 from .critical_path import CriticalPath
@@ -71,7 +72,7 @@ def make_order(order: str | int | Order) -> Order:
     parts = cuts.split("/") if cuts else []
     if len(parts) > len(names) or not all(x.isdecimal() for part in parts for x in part.split(",")):
         expected = "/".join([",".join("54444")] * len(names))
-        raise ValueError(f"order: got {order!r}, expected such as '{name}:{expected}', or the name alone")
+        refuse("order", repr(order), f"such as '{name}:{expected}', or the name alone")
     given = {x: [*map(int, part.split(","))] for x, part in zip(names, parts, strict=False)}
     return kind(**given)
 

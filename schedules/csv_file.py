@@ -13,7 +13,7 @@ from pathlib import Path
 from attrs import field, frozen
 
 from zfunc.core.pipeline import F
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse
 
 from .stages import Passes, cut_in_stages, of_segments
 
@@ -37,21 +37,19 @@ class FromCSV:
         try:
             rows = [*csv.reader(Path(self.path).read_text().splitlines())]
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"order: got {self.path!r}, which cannot be read ({getattr(error, 'strerror', error)}), expected a "
-                "CSV file with a row for each device: write one with zfunc.schedules.csv_file.write_csv, or pass a "
-                "name such as 'OneFOneB'"
-            ) from error
+            got = f"{self.path!r}, which cannot be read ({getattr(error, 'strerror', error)})"
+            expected = "a CSV file with a row for each device"
+            do = "write one with zfunc.schedules.csv_file.write_csv, or pass a name such as 'OneFOneB'"
+            refuse("order", got, expected, do, PlanError, cause=error)
         order = [[x for cell in row for x in self._passes(cell.strip())] for row in rows]
         stages = 1 + max((k for own in order for _, _, k in own), default=0)
         return of_segments(order, cut_in_stages(segments, stages, self.cut))
 
     def _passes(self, cell: str) -> Passes:
         if not CELL.fullmatch(cell):
-            raise PlanError(
-                f"order: got the cell {cell!r} in {self.path}, expected a stage, F, B, I, W or R, and a micro-"
-                "batch, such as 2F0, or what torch.distributed.pipelining writes beside these"
-            )
+            expected = "a stage, F, B, I, W or R, and a micro-batch, such as 2F0"
+            expected += ", or what torch.distributed.pipelining writes beside these"
+            refuse("order", f"the cell {cell!r} in {self.path}", expected, kind=PlanError)
         return [(way, int(m), int(k)) for k, way, m in re.findall(PASS, cell)]
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from attrs import frozen
 
 from zfunc.core.pipeline import B, F, I, Order, R
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, refuse
 
 Passes = Sequence[tuple[str, int, int]]
 
@@ -22,15 +22,11 @@ def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) ->
     ([range(0, 2), range(2, 5)], [range(0, 4), range(4, 5)])
     """
     if count > num_segments:
-        raise PlanError(
-            f"order: got {count} stages for {num_segments} segments, expected at most {num_segments}: use fewer "
-            "devices, or fewer stages on each"
-        )
+        got, do = f"{count} stages for {num_segments} segments", "use fewer devices, or fewer stages on each"
+        refuse("order", got, f"at most {num_segments}", do, PlanError)
     if lengths and (len(lengths) != count or sum(lengths) != num_segments or min(lengths) < 1):
-        raise PlanError(
-            f"order: got stages of {', '.join(map(str, lengths))} segments, expected {count} of 1 or more with "
-            f"{num_segments} in all"
-        )
+        expected = f"{count} of 1 or more with {num_segments} in all"
+        refuse("order", f"stages of {', '.join(map(str, lengths))} segments", expected, kind=PlanError)
     ends = [sum(lengths[:k]) if lengths else k * num_segments // count for k in range(count + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
 

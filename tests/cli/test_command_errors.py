@@ -68,6 +68,12 @@ def refused(capsys: Out, *args: str) -> str:
     assert "Traceback" not in out + err
     assert "got " in err or "--config: " in err
     assert any(words in err for words in ("expected ", "did you mean ", "See zfunc "))
+    known = catalogue.COMMANDS.get(args[0])
+    names = "|".join(known.options) if known else "x"
+    rest = err
+    for typed in " ".join(args).replace("/", " ").split():  # a path stays as it is
+        rest = rest.replace(typed, "") if "=" in typed else rest
+    assert not re.findall(rf"(?:^|[ (])(?:{names})=(?!=)", rest), "Python's spelling of an option"
     return err
 
 

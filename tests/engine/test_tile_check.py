@@ -410,7 +410,7 @@ def test_a_loss_in_tiles_has_no_auxiliary_outputs_and_one_that_passes_whole_has(
 
     torch.testing.assert_close(outputs(), layer(batch[0]).detach())
     setattr(scored, "summed_targets", lambda y: y)  # noqa: B010
-    with pytest.raises(ValueError, match="tiles=4: got a loss with auxiliary outputs.*passes whole"):
+    with pytest.raises(ValueError, match="tiles: got 4 and a loss with auxiliary outputs.*passes whole"):
         outputs()
 
 

@@ -19,7 +19,7 @@ from attrs import frozen
 
 import zfunc
 from zfunc.checkpoint.durable_files import replace_text
-from zfunc.errors import Message, write
+from zfunc.errors import write
 from zfunc.options import GROUPS, Option, flag, options_of
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -35,12 +35,6 @@ REWORDED = {  # argparse's errors, as got, expected, next action
     r"the following arguments are required: (.+)": r"got no \1, expected one: name it after the command",
     r"argument (\S+): (.+)": r"\1: \2",
 }
-NAMED = re.compile(
-    r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|'(\w[\w.-]*)'(?=[\s:,.)]|$)|(?=[\d'\"])(?!\S*[/:]))"
-)
-"""An argument and its value, a word or a number, or a switch: a word of its own, no path as in "out: got lr=3"."""
-SUBJECT = re.compile(r"^(?:\w+(?:, \w+)*: )+")
-"""What an error begins with: the settings, as in "data: tokenizer: got" or "steps, seconds: got"."""
 QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
 """A setting in backquotes, alone or with a value: the mark of one in help, lines of the log and errors."""
 
@@ -232,31 +226,6 @@ def _default(field: "attrs.Attribute[Any]") -> str:
 # --- errors ----------------------------------------------------------------------------------------------
 
 
-def as_typed(message: str, options: Mapping[str, Option]) -> str:
-    """An error that names settings, with the flags of a command instead. Paths stay as they are.
-
-    >>> from zfunc.options import anything
-    >>> options = {"seq_length": Option("model", "tokens of a sequence", anything)}
-    >>> as_typed("seq_length: got 0", options), as_typed("got 9 tokens for seq_length=16", options)
-    ('--seq-length: got 0', 'got 9 tokens for --seq-length 16')
-    >>> as_typed("out: got runs/seq_length=16/b, which exists: pass `seq_length`", options)
-    'out: got runs/seq_length=16/b, which exists: pass --seq-length'
-    """
-
-    def typed(m: re.Match[str]) -> str:
-        option = options.get(m[0])
-        return m[0] if option is None else option.metavar if option.positional else flag(m[0])
-
-    def with_value(m: re.Match[str]) -> str:
-        name, value, word = m.groups()
-        return (
-            m[0] if name not in options else flag(name) if value == "True" else f"{flag(name)} {word or ''}"
-        )
-
-    message = SUBJECT.sub(lambda m: re.sub(r"\w+", typed, m[0]), message)
-    return with_flags(NAMED.sub(with_value, message), options)
-
-
 def in_flags(text: str, options: Mapping[str, Option]) -> str:
     """A marked text of an error, with the flags of a command for the settings in it. Anything else stays as it is.
 
@@ -267,9 +236,6 @@ def in_flags(text: str, options: Mapping[str, Option]) -> str:
     >>> in_flags(marked(error), options)
     '--swap: got norms=1 with --state-on disk, expected one: pass --swap'
     """
-
-    if text == Message(text):  # no mark
-        return as_typed(text, options)
 
     def written(name: str, value: str | None) -> str:
         if name not in options:

@@ -77,7 +77,7 @@ class GroupedOptimizer:
         formats = {x.moments: type(x).__name__ for x in optimizers if has_moments(x)}
         if len(formats) > 1:
             got = " and ".join(f"{name}(moments={moments!r})" for moments, name in formats.items())
-            refuse("groups", got, "one format", "pass the same moments= to each")
+            refuse("groups", got, "one format", "pass the same `moments` to each")
 
     def check_parameters(self, parameters: Iterable[Parameter]) -> None:
         """Raise ValueError unless every rule matches a parameter, and every group has one that is trained."""

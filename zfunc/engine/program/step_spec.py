@@ -96,7 +96,7 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
             f"{state_format.partition('-')[0].capitalize()} for {p.name!r} on {world} ranks, which have a slice of "
             "it each",
             "one rank, which updates parameters whole",
-            "pass zfunc.AdamW(moments='8bit'), of 6 bytes a parameter, or for several GPUs devices= or pp=",
+            "pass zfunc.AdamW(moments='8bit'), of 6 bytes a parameter, or for several GPUs `devices` or `pp`",
         )
     if p.trainable and updates_matrices(state_format):
         if len(p.shape) != 2:

@@ -26,7 +26,7 @@ from zfunc.engine.rows.tile_attention import Attended, View, attend_tile, pull_t
 from zfunc.engine.trace.host_keys import WAIT
 from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.engine.trace.vjp import paths_of, pull_of
-from zfunc.errors import Message, marked, setting
+from zfunc.errors import Message, marked, refuse, setting
 from zfunc.runtime.rng import seeded_part
 
 
@@ -164,10 +164,9 @@ class TiledLoss:
         for n, (_, tile) in enumerate(self._each(inputs)):
             loss, _ = self.passes.forward(weights, tile)
             if not isinstance(loss, Tensor):
-                raise ValueError(
-                    f"tiles={self.tiles}: got a loss with auxiliary outputs, expected the loss alone, a sum over "
-                    "tokens: leave the auxiliary outputs out, or summed_targets, and the segment passes whole"
-                )
+                expected = "the loss alone, a sum over tokens"
+                do = "leave the auxiliary outputs out, or summed_targets, and the segment passes whole"
+                refuse("tiles", f"{self.tiles} and a loss with auxiliary outputs", expected, do)
             losses = losses or [loss.new_zeros(self.tiles)]  # one tensor, however many are traced
             losses[0][n] = loss
         return losses[0].sum(), None
