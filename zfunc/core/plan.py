@@ -9,7 +9,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from heapq import heappop, heappush
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -306,8 +305,7 @@ def lane_errors(plan: Plan) -> Iterator[str]:
 
 
 def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
-    """The operations in an order that keeps every lane's order and puts each after all of `needs[op]`; of those
-    that may be next, the one that is first in the graph.
+    """The operations in an order that keeps every lane's order and puts each after all of `needs[op]`.
 
     Raises PlanError, naming the operations that wait for each other, if there is no such order.
     """
@@ -316,29 +314,26 @@ def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[in
     if in_order and all(n < op for op in place for n in needs[op]):
         yield from sorted(place)  # the usual case, and fast
         return
-    left = dict.fromkeys(place)  # not yielded yet
-    at = [0] * len(plan.lanes)  # for each lane, the position of its next operation
-    possible: list[tuple[int, int]] = []  # operations that may be next, with their lanes
-    behind: dict[int, list[int]] = {}  # by operation, the lanes that stand still until it is yielded
-
-    def advance(lane: int) -> None:
-        for op in plan.lanes[lane].ops[at[lane] : at[lane] + 1]:
-            if (first := next(filter(left.__contains__, needs[op]), None)) is not None:
-                behind.setdefault(first, []).append(lane)
-            else:
-                heappush(possible, (op, lane))
-
-    for lane in range(len(plan.lanes)):
-        advance(lane)
-    while possible:
-        op, lane = heappop(possible)
-        del left[op]
+    pending: dict[int, int] = {}
+    unlocks: dict[int, list[int]] = {op: [] for op in place}
+    for op, (lane, p) in place.items():
+        before = [n for n in needs[op] if n in unlocks]
+        if p > 0:
+            before.append(plan.lanes[lane].ops[p - 1])
+        pending[op] = len(before)
+        for n in before:
+            unlocks[n].append(op)
+    ready = [op for op in reversed(place) if pending[op] == 0]
+    while ready:
+        op = ready.pop()
+        del pending[op]
         yield op
-        at[lane] += 1
-        for each in (lane, *behind.pop(op, ())):
-            advance(each)
-    if left:
-        raise PlanError(_deadlock(plan, needs, left))
+        for after in unlocks[op]:
+            pending[after] -= 1
+            if pending[after] == 0:
+                ready.append(after)
+    if pending:
+        raise PlanError(_deadlock(plan, needs, pending))
 
 
 def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
@@ -381,7 +376,7 @@ def _tick(
     return (*before[:lane], position, *before[lane + 1 :])
 
 
-def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Collection[int]) -> str:
+def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
     """The error text for a deadlock: follow blocked operations until one comes again, and name that cycle."""
     op = next(iter(pending))
     path: list[int] = []

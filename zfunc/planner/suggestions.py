@@ -17,7 +17,7 @@ from zfunc.core.optimizer_state import STATE_FORMATS, format_with
 from zfunc.core.setting_values import DISK, OF_OPTIMIZER
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
-from zfunc.errors import PlanError
+from zfunc.errors import Message, PlanError, setting
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.pipelines import shifted
 from zfunc.planner.search import COORDINATES, NUMBERS, VALUES, Space, differing, moved, search
@@ -48,10 +48,10 @@ class Suggestion:
         return f"{self.arguments}: {self.effect}"
 
     @property
-    def arguments(self) -> str:
+    def arguments(self) -> Message:
         """The changes of settings as Python arguments, such as "micro_batches=2, slots=1"."""
         own = {name: "the optimizer's " * (name in OF_OPTIMIZER) for name in self.changes}
-        return ", ".join(f"{own[name]}{name}={value!r}" for name, value in self.changes.items())
+        return Message(", ".join(own[name] + setting(name, value) for name, value in self.changes.items()))
 
 
 def suggest(

@@ -22,7 +22,7 @@ from zfunc.engine.program.specialize import specialize, traced_spec
 from zfunc.engine.trace.batches import Batch, split_batch
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments
-from zfunc.errors import OutOfMemory
+from zfunc.errors import Message, OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel, SegmentCosts, StepCosts
@@ -109,14 +109,15 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
     peak = [*step.held[max(step.lacking, key=lambda tier: step.lacking[tier])].items()][:LARGEST]
     parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
     effects = [
-        f"{x.arguments} would fit"
+        f"{x.arguments.marked} would fit"
         if x.step.fits
-        else f"with {x.arguments} it would still be {shortage_text(x.step.lacking)}"
+        else f"with {x.arguments.marked} it would still be {shortage_text(x.step.lacking)}"
         for x in suggest(model.step, step, costs.rows, costs.tile_counts, settable=settable)
     ]
     kept = "".join(kept_in(program, tier) for tier in step.lacking)
-    raise OutOfMemory(
+    text = (
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "
         f"{parts}; nothing was allocated{kept}. {'; '.join(effects) or 'no single change that was tried helps'}; "
         "or make the model smaller (num_layers, hidden_size)"
     )
+    raise OutOfMemory(Message(text))
