@@ -59,7 +59,7 @@ BUDGETS = {
     "checkpoint": 3_904,
     "engine": 10_199,
     "viz": 1_240,
-    "planner": 3_623,
+    "planner": 3_625,
     "models": 5_204,
     "train": 6_341,
     "cli": 2_719,

@@ -144,12 +144,15 @@ def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 def _farther(best: PlannedStep, activations_on: str) -> bool:
     """Whether `activations_on` has no segment's activations nearer than `best` has them."""
-    tiers, count = TIERS_OF["activations_on"], best.spec.num_segments
     now, then = (
-        [tiers.index(word_of(x, s, count)) for s in range(count)]
-        for x in (best.settings.activations_on, activations_on)
+        _distances(x, best.spec.num_segments) for x in (best.settings.activations_on, activations_on)
     )
     return all(a <= b for a, b in zip(now, then, strict=True))
+
+
+def _distances(activations_on: str, count: int) -> list[int]:
+    """For each of `count` shares of the segments, the number of the tier of its activations, the nearest 0."""
+    return [TIERS_OF["activations_on"].index(word_of(activations_on, s, count)) for s in range(count)]
 
 
 def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
@@ -185,8 +188,7 @@ def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterat
     >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
     ['disk:0.25,host', 'disk:0.5,host:0.25,device']
     """
-    tiers = TIERS_OF["activations_on"]
-    shares = [tiers.index(word_of(activations_on, s, count)) for s in range(count)]
+    tiers, shares = TIERS_OF["activations_on"], _distances(activations_on, count)
     for s, tier in enumerate(shares):
         moved = [*shares[:s], tier - 1 if nearer else tier + 1, *shares[s + 1 :]]
         if moved == sorted(moved, reverse=True) and {*moved} <= {*range(len(tiers))}:
@@ -580,7 +582,7 @@ def _better(new: PlannedStep, old: PlannedStep) -> bool:
 
 
 def _same(new: PlannedStep, old: PlannedStep) -> bool:
-    """Whether `new` waits for the norm with the gradients of `old` in the same places, whatever `grads_on` says."""
+    """Whether two steps differ in `grads_on` alone, and every bucket's gradient is in one place in both."""
     other = differing(new.settings, old.settings)
     return other.keys() == {"grads_on"} and new.spec.places == old.spec.places
 

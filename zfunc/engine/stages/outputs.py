@@ -87,7 +87,7 @@ def outputs_of_rows(aux: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def described(rows: Mapping[str, Tensor]) -> tuple[RowsOutput, ...]:
-    """Names, shapes, types and bytes of auxiliary outputs of rows."""
+    """For each auxiliary output of rows: its name, shape, dtype and bytes, of one micro-batch."""
     return tuple(
         RowsOutput(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes)
         for name, t in rows.items()

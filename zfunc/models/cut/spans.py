@@ -94,8 +94,8 @@ def cut_graph(
 ) -> CutGraph:
     """Cut an exported graph between calls of `blocks`, and within them where a span has more elements of parameters
     than `most` and than the largest span that cannot be cut, or before the parameters `starts` of another trace's
-    cut. `names` maps every name of a module's
-    tensor to its first; `trained` are names of parameters, `changed` of the buffers that forward changes."""
+    cut. `names` maps every name of a module's tensor to its first; `trained` are names of parameters, `changed` of
+    the buffers that forward changes."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
         said = (*n.args[1:], *n.kwargs.values())
@@ -234,8 +234,8 @@ def _said(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Itera
 
 @frozen(eq=False)
 class Run:
-    """Nodes of a span that read parameters and are not cut: from `start`, the cheapest place behind the run before
-    it, where values of `nbytes` are alive. `name` is its first parameter, `numel` the elements of all."""
+    """Nodes of a span that read parameters, with no cut between them. A cut before them is at node `start`, where
+    `nbytes` of values are alive, the fewest. `name` is the first parameter, `numel` the elements of all."""
 
     name: str
     numel: int
