@@ -108,5 +108,5 @@ FUNCTIONS |= {
     "plan_html": "zfunc.viz.notebook",
     "timeline_html": "zfunc.viz.notebook",
     "make_order": "zfunc.schedules",
-    "segments": "zfunc.models.cut.modules",
+    "cuts": "zfunc.models.cut.modules",
 }

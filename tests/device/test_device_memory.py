@@ -1,6 +1,9 @@
 """Memory of a device: peaks as planned, to the byte on the pretend device; what does not fit is refused."""
 
+import copy
 import gc
+import logging
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,13 @@ from torch import Tensor, nn
 import zfunc
 from zfunc.core.extents import whole_blocks
 from zfunc.core.memory_model import persistent_bytes
+from zfunc.engine.program.fit_to_memory import HEADROOM
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.rows import row_attention
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.trace import vjp
+from zfunc.engine.trace.batches import unpacked
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.errors import OutOfMemory
@@ -255,6 +260,74 @@ def test_init_never_has_the_whole_model_on_the_device(device: str) -> None:
     assert peak == torch.accelerator.memory_allocated() - before  # the slots, which stay
     assert peak < sum(2 * bucket.numel for bucket in program.layout.buckets)
     assert state.step == 0
+
+
+class Parts(nn.Module):
+    """Two blocks, each of eight residual layers, of which an eighth of the model has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.ModuleDict({f"layer{i}": nn.Linear(64, 64) for i in range(8)}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for part in self.parts:
+            for layer in part.values():
+                x = x + 0.1 * torch.tanh(layer(x))
+        return (x - y).square().mean()
+
+
+def test_a_model_is_cut_as_finely_as_the_device_needs(
+    controls: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside plain PyTorch, in the peaks that are planned of a cut by hand, and a byte less."""
+    torch.manual_seed(0)
+    controls.delay(0.0, 0)
+    model, batch = Parts(), (torch.randn(4, 64), torch.randn(4, 64))
+    way = {"params_on": "host", "activations_on": "host", "precision": "fp32", "device": "pretend"}
+
+    def room(nbytes: int) -> None:
+        """So many bytes are free, of which `compile` leaves a share of `HEADROOM`."""
+        gc.collect()
+        torch.accelerator.synchronize()
+        controls.set_capacity(0, torch.accelerator.memory_allocated() + math.ceil(nbytes / (1 - HEADROOM)))
+
+    def compiled_for(**more: Any) -> Any:
+        return zfunc.compile(model, example=batch, optimizer=zfunc.SGD(lr=0.1), **(way | more))
+
+    peaks = dict[int, int]()
+    for most in (None, 1):
+        segments = zfunc.segments(model, batch, most=most)
+        program = zfunc.compile(segments, optimizer=zfunc.SGD(lr=0.1), **way)
+        peaks[len(segments)] = specialize(program, unpacked(batch, segments[-1])).memory["device"].nbytes
+    assert [*peaks] == [8, 16]
+    assert peaks[8] > 1.6 * peaks[16]
+    plain = copy.deepcopy(model)
+    loss = plain(*batch)
+    loss.backward()
+    with caplog.at_level(logging.INFO, "zfunc"):
+        for free, parts in ((peaks[8], 8), (peaks[8] - 20, 16)):
+            room(free)
+            program = compiled_for()
+            assert len(program.segments) == parts
+            said = (
+                f"model: cut into {parts} segments of at most {16 * 4160 // parts:,} elements of parameters"
+            )
+            assert (said in caplog.text) == (parts > 8)
+            state, metrics = zfunc.train_step(program, zfunc.init(program), batch)
+            assert metrics.loss == pytest.approx(loss.item(), rel=1e-6)
+            params = zfunc.params(program, state)
+            for name, p in plain.named_parameters():
+                torch.testing.assert_close(params[name], p - 0.1 * p.grad, msg=name)
+            del program, state, params
+    room(math.floor(peaks[16] * (1 - HEADROOM)) - 20)
+    what = rf"compile: needs {peaks[16]:,} bytes of device memory, [\d,]+ are free"
+    file = rf"{Path(__file__).name}:\d+, of 4,160 elements of parameters, 16,640 bytes"
+    with pytest.raises(OutOfMemory, match=rf"{what}.*the largest part is 'parts.*' at .*{file}"):
+        compiled_for()
+    # Where the model's state alone is too large, no cut is tried.
+    assert len(compiled_for(params_on="device", activations_on="device").segments) == 8
 
 
 class Gated(nn.Module):

@@ -6,7 +6,7 @@ All arguments are checked here; packages below do not check them again.
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from zfunc.core.setting_values import tile_counts
 from zfunc.core.settings import StepSettings, settings_with
 from zfunc.engine.program.fit_to_memory import (
     fastest_shares,
+    first_cut_that_fits,
     first_that_fits,
     fit_to_memory,
     log_offload,
@@ -70,8 +71,9 @@ def compile(
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
 
-    `segments` may be a module with a loss of its own, which `zfunc.segments` cuts by the `example`; with a loss of
-    (output, targets), pass `zfunc.segments(model, example, loss)`. An `nn.Sequential` that ends in a loss
+    `segments` may be a module with a loss of its own, which `zfunc.segments` cuts by the `example`, and more finely
+    than by default where a step would not fit the device otherwise, as the log says; with a loss of (output,
+    targets), pass `zfunc.segments(model, example, loss)`. An `nn.Sequential` that ends in a loss
     of (x, targets), such as `nn.CrossEntropyLoss()`, needs no example: each child with parameters is a segment.
 
     - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
@@ -95,7 +97,9 @@ def compile(
             by_hand = "the segments of zfunc.segments(model, example, loss)"
             do = f"pass `example`, to cut the module by, or {by_hand}"
             refuse("example", f"none with a {type(segments).__name__}", "a batch", do)
-        segments = cast("Sequence[Segment]", above("segments")(segments, example))
+        given = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
+        make = partial(compile, settings=settings, **given, example=example, patience=patience, **changes)
+        return first_cut_that_fits(above("cuts")(segments, example), make, example)
     segments = checked_segments(segments)
     example = None if example is None else unpacked(example, segments[-1])
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")

@@ -4,9 +4,10 @@ The places of updates are chosen by their time, from measured rates of the host'
 """
 
 import logging
+import math
 import timeit
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from torch.utils._pytree import tree_leaves
 from zfunc.core.bucketing import resident_buckets
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES
-from zfunc.core.memory_model import peak_memory
+from zfunc.core.graph import Tier
+from zfunc.core.memory_model import Peak, initial_memory, peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.plan import project
 from zfunc.core.setting_values import UPDATE_SHARES
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import shares_of, words_of
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program.program import Program, ProgramCache, make_plan, needed_bytes
+from zfunc.engine.program.program import Program, ProgramCache, make_plan, memory_shortage, needed_bytes
 from zfunc.engine.program.specialize import specialize
-from zfunc.engine.trace.batches import Batch
+from zfunc.engine.trace.batches import Batch, unpacked
+from zfunc.engine.trace.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer
@@ -113,6 +116,65 @@ def first_that_fits(
     named = ", ".join(f"{name}={getattr(found.settings, name)!r}" for name in chosen)
     log.info("chosen where the settings say auto: %s", named)
     return found
+
+
+def first_cut_that_fits(
+    cuts: Iterable[Any], make: Callable[[Sequence[Segment]], Program], example: Batch | Mapping[str, Any]
+) -> Program:
+    """The program that `make` compiles from the first of a model's `cuts`, each finer than the one before, whose
+    step on `example` fits the devices; from the first at all where they have no room for the model's state.
+
+    Raises OutOfMemory, which names the model's largest part, if no cut fits.
+    """
+    cut: Any = None
+    tried = list[tuple[int, Program]]()
+    error: OutOfMemory | None = None
+    for n, cut in enumerate(cuts):
+        try:
+            program = make(cut.segments)
+        except OutOfMemory as refused:  # whatever share of the state the device has
+            error = refused
+            continue
+        except ValueError:  # an order may list passes by the numbers of the segments
+            if not tried:
+                raise
+            break
+        peaks = specialize(program, unpacked(example, program.segments[-1])).memory
+        missing = _missing(program, peaks)
+        if missing <= 0 and n:
+            largest = max(map(_numel, program.segments))
+            log.info(
+                "model: cut into %d segments of at most %s elements of parameters, as a step in larger ones does "
+                "not fit the device",
+                *(len(program.segments), f"{largest:,}"),
+            )
+        if missing <= 0 or _missing(program, initial_memory(program.spec)) > 0:
+            return program
+        tried.append((missing, program))
+    numel, place, name = max(
+        (_numel(s), place, s.name) for s, place in zip(cut.segments, cut.places, strict=True)
+    )
+    part = f"; no cut is finer: the largest part is {name!r} at {place}, of {numel:,} elements of parameters"
+    if not tried:
+        raise OutOfMemory(f"{error}{part}") from error
+    program = min(tried, key=lambda x: x[0])[1]
+    peaks = specialize(program, unpacked(example, program.segments[-1])).memory
+    shortage = memory_shortage(program, peaks, allocated={}, action="compile")
+    nbytes = numel * DTYPES[program.settings.precision].nbytes
+    program.ranks.agree("compile", shortage=shortage and f"{shortage}{part}, {nbytes:,} bytes")
+    return program
+
+
+def _numel(segment: Segment) -> int:
+    return sum(math.prod(p.shape) for p in segment.parameters)
+
+
+def _missing(program: Program, peaks: Mapping[Tier, Peak]) -> int:
+    """Bytes by which `peaks` exceed the usable memory of a device, the most of any device of any rank."""
+    needed, room = needed_bytes(program, peaks), _room(program)
+    own = max(needed[x] - room[x] for x in program.memories or needed)
+    program.ranks.agree("compile")
+    return max(map(int, program.ranks.texts(str(own))))
 
 
 def _room(program: Program) -> dict[str, int]:

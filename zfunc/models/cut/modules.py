@@ -102,6 +102,26 @@ def segments(
     >>> [s.name for s in segments(blocks, batch, nn.functional.mse_loss)]
     ['0', '1']
     """
+    return next(cuts(model, example, loss, most=most)).segments
+
+
+@frozen(eq=False)
+class ModuleCut:
+    """A module as `segments`; `places[s]` is where segment `s` first reads a parameter, as "file:line"."""
+
+    segments: tuple[Segment, ...]
+    places: list[str]
+
+
+def cuts(
+    model: nn.Module,
+    example: Batch | Mapping[str, Any],
+    loss: Loss | None = None,
+    *,
+    most: int | None = None,
+) -> Iterator[ModuleCut]:
+    """Cut a module as `segments` does, and then, from the same trace, with half of `most` as long as the segments
+    become smaller. Arguments and errors are those of `segments`."""
     of_type("model", model, nn.Module, "an nn.Module")
     most = None if most is None else whole_number("most", most, least=1)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -121,13 +141,31 @@ def segments(
         except NotCutError as error:
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
-            return (evolve(whole, read_batch=read, buffer_names=names),)
+            yield ModuleCut((evolve(whole, read_batch=read, buffer_names=names),), [_file_of(model)])
+            return
         else:
             break
     if len(first.pieces) == 1:
         log.warning("model: one segment, because %s", first.whole)
-    *before, last = _segments_of(traces, first)
-    return (*before, evolve(last, read_batch=read))
+    try:
+        while True:
+            *before, last = _segments_of(traces, first)
+            yield ModuleCut((*before, evolve(last, read_batch=read)), first.places)
+            known = first.starts
+            while first.starts == known:
+                if traces.most <= first.least:
+                    return
+                finer = max(first.least, traces.most // 2)
+                traces = evolve(traces, most=finer, known={}, first=None)
+                first = traces.of(x, torch.float32, training=True)
+    finally:
+        traces.uncut.clear()
+
+
+def _file_of(model: nn.Module) -> str:
+    """The file of a model's class, or its module's name where that is none of a file."""
+    home = type(model).__module__
+    return getattr(sys.modules.get(home), "__file__", None) or home
 
 
 class _HooksRefused(TorchFunctionMode):
@@ -156,6 +194,8 @@ class ModuleTrace:
     first_alike: list[int]
     whole: str  # why it is one piece
     starts: frozenset[str]  # parameters before which a block is cut
+    least: int  # elements of parameters of the largest part that cannot be cut
+    places: list[str]  # where each piece first reads a parameter
     apart: bool = False
 
     def with_places(self, names: list[str]) -> "ModuleTrace":
@@ -181,6 +221,7 @@ class ModuleTraces:
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
     lock: Any = field(factory=threading.RLock)
+    uncut: dict[int, Any] = field(factory=dict)  # by key, what cuts the graph of the first trace
 
     def of(self, x: Any, dtype: torch.dtype, *, training: bool) -> ModuleTrace:
         """The module's trace for inputs of the shapes of `x` with parameters of `dtype`, made at first use."""
@@ -223,6 +264,16 @@ class ModuleTraces:
         )
 
     def _trace(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
+        cut_in = self.uncut.get(key) or self._uncut(x, dtype, training)
+        if self.first is None:
+            self.uncut[key] = cut_in
+        starts = self.first.starts if self.first else None
+        assert self.whole.module is not None
+        blocks = blocks_of(self.whole.module.own[0])
+        return self._pieces(key, cut_in(blocks, starts=starts, most=self.most))
+
+    def _uncut(self, x: Any, dtype: torch.dtype, training: bool) -> Any:
+        """The module's graph for inputs like `x`, as the function `cut_graph` of blocks, starts and most."""
         # 1. The module with weights that have no memory, on an input without any.
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         assert self.whole.module is not None
@@ -269,14 +320,12 @@ class ModuleTraces:
             names=_first_names(module),
             trained=trained,
             changed={*self.changing},
-            most=self.most,
         )
         # 3. Whether the graph has the module's own gradients.
         if training:
             with alone(), mode, _compiling_state_context():
-                self._compare(cut_in(set(), starts=frozenset()), fakes, inputs)
-        starts = self.first.starts if self.first else None
-        return self._pieces(key, cut_in(blocks_of(module.own[0]), starts=starts))
+                self._compare(cut_in(set(), starts=frozenset(), most=self.most), fakes, inputs)
+        return cut_in
 
     def _try(self, params: Values, inputs: Any) -> None:
         """Run the module with `params` on `inputs`; raises ValueError for the example if this fails."""
@@ -336,6 +385,8 @@ class ModuleTraces:
             [texts.index(x) for x in texts],
             self._why_whole(cut) if len(pieces) == 1 else "",
             cut.starts,
+            cut.least,
+            [span.place for span in cut.spans],
         )
 
     def _why_whole(self, cut: CutGraph) -> str:
@@ -349,11 +400,9 @@ class ModuleTraces:
             if n.target in REGIONS and any(x.name in weights for x in n.all_input_nodes):
                 return f"its parameters are read within the torch.autocast or torch.no_grad at {place_of(n)}"
         model: Any = self.whole.module
-        kind = type(model.own[0])
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
         return (
-            f"{kind.__name__} {f'in {file} ' if file else ''}reads its parameters in one operation, or several "
-            "times, or behind frozen ones alone"
+            f"{type(model.own[0]).__name__} in {_file_of(model.own[0])} reads its parameters in one operation, or "
+            "several times, or behind frozen ones alone"
         )
 
     def _given(self, cut: CutGraph) -> list[int]:

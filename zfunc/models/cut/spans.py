@@ -48,12 +48,13 @@ class BuffersWrittenError(Exception):
 @define(eq=False)
 class NodeSpan:
     """The nodes of a graph between two cuts: of a `call` of the block `name`, or outside blocks without a name.
-    `part` counts the spans of one call, from 0."""
+    `part` counts the spans of one call, from 0; `place` is where it first reads a parameter, as "file:line"."""
 
     name: str
     call: Any
     nodes: list[Node] = field(factory=list)
     part: int = 0
+    place: str = ""
 
 
 @frozen(eq=False)
@@ -68,6 +69,7 @@ class CutGraph:
     sources: dict[str, str]  # of placeholders that are parameters, buffers and constants: their names
     why: list[str]  # of spans that were joined
     starts: frozenset[str]  # parameters before whose first read a block is cut
+    least: int  # elements of parameters of the largest part that cannot be cut
 
 
 def blocks_of(model: nn.Module) -> set[str]:
@@ -131,12 +133,13 @@ def cut_graph(
             name = getattr(n.target, "__name__", str(n.target))
             raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.vmap leaves")
     calls = [n for n in nodes if n.op == "call_function" and n in kept]
-    spans, differentiable = _by_block(calls, blocks), _differentiable(nodes, sources, trained)
+    spans, differentiable = _by_block(calls, blocks, weights), _differentiable(nodes, sources, trained)
     bonds = [*_bonds(calls, sources, changed)]
     closed = {*chain.from_iterable(calls[i + 1 : j + 1] for i, j, _ in bonds)}
     within = [_runs(span, closed, sources, weights) for span in spans]
+    least = max((run.numel for runs in within for run in runs), default=0)
     if starts is None:
-        most = max([most, *(run.numel for runs in within for run in runs)])
+        most = max(most, least)
         starts = frozenset(run.name for runs in within for run in _first_runs(runs, most))
     parts = [x for span, runs in zip(spans, within, strict=True) for x in _parts(span, runs, starts)]
     why = [*_said(spans, bonds)]
@@ -161,7 +164,7 @@ def cut_graph(
             last[n] = max(last[n], s + 1)
         before[kind] = span
     alive = [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
-    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts)
+    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least)
 
 
 def _read(span: NodeSpan) -> set[Node]:
@@ -177,8 +180,9 @@ def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _by_block(nodes: list[Node], blocks: set[str]) -> list[NodeSpan]:
-    """Group nodes by the call of a block that they belong to; nodes between two calls are a span of their own."""
+def _by_block(nodes: list[Node], blocks: set[str], weights: set[str]) -> list[NodeSpan]:
+    """Group nodes by the call of a block that they belong to; nodes between two calls are a span of their own. A
+    block that is not called itself has what is between its children's calls, unless that reads one of `weights`."""
     spans: list[NodeSpan] = []
     for n in nodes:
         name, call = _block(n, blocks)
@@ -187,7 +191,15 @@ def _by_block(nodes: list[Node], blocks: set[str]) -> list[NodeSpan]:
         if not spans or call != spans[-1].call:
             spans.append(NodeSpan(name, call))
         spans[-1].nodes.append(n)
-    return spans
+    made: list[NodeSpan] = []
+    for span in spans:
+        k = next((k for k in range(len(made), 0, -1) if _reads(made[k - 1], weights)), 0)
+        if k and span.call is not None and span.call == made[k - 1].call:
+            made[k - 1].nodes += [n for x in (*made[k:], span) for n in x.nodes]
+            del made[k:]
+        else:
+            made.append(span)
+    return made
 
 
 def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
@@ -304,9 +316,8 @@ def _joined(
     """Join spans that begin with a node of `closed` to the one before, and spans without parameters; name each."""
     made: list[NodeSpan] = []
     for span in spans:
-        again = made and span.call is not None and span.call == made[-1].call
         alone = made and (not _reads(made[0], weights) or differentiable.isdisjoint(made[-1].nodes))
-        if made and (span.nodes[0] in closed or again or alone or not _reads(span, weights)):
+        if made and (span.nodes[0] in closed or alone or not _reads(span, weights)):
             if not _reads(made[-1], weights):
                 made[-1].name, made[-1].call, made[-1].part = span.name, span.call, span.part
             made[-1].nodes += span.nodes
@@ -319,7 +330,7 @@ def _joined(
         )
         name = span.name or [path for path, _ in reader.meta["nn_module_stack"].values()][-1] or "model"
         alike = chain([name], (f"{name}@{n}" for n in count(2)))
-        span.name = next(x for x in alike if x not in names)
+        span.name, span.place = next(x for x in alike if x not in names), place_of(reader)
         names.add(span.name)
     return made
 
