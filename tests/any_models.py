@@ -63,6 +63,7 @@ OPT |= {"max_position_embeddings": 32, "word_embed_proj_dim": 32, "dropout": 0.0
 VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "attention_dropout": 0.0}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 EIGHT = {"image_size": 8, "patch_size": 4}
+WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 MAMBA |= {"mamba_chunk_size": 4, "mamba_expand": 2}
 DEBERTA: dict[str, Any] = {"vocab_size": VOCAB, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
@@ -112,9 +113,14 @@ def pairs() -> dict[str, Any]:
 
 
 def with_image(token: int, count: int, **more: Any) -> dict[str, Any]:
-    x = ids(start=5)
+    x = ids(start=8)
     x[:, 1 : 1 + count] = token
     return images(input_ids=x, attention_mask=torch.ones_like(x), labels=x, **more)
+
+
+def token_types(count: int) -> Tensor:
+    """1 where `with_image` has tokens of an image, else 0."""
+    return (torch.arange(10) - 1 < count).long().expand(4, 10).clone() * (torch.arange(10) > 0)
 
 
 # --- classes of our own ---------------------------------------------------------------------------------------
@@ -532,6 +538,19 @@ MODELS: dict[str, Callable[[], Made]] = {
     "StableLM": causal("StableLm"),
     "Phi": causal("Phi", partial_rotary_factor=0.5),
     "Gemma 3": of(config("Gemma3Text", **SIZE, head_dim=8, sliding_window=4), "Gemma3ForCausalLM", text),
+    "Gemma 3, images": of(
+        config(
+            "Gemma3",
+            text_config=SIZE | {"head_dim": 8, "sliding_window": 4, "layer_types": WINDOWED},
+            vision_config=TOWER | EIGHT,
+            mm_tokens_per_image=4,
+            image_token_index=4,
+            boi_token_index=5,
+            eoi_token_index=6,
+        ),
+        "Gemma3ForConditionalGeneration",
+        lambda: with_image(4, 4, pixel_values=torch.randn(4, 3, 8, 8), token_type_ids=token_types(4)),
+    ),
     "OLMoE": causal("Olmoe", **EXPERTS),
     "Qwen2-MoE": causal("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=16),
     "Qwen3.5": of(config("Qwen3_5Text", **SIZE, **LINEAR, head_dim=16), "Qwen3_5ForCausalLM", text),

@@ -216,15 +216,25 @@ class Branch(Block):
 
 
 class Mapped(Block):
+    """A vmap in a vmap, of values with a gradient, and of what forward makes."""
+
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return torch.vmap(lambda row: row - row.mean())(super().forward(x, table))
+        y = super().forward(x, table)
+        apart = torch.vmap(torch.vmap(lambda a, b: (a - b).abs(), (None, 0)), (0, None))
+        distance = apart(torch.arange(8.0), torch.arange(8.0) / 2)
+        return y + 0.1 * torch.vmap(lambda row: (row - row.mean()) @ distance.softmax(-1))(y)
+
+
+class Differentiated(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) + torch.func.grad(lambda z: z.sin().sum())(x)
 
 
 @pytest.mark.parametrize(
     ("block", "why"),
     [
         (OwnBackward, "has no HalvedBackward"),
-        (Mapped, r"has .*batch_dim at .*test_any_model.py:\d+, as torch.vmap"),
+        (Differentiated, r"has _unwrap_for_grad at .*test_any_model.py:\d+, as torch.func.grad"),
     ],
 )
 def test_what_a_trace_would_lose_leaves_one_segment(
@@ -247,6 +257,15 @@ class Edited(Block):
             halved = 0.5 * table
             halved.to(torch.float32, copy=True).zero_()
         return super().forward(x, halved)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_vmap_is_cut_as_the_operations_that_it_makes(way: str) -> None:
+    torch.manual_seed(0)
+    model = Tied(block=Mapped)
+    segments = zfunc.segments(model, batch())
+    assert len(segments) == 5
+    check(segments, model, batch(), None, **WAYS[way])
 
 
 class Weighted(nn.Module):

@@ -53,6 +53,7 @@ from zfunc.models.cut.spans import (
     cut_graph,
     place_of,
 )
+from zfunc.models.cut.vmap import expand_vmaps
 from zfunc.models.hf.attention import with_static_experts
 from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type
@@ -314,6 +315,7 @@ class ModuleTraces:
             raise BuffersWrittenError(assigned)
         if {x.kind.name for x in specs} != {"USER_OUTPUT"}:
             raise NotCutError("forward assigns to a buffer: write into it in place (copy_)")
+        expand_vmaps(exported)
         cut_in = partial(
             cut_graph,
             exported,

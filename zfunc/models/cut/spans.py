@@ -131,7 +131,7 @@ def cut_graph(
         known = isinstance(n.target, OpOverload) or n.target in REGIONS or n.target is operator.getitem
         if n.op == "call_function" and not known:  # part of it may stay open over several operations
             name = getattr(n.target, "__name__", str(n.target))
-            raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.vmap leaves")
+            raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
     calls = [n for n in nodes if n.op == "call_function" and n in kept]
     spans, differentiable = _by_block(calls, blocks, weights), _differentiable(nodes, sources, trained)
     bonds = [*_bonds(calls, sources, changed)]
