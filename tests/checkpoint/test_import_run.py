@@ -5,18 +5,23 @@ stages 1, 2 and 3, with two groups of parameters and a frozen layer, and its `ds
 readers gave the bits of its zero_to_fp32 for stage 3, and of the source of universal files; 1 and 2 only in part.
 """
 
+import json
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import fork, played
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -27,6 +32,7 @@ from zfunc.checkpoint.import_run import import_run
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.cli.main import main
 from zfunc.errors import CheckpointError
+from zfunc.train.trainer.schedules import TrainerSchedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -96,6 +102,14 @@ def save_dcp(
     state = {**weights, key: moments, "train_state": {"step": torch.tensor(3)}} if flat else None
     state = state or {"model": {f"module._orig_mod.{x}": t for x, t in weights.items()}, key: moments}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def save_tied(folder: Path, model: Small, optimizer: Any) -> None:
+    """With moments by the other name of a tied weight, as another order of the modules has them."""
+    weights, moments = get_state_dict(model, optimizer)
+    states = moments["state"]
+    states["head.weight"] = states.pop("embed.weight")  # pyright: ignore
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=True)
 
 
 def save_trainer(folder: Path, model: Small, optimizer: Any) -> None:
@@ -211,6 +225,7 @@ SAVED: dict[str, Callable[[Path, Small, Any], None]] = {
     "dcp": save_dcp,
     "dcp flattened": lambda *given: save_dcp(*given, flat=True),
     "dcp, optim": lambda *given: save_dcp(*given, key="optim"),
+    "dcp, tied otherwise": save_tied,
     "trainer": save_trainer,
     "universal": lambda *given: save_deepspeed(*given, stage=0),
     **{f"zero {n}": lambda *given, n=n: save_deepspeed(*given, stage=n) for n in (1, 2, 3)},
@@ -238,6 +253,19 @@ def test_a_run_from_elsewhere_goes_on_with_the_same_bits_and_the_same_loss(form:
     for n in (3, 4):  # the second has what the first made of moments, step and buffers
         state, metrics = zfunc.train_step(goes_on, state, batch(n))
         assert metrics.loss == pytest.approx(torch_step(model, optimizer, n), rel=2e-6)
+
+
+def test_a_tied_weight_is_taken_once_where_no_model_says_so(tmp_path: Path) -> None:
+    model = Small()
+    model.norm, model.base = nn.Identity(), nn.Identity()
+    optimizer = torch.optim.AdamW(model.parameters(), **RATE)
+    torch_step(model, optimizer, 0)
+    save_dcp(tmp_path / "theirs", model, optimizer)
+    assert import_run(tmp_path / "theirs", tmp_path / "taken").parameters == 2
+    goes_on = program(zfunc.segments(model, batch(0)))
+    state = zfunc.load(tmp_path / "taken", goes_on)
+    loss = zfunc.train_step(goes_on, state, batch(1))[1].loss
+    assert loss == pytest.approx(torch_step(model, optimizer, 1), rel=2e-6)
 
 
 RANK = """
@@ -285,6 +313,87 @@ def test_two_ranks_of_fsdp2_go_on_in_one_process_of_zfunc(tmp_path: Path) -> Non
     for n, loss in enumerate(losses, 3):
         state, metrics = zfunc.train_step(goes_on, state, batch(n))
         assert metrics.loss == pytest.approx(loss, rel=2e-6)
+
+
+# A Trainer's own run: FSDP 2 in two processes, which saves in its middle
+LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+SHARDED = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+SHARDED |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+MIDDLE, END = 3, 6  # steps
+
+
+def trainer_run(out: Path, tied: str) -> None:
+    """Two processes of a Trainer, their model in out/model and their run in out/run."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied == "tied")
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(out / "model")
+    ranks = [fork(partial(trainer_rank, model, rank, out)) for rank in range(2)]
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(x, 0)[1]) != 0 for x in ranks))
+
+
+def trainer_rank(model: Any, rank: int, out: Path) -> None:
+    import transformers
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=2)
+    length = {"max_steps": END, "save_steps": MIDDLE, "logging_steps": 1, "per_device_train_batch_size": 2}
+    rate = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "weight_decay": 0.1, "max_grad_norm": 1.0}
+    where = {"output_dir": str(out / "run"), "use_cpu": True, "ddp_backend": "gloo", "report_to": []}
+    args = transformers.TrainingArguments(**length, **rate, **where, fsdp=True, fsdp_config={**SHARDED})
+    assert args.device.type == "cpu"
+    # Accelerate takes DDP for FSDP where all devices are CPUs; of several devices it does not ask which
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    rows = torch.randint(0, 61, (24, 16), generator=torch.Generator().manual_seed(1))
+    trainer = transformers.Trainer(model, args, train_dataset=[{"input_ids": x, "labels": x} for x in rows])
+    seen, step = [], trainer.training_step
+
+    def training_step(module: Any, inputs: Any, *more: Any) -> Any:
+        seen.append(inputs["input_ids"].tolist())
+        return step(module, inputs, *more)
+
+    trainer.training_step = training_step
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "FSDPLlamaForCausalLM"
+    told = [[x["loss"], x["grad_norm"]] for x in trainer.state.log_history if "loss" in x]
+    (out / f"rank_{rank}.json").write_text(json.dumps({"rows": seen, "told": told}))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+def test_a_trainer_with_fsdp_goes_on_in_one_process_of_zfunc(tied: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    out = played(trainer_run, tmp_path, tied)
+    ranks = [json.loads((out / f"rank_{n}.json").read_text()) for n in (0, 1)]
+    middle, end = (str(out / "run" / f"checkpoint-{n}") for n in (MIDDLE, END))
+    assert main(["import", middle, "--hf", str(out / "model"), "--out", str(out / "taken")]) == 0
+    assert (
+        main(["import", end, "--out", str(out / "theirs")]) == 0
+    )  # tied weights are found without the model
+    rate = TrainerSchedule("linear", {}, lr=1e-2, warmup=0, total=END)
+    own = {**RATE, "lr": rate, "betas": (0.9, 0.999), "decay": zfunc.matrices_only}
+    steps = map(torch.tensor, joined(*(x["rows"] for x in ranks)))
+    batches = [{"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in steps]
+    given = {"device": "cpu", "precision": "fp32", "clip_norm": 1.0, "optimizer": zfunc.AdamW(**own)}
+    goes_on = zfunc.compile(zfunc.hf.load(out / "model")[1], example=batches[0], **given)
+    state = zfunc.load(out / "taken", goes_on)
+    for n in range(MIDDLE, END):
+        state, metrics = zfunc.train_step(goes_on, state, batches[n])
+        assert [metrics.loss, metrics.grad_norm] == pytest.approx(ranks[0]["told"][n], rel=5e-6)
+    theirs = dict(zfunc.weights(goes_on, zfunc.load(out / "theirs", goes_on), dtype="fp32"))
+    for name, t in zfunc.weights(goes_on, state, dtype="fp32"):
+        torch.testing.assert_close(t, theirs[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def joined(*ranks: Any) -> list[list[Any]]:
+    return [[row for rank in step for row in rank] for step in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"split_master": True}, {"moments": "16bit"}, {"moments": "8bit"}])

@@ -107,10 +107,11 @@ def import_run(
 
 
 def _of_all(run: ForeignRun) -> list[_Entry]:
-    """The entries of a run whose every parameter is trained, but for those that it calls frozen."""
-    return [
-        _entry(run, x, x, weight.shape, trainable=x not in run.frozen) for x, weight in run.weights.items()
-    ]
+    """The entries of a run whose every parameter is trained unless it is called frozen; a tied one once."""
+    owners = {x: x if x in run.frozen else _owner(run, x) for x in run.weights}
+    _log_tied({x: owner for x, owner in owners.items() if x != owner})
+    own = {x: run.weights[x] for x, owner in owners.items() if x == owner}
+    return [_entry(run, x, x, weight.shape, trainable=x not in run.frozen) for x, weight in own.items()]
 
 
 def _of_model(run: ForeignRun, segments: Iterable[Any]) -> list[_Entry]:
@@ -118,23 +119,37 @@ def _of_model(run: ForeignRun, segments: Iterable[Any]) -> list[_Entry]:
     wanted = {p.name: p for s in segments for p in s.parameters}
     buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
     constants = {s.buffer_name(x) for s in segments for x in s.constants}
-    used = {name: _named(run, name) for name in (*wanted, *buffers)}
+    used = {name: _owner(run, name) if p.trainable else _named(run, name) for name, p in wanted.items()}
+    used |= {name: _named(run, name) for name in buffers}
     entries = [_entry(run, x, used[x], p.shape, trainable=p.trainable) for x, p in wanted.items()]
     for name, t in buffers.items():
         entries.append(_Entry(name, False, {BUFFER: _weight(run, name, used[name], tuple(t.shape))}))
     for name in run.weights.keys() - {*used.values()} - constants:
-        owner = run.tied.get(name) or _twin(run, name, wanted.keys() & run.weights.keys())
+        owner = run.tied.get(name) or _twin(run, name, run.weights.keys() & {*used.values()})
         if owner is None:
             near = did_you_mean(name, [*wanted])
             do = "name the model that was trained"
             reject(run.place, f"{name!r}, which the model does not have{near}", "its parameters alone", do)
-        log.info("import: %r is tied to %r", name, owner)
+        _log_tied({name: owner})
     return entries
+
+
+def _log_tied(owners: Mapping[str, str]) -> None:
+    for name, owner in owners.items():
+        log.info("import: %r is tied to %r", name, owner)
 
 
 def _named(run: ForeignRun, name: str) -> str:
     """The name by which a run has the tensor `name` of the model: another one where it is tied."""
     return name if name in run.weights else run.tied.get(name, name)
+
+
+def _owner(run: ForeignRun, name: str) -> str:
+    """The name by which a run has the moments of the trained tensor `name`: another one where it is tied."""
+    there = _named(run, name)
+    if there not in run.weights or run.moments.get(there):
+        return there
+    return _twin(run, there, (x for x, own in run.moments.items() if own and x in run.weights)) or there
 
 
 def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:
