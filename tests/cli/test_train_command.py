@@ -301,8 +301,17 @@ def test_a_terminal_that_is_closed_ends_a_command_gently() -> None:
 def test_stopped_at_once_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setattr("zfunc.train.loop.train_step", _raises(KeyboardInterrupt()))
     assert train("--steps", 3, "--out", "run") == 130
-    assert capsys.readouterr().err == "zfunc train: stopped at once\n"
+    assert capsys.readouterr().err == "zfunc train: stopped before the first step\n"
     assert not Path("run").exists(), "no step was taken: the next run may have the name"
+
+
+def test_stopped_at_once_says_where_the_run_is(at_step: Any, capsys: Out) -> None:
+    at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT) or os.kill(os.getpid(), signal.SIGINT))
+    assert train("--steps", 9, "--out", "run") == 130
+    *_, stopped, kept = capsys.readouterr().err.splitlines()
+    assert stopped == "zfunc train: stopped at once, in the middle of a step"
+    assert kept == "The run up to here is in run"
+    assert summary("run")["ended"] == "stopped at once"
 
 
 def test_a_failure_while_training_is_1_and_keeps_what_there_is(capsys: Out) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import UserDict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 
 import zfunc
+from zfunc.core.plan import PlanError
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.trace.batches import split_batch
@@ -74,6 +76,10 @@ def test_a_dict_has_labels() -> None:
     assert loss_and_norm(UserDict({"rows": ROWS, "labels": TARGETS})) == pair
     with pytest.raises(ValueError, match=r"got a dict of \['rows'\], expected 'labels'.*\(batch, None\)"):
         loss_and_norm({"rows": ROWS})
+    both = [{"rows": ROWS, "labels": TARGETS}] * 2
+    for several, got in ((both, "2 batches"), ((*both,), "2 batches"), (iter(both), "a list_iterator")):
+        with pytest.raises(TypeError, match=f"batch: got {got}, expected one batch: call it for each"):
+            loss_and_norm(several)
 
 
 def test_parts_are_rows_of_each_tensor() -> None:
@@ -256,3 +262,36 @@ def test_other_shapes_are_refused_by_name() -> None:
         zfunc.train_step(program, state, (ROWS, TARGETS))
     with pytest.raises(ValueError, match=r"'turned': got shape \(3, 8\) for 8 rows"):
         zfunc.evaluate(program, state, (ROWS, TARGETS), has_aux=True)
+
+
+class Error(nn.Module):
+    """A loss without parameters, which no weights keep on one device."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return ((x.squeeze(-1) - targets) ** 2).mean()
+
+
+def last_in_turn(devices: int, segments: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
+    """The last segment of each micro-batch on the next device, of the others the first one on device 0."""
+    every = [("F", m, s) for m in range(micro_batches) for s in range(segments)]
+    every += [("B", m, s) for m in range(micro_batches) for s in reversed(range(segments))]
+    last = segments - 1
+    return [[x for x in every if (x[1] if x[2] == last else x[2] > 0) % devices == n] for n in range(devices)]
+
+
+@pytest.mark.parametrize(("order", "refused"), [("GPipe", False), (last_in_turn, True)])
+def test_a_last_segment_without_parameters_has_its_losses_on_one_rank(order: Any, refused: bool) -> None:
+    """Losses of other ranks would be another mean."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 1), Error()]
+    expected = float(nn.Sequential(*layers[:2])(ROWS).squeeze(-1).sub(TARGETS).square().mean().detach())
+    settings: dict[str, Any] = {"micro_batches": 4, "precision": "fp32", "device": "cpu", "order": order}
+
+    def made() -> Program:
+        return zfunc.compile([zfunc.segment(str(n), x) for n, x in enumerate(layers)], pp=2, **settings)
+
+    with pytest.raises(PlanError, match="segment 2, whose losses one rank") if refused else nullcontext():
+        programs = programs_of(1, made, (ROWS, TARGETS), 2)
+        losses = on_every(
+            programs, lambda p, x: zfunc.train_step(p, zfunc.init(p), x)[1].loss, [(ROWS, TARGETS)] * 2
+        )
+        assert losses == pytest.approx([expected] * 2)

@@ -121,7 +121,8 @@ def test_epochs_on_all_of_the_data_with_other_data_to_evaluate_on(capsys: Out) -
     given = ("--data", "texts.jsonl", "--eval-data", "eval.jsonl", "--epochs", 0.5, "--lr-schedule", "linear")
     assert train(*given, "--warmup", 1, "--out", "run", "--no-sample") == 0
     out = capsys.readouterr().out
-    assert "epochs: 0.5 of 32 sequences each: 4 steps" in out  # of 400 tokens, all of them trained on
+    left_out = "400 tokens, of which each pass leaves out some at its ends, others each time"
+    assert f"epochs: 0.5 of 32 sequences each ({left_out}): 4 steps" in out
     assert "held out:\n    eval.jsonl: 1 files, 9 documents, 36 tokens" in out
     assert "step 4/4  epoch 0.50  loss" in out
     settings = config("run")["settings"]

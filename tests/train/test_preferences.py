@@ -194,6 +194,8 @@ REFUSED = {
     ("dpo", '{"prompt": "w1", "chosen": "w2"}'): "got an object with chosen, prompt with",
     ("dpo", '{"chosen": "w2", "rejected": "w3"}'): "got a preference without a prompt, or without an answer",
     ("dpo", '{"prompt": "w1", "chosen": "", "rejected": "w3"}'): "without an answer",
+    ("dpo", '{"prompt": "w1", "chosen": "w2", "rejected": "w2"}'): rf"{LINE}: got one answer as chosen and",
+    ("dpo", json.dumps({"chosen": [USER, GOOD], "rejected": [USER, GOOD]})): "got one answer as chosen and",
     ("dpo", '{"prompt": "w1", "chosen": "w2", "rejected": [{"role": "user"}]}'): "expected",
     (
         "tokens",

@@ -68,28 +68,30 @@ def send(number: int) -> Callable[[], None]:
 
 ROWS = ["--data", "short.jsonl", "--packing", "documents", "--seq-length", 128, "--batch-size", 2]
 EIGHT_BITS = ["--moments", "8bit", "--precision", "bf16", "--clip", 0]
+STREAM = ["--stream", "--data", "shards/*", "--eval-data", "data.txt", "--shuffle-buffer", 5]
 SETTINGS = {
     "the default": ([], (9, 5)),  # the checkpoint of 6 is there; then that of 3
     "accumulated, 8 bits, dropout": ([*EIGHT_BITS, "--micro-batches", 2, "--dropout", 0.1], (8,)),
     "fp16, Interleaved": (["--precision", "fp16", "--schedule", "Interleaved"], (8,)),
     # Of 100 documents of 3 to 21 bytes: an epoch is some steps long, and a row has more than any of them.
     # Of three files, one compressed: some passes, of a few buffers each.
-    "a stream": (
-        ["--stream", "--data", "shards/*", "--eval-data", "data.txt", "--shuffle-buffer", 5],
-        (5, 8),
-    ),
+    "a stream": (STREAM, (5, 8)),
     "rows of many documents, in tiles": ([*ROWS, "--tiles", 4, "--recompute", "all", "--dropout", 0], (5, 8)),
 }
+
+
+def write_shards() -> None:
+    Path("shards").mkdir()
+    for n, name in enumerate(("a.jsonl", "b.jsonl.gz", "c.jsonl")):
+        write_jsonl(path := Path("shards", name), *({"text": f"{n} {k} " * (k % 9)} for k in range(12)))
+        path.write_bytes(gzip.compress(path.read_bytes()) if name.endswith("gz") else path.read_bytes())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_failed_run_resumes_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
     settings, failing = SETTINGS[name]
     write_jsonl(Path("short.jsonl"), *({"text": "abc" * (1 + n % 7)} for n in range(100)))
-    Path("shards").mkdir()
-    for n, name in enumerate(("a.jsonl", "b.jsonl.gz", "c.jsonl")):
-        write_jsonl(path := Path("shards", name), *({"text": f"{n} {k} " * (k % 9)} for k in range(12)))
-        path.write_bytes(gzip.compress(path.read_bytes()) if name.endswith("gz") else path.read_bytes())
+    write_shards()
     more = (*settings, "--save-every", 3)
     assert train(*more, "--out", "whole") == 0
     for number in failing:
@@ -104,6 +106,20 @@ def test_a_failed_run_resumes_to_the_bit(name: str, at_step: Any, capsys: Any) -
             ends[0][k] == ends[1][k] for k in ("ended", "steps", "loss", "sample", "held_out_bits_per_byte")
         )
         assert [row.get("saved") for row in rows(str(number))] == [row.get("saved") for row in rows("whole")]
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_killed_resumes_to_the_bit() -> None:
+    write_shards()
+    more = (*STREAM, "--save-every", 7, "--steps", 60, "--eval-every", 0, "--no-sample")
+    with start(*JOB, *more, "--out", "killed") as running:
+        wait_for_rows("killed", 31, running)
+        running.kill()
+    assert running.returncode == -signal.SIGKILL
+    assert train(*more, "--out", "whole") == 0
+    assert train(*more, "--out", "killed", "--resume", "auto") == 0
+    assert config("killed")["resumed_from"]
+    assert measured("killed") == measured("whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,19 +3,27 @@
 import gzip
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
+from forked import fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfunc.errors import CheckpointError
+from zfunc.models.loss import IGNORE_INDEX
+from zfunc.runtime.collectives import RankGroup
+from zfunc.train.data.corpus import rank_batch
 from zfunc.train.data.record_files import open_stream
 from zfunc.train.data.stream import PackedStream
+from zfunc.train.settings import TrainSettings
 
 Make = Callable[[list[int]], Any]  # a source of records, of the lengths of their tokens
 LENGTHS = [5, 0, 1, 40, 2, 3, 0, 0, 17, 1, 1, 1, 9, 4, 30, 6, 2]
@@ -287,6 +295,45 @@ def test_a_pass_over_files_has_each_record_once_and_goes_on_from_any_batch(
         again.load_state_dict(stop * 2, saved)
         assert texts_of(again, stop, 20) == later
         assert first.state_dict((stop + 20) * 2) == again.state_dict((stop + 20) * 2)
+
+
+def one_of_two_ranks(rank: int, out: Path) -> None:
+    """Write the labels of this rank's rows of the batches of some passes beside the folder `out`."""
+    dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=2)
+    sizes: dict[str, Any] = {"seq_length": 4, "batch_size": 6}
+    job = TrainSettings(**sizes, stream=True, data=out / "*", eval_every=0)
+    corpus = open_stream(out / "*", tokenizer=None, buffer=5, seed=3, vocab_size=256, **sizes)
+    each = (rank_batch(job, corpus, n * 6, RankGroup.of())[1] for n in range(30))
+    found = [labels.tolist() for labels, _ in each]
+    out.with_name(f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_two_ranks_have_each_record_once_a_pass_between_them(tmp_path: Path) -> None:
+    (folder := tmp_path / "shards").mkdir()
+    every = write_shards(folder)
+    pids = [fork(partial(one_of_two_ranks, rank, folder)) for rank in (0, 1)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    ranks = [json.loads((tmp_path / f"{n}.json").read_text()) for n in (0, 1)]
+    batches = [[*a, *b] for a, b in zip(*ranks, strict=True)]
+    assert all(len(own) == 3 for rank in ranks for own in rank)
+    text = bytes(x for batch in batches for row in batch for x in row if x != IGNORE_INDEX).decode()
+    found = read_numbers("<" + text)
+    each = [found[n : n + len(every)] for n in range(0, len(found), len(every))][:-1]
+    assert len(each) > 2
+    assert [sorted(x) for x in each] == len(each) * [every]
+
+
+def test_the_first_files_may_be_empty(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet", reason='pip install ".[datasets]"')
+    pyarrow = pytest.importorskip("pyarrow")
+    for name, rows in (("a", []), ("b", [[k, 2] for k in range(300)])):
+        typed = pyarrow.array(rows, pyarrow.list_(pyarrow.int64()))
+        pq.write_table(pyarrow.table({"input_ids": typed}), tmp_path / f"{name}.parquet")
+    sizes: dict[str, Any] = {"seq_length": 4, "batch_size": 1, "vocab_size": 999, "buffer": 1, "seed": 0}
+    stream = open_stream(tmp_path, tokenizer=None, **sizes).stream
+    assert stream is not None
+    assert stream.at(0)[1].tolist() == [[2, 1, 2, 2]]
 
 
 def test_a_stream_of_chats_masks_what_is_not_learned(tmp_path: Path) -> None:

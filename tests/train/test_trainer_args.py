@@ -120,6 +120,7 @@ def test_what_is_refused_says_what_to_do(kind: str) -> None:
             "adam_epsilon: not of the optimizer",
         ),
         ({"max_length": 9, "packing_strategy": "wrapped"}, "packing_strategy: `packing` is false"),
+        ({"beta": 0.2, "max_prompt_length": 9}, "max_prompt_length: TRL has removed it: `max_length` bounds"),
     ],
 )
 def test_what_another_field_makes_mean_nothing_is_a_line(file: dict[str, Any], idle: str) -> None:
@@ -223,6 +224,21 @@ def test_strategies_of_the_trainer_are_steps_of_a_pass_and_the_best_checkpoint()
     assert (found.keep_best, found.early_stopping) == (True, 3)
     assert found.early_stopping_threshold == pytest.approx(0.1 / math.log(2))
     assert settings({"save_strategy": "best", "eval_strategy": "epoch"}).keep_best
+
+
+def test_strategies_by_epoch_are_no_steps_of_a_stream() -> None:
+    Path("shard.jsonl").write_text('{"text": "abc"}\n' * 40)
+    file = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "max_steps": 9,
+    }
+    flags = (*small_trainings.TINY, "--stream", "--data", "shard.jsonl", "--eval-data", "data.txt")
+    with pytest.raises(
+        ValueError, match="^eval_strategy, save_strategy: got epoch with `stream`, .* a number"
+    ):
+        prepare_job(settings(file, *flags), cache=Path("cache"))
 
 
 # --- what a file sets ------------------------------------------------------------------------------------
@@ -344,7 +360,10 @@ def test_a_deepspeed_file_goes_on_to_config() -> None:
         ({"eval_strategy": "epoch"}, ("--eval-every", 5), "eval_every: got 5, and args.json says eval_str"),
         ({"metric_for_best_model": "f1"}, (), "metric_for_best_model: got 'f1', expected eval_loss, loss"),
         ({"greater_is_better": True}, (), "greater_is_better: got True, expected false"),
-        ({"load_best_model_at_end": True}, (), "keep_best: got it with `eval_every=0`"),
+        ({"load_best_model_at_end": True}, (), "args.json: load_best_model_at_end: got it with `eval_every=0`"),
+        ({"beta": 0}, (), "^args.json: beta: got 0.0, expected a finite number above 0"),
+        ({"max_prompt_length": 512, "rpo_alpha": 1}, (), "^args.json: rpo_alpha: got 1, which is not supported"),
+        ({"adafactor": True}, (), "pass `--optimizer adafactor`"),
         ({"eval_strategy": "steps", "eval_steps": 0.1}, (), "eval_steps: got 0.1, expected a number of steps"),
         ({"bf16": True, "fp16": True}, (), "got bf16 and fp16"),
         ({"report_to": ["wandb", "mlflow"]}, (), "got 'mlflow', expected tensorboard, wandb, trackio, none"),
@@ -363,3 +382,20 @@ def test_a_deepspeed_file_goes_on_to_config() -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_said(file: dict[str, Any], flags: tuple[object, ...], reason: str) -> None:
     assert re.search(reason, refusal(file, *flags))
+
+
+FILES = {  # what is wrong with a file as a whole: its name, and its text (None: there is none)
+    ("no.json", None): "no.json: got 'No such file or directory', expected a JSON file, or YAML called .yaml",
+    ("no.yaml", None): "no.yaml: got 'No such file or directory', expected a YAML or JSON file",
+    ("args.json", "seed: 1"): "args.json: got line 1.*expected JSON, with comments .*, or YAML called .yaml",
+    ("args.yaml", "a: [1"): "args.yaml: got .*, expected YAML",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_of_arguments_says_the_formats(name: tuple[str, str | None]) -> None:
+    path, text = Path(name[0]), name[1]
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=FILES[name]):
+        read_args(path)

@@ -28,7 +28,7 @@ from zfunc.cli.parser import (
     make_parser,
 )
 from zfunc.cli.terminal import printable
-from zfunc.errors import did_you_mean, marked, refuse, setting
+from zfunc.errors import SETTING_ERRORS, did_you_mean, marked, refuse, setting
 from zfunc.runtime.host_memory import address_limit
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import TrainSettings
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as end:  # after help
         return int(end.code or EXIT_OK)
-    except KeyboardInterrupt:
-        return _print_error(args, "stopped at once", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        return _print_error(args, str(interrupt) or "stopped at once", EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader of the output has left
         _discard_output()
         return EXIT_FAILED
@@ -111,11 +111,12 @@ def _unknown(word: str, which: str, flags: set[str]) -> str:
 def _settings(command: Command, args: argparse.Namespace) -> Any:
     """The settings object of a command, made of the flags in `args`."""
     given = {name: getattr(args, name) for name in command.options if name in args}
-    world, usual = max(1, world_size() // given.get("pp", 1)), dict[str, Any]()
+    world, usual, fields = max(1, world_size() // given.get("pp", 1)), dict[str, Any](), dict[str, str]()
     if "trainer_args" in given:
         from zfunc.train.trainer.mapping import with_trainer_args
 
-        given, usual = with_trainer_args(given, world)
+        found = with_trainer_args(given, world)
+        given, usual, fields = found.said, found.usual, found.fields
     if "config" in given:
         from zfunc.train.deepspeed.mapping import with_config
 
@@ -123,7 +124,10 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
     given = {**usual, **given}
     if command.settings is TrainSettings:
         given = {**_length(given), **given}
-    return command.settings(**given)
+    try:
+        return command.settings(**given)
+    except SETTING_ERRORS as error:  # under the name that stands in the file
+        raise type(error)([fields.get(x, x) for x in error.names], *error.args[1:]) from error
 
 
 def _length(given: dict[str, Any]) -> dict[str, Any]:

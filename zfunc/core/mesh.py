@@ -138,8 +138,10 @@ class DeviceMesh:
                 way_on = f"in one process {setting('activations_on', 'host')} for all but the last segment"
                 got = f"{x} on device {x.device} and {activations}"
                 refuse("order", got, do=f"expected one device, or {way_on}", kind=PlanError)
-            if forward != self.device_of(F, 0, s) and s in stateful:
-                got = f"segment {s}, whose forward changes buffers, on several devices"
+            losses = self.over_ranks and s == len(self.layout.segments) - 1
+            if forward != self.device_of(F, 0, s) and (losses or s in stateful):
+                why = "whose forward changes buffers" if s in stateful else "whose losses one rank adds up"
+                got = f"segment {s}, {why}, on several devices"
                 do = "pass an order that keeps a segment on a device, such as 'OneFOneB'"
                 refuse("order", got, "one", do, PlanError)
         for b, devices in self.homes.items():

@@ -520,9 +520,11 @@ def check_paths(settings: TrainSettings) -> None:
     chats = dict[str, list[Any]]()
     for name, place in {"data": settings.data, "eval_data": settings.eval_data}.items():
         with reading(name, place):
+            places = [] if place is None else [Path(place)]
             if name == "data" and settings.stream and place is not None:
-                place = stream_files(place)[0][1]
-            looked = [] if place is None else first_look(place, pairs=settings.loss == DPO)
+                places = [x for _, x in stream_files(place)]
+            looks = (first_look(x, pairs=settings.loss == DPO) for x in places[:10])
+            looked = next(filter(None, looks), [])  # the first files may be empty
             chats[name] = [x.values for x in looked if x.kind == CHAT]
     folder = settings.hf if settings.tokenizer is None else settings.tokenizer.parent
     if any(chats.values()) and folder is not None and (template := check_template(folder)) is not None:

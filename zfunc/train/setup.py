@@ -7,7 +7,7 @@ been allocated for the model.
 import logging
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ def _open_corpus(
 
 def _settled(
     settings: TrainSettings,
-    by_pass: Sequence[str],
+    by_pass: Mapping[str, str],
     model: PretrainedModel | None,
     tokenizer: Tokenizer | None,
     corpus: Corpus,
@@ -207,16 +207,21 @@ def _settled(
             of, expected = tokenizer.name, f"its {found} or more"
         refuse("vocab_size", f"{own} for {of}", expected, "leave it out")
     if settings.stream and by_pass:
-        got = "the steps of a pass over the data with `stream`, of which nobody knows how long a pass is"
-        refuse([*by_pass], got, "a number of steps", "give it in steps, or leave `stream` out")
+        got = "epoch with `stream`, of which nobody knows how long a pass is"
+        do = "write steps, with the number of them, or leave `stream` out"
+        refuse([*by_pass.values()], got, "a number of steps", do)
     sequences = (
         corpus.train.num_sequences(settings.seq_length) if by_pass or settings.epochs is not None else 0
     )
     settings = evolve(settings, **dict.fromkeys(by_pass, math.ceil(sequences / settings.batch_size)))
     if settings.epochs is not None:
         settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
-        of, steps = f"{sequences:,} sequences each", f"{settings.steps:,} steps"
-        say("epochs: %g of %s: %s", settings.epochs, of, steps)
+        stream, of = corpus.train, f"{sequences:,} sequences each"
+        if stream.firsts is None and (len(stream) - 1) // settings.seq_length > sequences:
+            of += (
+                f" ({len(stream):,} tokens, of which each pass leaves out some at its ends, others each time)"
+            )
+        say("epochs: %g of %s: %s", settings.epochs, of, f"{settings.steps:,} steps")
     return evolve(settings, vocab_size=own or found if model is None else model.vocab_size)
 
 

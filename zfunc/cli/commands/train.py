@@ -76,6 +76,13 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
     except BaseException as error:
         if run is not None:
             run.fail(error)
+            if type(error) is KeyboardInterrupt:
+                at = (
+                    "stopped at once, in the middle of a step"
+                    if run.begun
+                    else "stopped before the first step"
+                )
+                error.args = (f"{at}{kept if run.begun else ''}",)
         if not begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             raise
         raise TrainingFailed(Message(f"{marked(error)}{kept}")) from error

@@ -1,6 +1,6 @@
 """Batches of training, `(inputs, targets)` as trees of tensors or a dict with labels, and their micro-batches."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch  # noqa: F401  # of the example
@@ -38,6 +38,10 @@ def unpacked(batch: Any, last: Segment) -> Batch:
     `last.read_batch`, if given, unpacks any batch. Else `last.read_dict`, if given, unpacks a dict; without it the
     targets are "labels", the inputs the rest. Raises TypeError or ValueError for other batches.
     """
+    several = isinstance(batch, tuple | list) and all(isinstance(x, Mapping) and LABELS in x for x in batch)
+    if (several and batch) or isinstance(batch, Iterator):
+        got = f"{len(batch)} batches" if several else f"a {type(batch).__name__}"
+        raise TypeError(f"batch: got {got}, expected one batch: call it for each")
     if last.read_batch is not None:
         return last.read_batch(batch)
     if isinstance(batch, Mapping):

@@ -100,7 +100,8 @@ def open_stream(
     while it is trained on. What is held out are its first tokens, for a prompt. `vocab_size` is that of files of
     tokens. Raises ValueError, with file and line, for what is no document."""
     files, counts = stream_files(path), Counter[str]()
-    tokenized = files[0][1].suffix == PARQUET and IDS in next(parquet_rows(files[0][1], 0), {})
+    rows = (row for _, x in files if x.suffix == PARQUET for row in parquet_rows(x, 0))
+    tokenized = IDS in next(rows, {})
     vocabulary = Vocabulary(f"below {vocab_size}", vocab_size) if tokenized else tokenizer or BYTES
 
     def source() -> RecordFiles:

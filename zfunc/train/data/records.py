@@ -90,6 +90,10 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
     prompt, *answers = (record.get(x) for x in ("prompt", "chosen", "rejected"))
     answers = [json.loads(x) if _is_json_of_messages(x) else x for x in answers]
     prompt = json.loads(prompt) if _is_json_of_messages(prompt) else prompt
+    if answers[0] and answers[0] == answers[1]:
+        raise ValueError(
+            f"{where}: got one answer as chosen and rejected, {PAIRS}: correct it, or leave it out"
+        )
     if all(isinstance(x, list) for x in answers) and not isinstance(prompt, list):
         pairs = enumerate(zip(*answers, strict=False))
         shared = next((n for n, (a, b) in pairs if a != b), min(map(len, answers)))

@@ -155,8 +155,9 @@ class ConfigValues:
 Source = str | PathLike[str] | Mapping[str, Any]
 
 
-def read_file(source: Source) -> Mapping[str, Any]:
-    """The object in a file, or a dict as if it were one. Raises ValueError, with the line, for a syntax error."""
+def read_file(source: Source, more: str = "") -> Mapping[str, Any]:
+    """The object in a file, or a dict as if it were one. Raises ValueError, with the line, for a syntax error, and
+    for a missing file; `more` are the formats that the caller reads beside JSON."""
     if isinstance(source, Mapping):
         return source
     import json5
@@ -165,11 +166,11 @@ def read_file(source: Source) -> Mapping[str, Any]:
     try:
         values = json5.loads(path.read_bytes().decode("utf-8-sig"), allow_duplicate_keys=False)
     except OSError as error:
-        raise ValueError(f"{path}: got {error.strerror!r}, expected a JSON file: pass one") from error
+        raise ValueError(f"{path}: got {error.strerror!r}, expected a JSON file{more}: pass one") from error
     except (ValueError, RecursionError) as error:
         at = str(error).replace("<string>:", "line ", 1)  # json5 gives line, token and column
         raise ValueError(
-            f"{path}: got {at}, expected JSON, with comments as // and /* */: correct it"
+            f"{path}: got {at}, expected JSON, with comments as // and /* */{more}: correct it"
         ) from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: got a {type(values).__name__}, expected a JSON object: put it in {{ }}")

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.setting_values import DISK
 from zfunc.core.settings import StepSettings
@@ -113,7 +113,7 @@ class ConfigExtras:
     """The values of a configuration that are no settings of a training, with the defaults for none.
 
     A Trainer's arguments add `schedule`, the learning rate by lr, warm-up and steps, `notes`, log lines, and
-    `by_pass`, the names of the settings that are the steps of a pass over the data.
+    `by_pass`, the settings that are the steps of a pass over the data, each with the field that says so.
     """
 
     values: ConfigValues
@@ -121,7 +121,7 @@ class ConfigExtras:
     loss_scale: LossScale | None
     schedule: Callable[[float, int | None, int], Callable[[int], float]] | None = None
     notes: tuple[str, ...] = ()
-    by_pass: tuple[str, ...] = ()
+    by_pass: Mapping[str, str] = field(factory=dict[str, str])
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:

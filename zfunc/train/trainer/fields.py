@@ -105,12 +105,14 @@ def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
 
 def _read(path: Path) -> Mapping[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
-        return read_file(path)
+        return read_file(path, ", or YAML called .yaml")
     import yaml
 
     try:
         values = yaml.safe_load(path.expanduser().read_bytes())
-    except (OSError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: got {error.strerror!r}, expected a YAML or JSON file: pass one") from error
+    except yaml.YAMLError as error:
         raise ValueError(f"{path}: got {' '.join(str(error).split())}, expected YAML: correct it") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: got a {type(values).__name__}, expected names with values: write them so")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from zfunc.train.deepspeed.mapping import PARAM, ConfigExtras
 from zfunc.train.run_history import held_out_unit
@@ -27,14 +27,24 @@ EPOCH = "epoch"
 BOUNDS = ("steps", "epochs", "seconds")
 
 
-def with_trainer_args(given: Mapping[str, Any], world: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two sets of a training's settings by name: those `given` with those that fields of the file
-    `given["trainer_args"]` set; and those of the fields at their defaults, for settings that nothing else decides.
+@frozen
+class FromTrainer:
+    """Settings of a training by name: those `said`, on a command line or by fields that are not at their default,
+    the `usual` ones of fields that are, for what nothing else decides, and the field that said a setting.
+    """
+
+    said: dict[str, Any]
+    usual: dict[str, Any]
+    fields: dict[str, str]  # with the file's name before it
+
+
+def with_trainer_args(given: Mapping[str, Any], world: int) -> FromTrainer:
+    """The settings `given` with those of the file `given["trainer_args"]`.
 
     Raises ValueError for an invalid file, and for a setting that contradicts it.
     """
     args = read_args(given["trainer_args"], dpo=given.get("loss") == DPO)
-    said, usual = dict(given), dict[str, Any]()
+    said, usual, written = dict(given), dict[str, Any](), dict[str, str]()
     decided = {"lr_schedule": SCHEDULER, "warmup": _part_of_all(args)}
     for name, field in (decided | _by_pass(args)).items():
         if name in given and field:
@@ -43,13 +53,13 @@ def with_trainer_args(given: Mapping[str, Any], world: int) -> tuple[dict[str, A
         if name in given and given[name] != value:
             if field := next((x for x in fields if x in args.file), None):
                 raise args.refused(name, given[name], field)
-        elif any(x in args.file for x in fields):
-            said[name] = value
+        elif field := next((x for x in fields if x in args.file), None):
+            said[name], written[name] = value, f"{args.source}: {field}"
         else:
             usual[name] = value
     if said.keys() & {*BOUNDS}:
         usual = {name: value for name, value in usual.items() if name not in BOUNDS}
-    return said, usual
+    return FromTrainer(said, usual, written)
 
 
 def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
@@ -169,7 +179,7 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
 
     notes = tuple(_notes(settings, args))
     return evolve(
-        extras, values=values, optimizer=optimizer, schedule=schedule, notes=notes, by_pass=(*_by_pass(args),)
+        extras, values=values, optimizer=optimizer, schedule=schedule, notes=notes, by_pass=_by_pass(args)
     )
 
 
