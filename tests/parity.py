@@ -5,9 +5,10 @@ move, in what order, what is kept for backward. A new setting is one row, and go
 tests/engine/test_laws.py.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,7 @@ JOBS = (  # a model, and on how many ranks
     *("edits", "aliases", "aliases on 2"),
 )
 STEPS = 4
+KINDS = ("a device", "off the device", "several devices")
 SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, 5, num_threads=2))
 
 
@@ -319,21 +321,34 @@ class Row:
         return "off the device" if "stage" in way or on_disk(way) or way.get("params_on") else "a device"
 
     @property
+    def of_day(self) -> set[str]:
+        """Its numbers, if by day its kind of ways computes them: one of KINDS each, in turn."""
+        return {self.numbers} if self.kind == KINDS[[*NUMBERS].index(self.numbers) % len(KINDS)] else set()
+
+    @property
     def pairs(self) -> set[Any]:
-        """What meets in it: its numbers and its way's kind; any setting of its numbers and any of its way; ranks
-        and these; a schedule, residuals and the kind."""
+        """What meets in it: its numbers and one kind of ways; any setting of its numbers and any of its way; ranks
+        and these; its job, a schedule, residuals and the kind."""
         way = WAYS[self.way]
         varied = (self.number % len(SCHEDULES), f"{self.number % 6} of six")
         return {
-            *product((*varied, self.numbers, self.job), [self.kind]),
+            *product((*varied, *self.of_day, self.job), [self.kind]),
             *product((*NUMBERS[self.numbers], self.world > 1), way),
             self.way,
         }
 
     @property
-    def entries(self) -> set[Any]:
-        """Less: each of its entries, and each setting of its numbers with its way's kind."""
-        return {self.numbers, self.way, self.job, *product(NUMBERS[self.numbers], [self.kind])}
+    def values(self) -> set[Any]:
+        """What meets in it where a way's bits are known already: its numbers, and each setting of them with the
+        kind of its way; its job; each setting of its way with its value but for numbers in it; any two places."""
+        way = WAYS[self.way]
+        places = [x for x in sorted(way) if x.endswith("_on") or x in ("devices", "pp", "stage")]
+        return {
+            *((name, re.sub(r"[\d._]", "", str(value))) for name, value in way.items()),
+            *combinations(places, 2),
+            *product(NUMBERS[self.numbers], [self.kind]),
+            *(self.numbers, self.job),
+        }
 
     @property
     def model(self) -> str:

@@ -47,7 +47,7 @@ def on_a_device(row: Row) -> bool:
     )
 
 
-@pytest.mark.parametrize("row", rows(lambda row: row.entries, on_a_device))
+@pytest.mark.parametrize("row", rows(lambda row: row.values, on_a_device))
 def test_no_way_of_training_changes_a_bit(device: str, row: Row, tmp_path: Path) -> None:
     """As in test_laws.py, whatever host and device delay. What is updated on the device is by other code."""
     given, step = varied(row, row.given(tmp_path))
