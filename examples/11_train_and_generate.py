@@ -18,7 +18,7 @@ from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.sequences import KVCache
 
 torch.set_num_threads(1)  # the tensors here are small
-TURNS, STEPS, ROWS, LENGTH = 20, 6, 32, 12
+TURNS, STEPS, ROWS, LENGTH = 10, 6, 32, 12
 CONFIG = GPTConfig(vocab_size=10, seq_length=LENGTH, num_layers=1, hidden_size=32, num_attention_heads=2)
 
 # ## Two models in one process
@@ -75,7 +75,7 @@ def device_bytes() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in found if s.device.type == "cpu"}.values())
 
 
-# ## Twenty turns
+# ## Ten turns
 #
 # Each turn trains a few steps, hands the weights over, releases, and generates: of two numbers, the step and the
 # start, the rest of the row. What is printed is the device's memory while the one trains and while the other

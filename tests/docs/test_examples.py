@@ -3,10 +3,12 @@
 import gc
 import logging
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ import torch
 
 import zfunc
 
-Out = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
@@ -123,7 +124,7 @@ PRINTS: dict[str, list[str]] = {
         r"state on the disk +\1  same bits: True$\neverything +\1  same bits: True$",
     ],
     "11_train_and_generate.py": [
-        r"^   0 .*%  +([\d,]+) +([\d,]+)$" + r"\n +\d+ .*% +\1 +\2$" * 19,
+        r"^   0 .*%  +([\d,]+) +([\d,]+)$" + r"\n +\d+ .*% +\1 +\2$" * 9,
         r"^same bits as without generating: True$",
         r"^ReleaseCost\(bytes_out=\d+, bytes_back=\d+, ",
     ],
@@ -159,14 +160,16 @@ def _leave_nothing() -> Iterator[None]:
     gc.collect()
 
 
-def run(code: str, path: Path, capsys: Out) -> str:
-    """What code prints as a program, warnings being errors, as everywhere here. In this process: a new one would
-    spend seconds on importing torch.
+@cache
+def run(path: Path) -> tuple[str, dict[str, Any]]:
+    """What an example prints as a program, warnings being errors, as everywhere here, and its variables. Once for
+    all tests, and in this process: a new one would spend seconds on importing torch.
     """
-    exec(compile(code, str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
-    printed, complaints = capsys.readouterr()
-    assert not complaints
-    return printed
+    variables: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as complaints:
+        exec(compile(path.read_text(), str(path), "exec"), variables)
+    assert not complaints.getvalue()
+    return printed.getvalue(), variables
 
 
 def run_alone(path: Path) -> str:
@@ -188,14 +191,14 @@ def in_order(output: str, patterns: list[str]) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_prints_what_it_announces(
-    path: Path, capsys: Out, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if path.name in NEEDS:
         pytest.importorskip(NEEDS[path.name])
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(path.parent)  # as where it is a program
-    printed = run_alone(path) if path.name in ALONE else run(path.read_text(), path, capsys)
+    printed = run_alone(path) if path.name in ALONE else run(path)[0]
     in_order(printed, PRINTS[path.name])
     assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
@@ -207,17 +210,17 @@ def test_every_example_is_here_and_can_be_read_aloud() -> None:
         assert len(path.read_text().splitlines()) <= most, f"{path.name} is long: say less, or split it"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def small() -> dict[str, Any]:
     """The variables of the first file after it has run."""
-    return runpy.run_path(str(EXAMPLES[0]))
+    return run(EXAMPLES[0])[1]
 
 
 def test_zfunc_in_200_lines_gives_the_bits_of_zfunc(small: dict[str, Any]) -> None:
     """Losses and weights of 100 steps, under both of its schedules, are those of the plain loop."""
     assert "import zfunc" not in EXAMPLES[0].read_text()
     assert "from zfunc" not in EXAMPLES[0].read_text()
-    first = runpy.run_path(str(EXAMPLES[1]))
+    _, first = run(EXAMPLES[1])
     assert small["losses"] == [first["ours"]] * 2
     trained = first["plain"].state_dict().values()  # zfunc's weights, loaded at its end
     weights = torch.cat([p.flatten() for p in trained])
@@ -248,7 +251,7 @@ def test_an_error_in_a_lane_of_zfunc_in_200_lines_ends_the_step(small: dict[str,
 @pytest.mark.slow
 def test_the_reward_model_has_the_gradients_of_plain_pytorch() -> None:
     pytest.importorskip("transformers")
-    given = runpy.run_path(str(ROOT / "examples/13_reward_model.py"))
+    _, given = run(ROOT / "examples/13_reward_model.py")
     model, inputs, one = given["model"], given["inputs"], zfunc.SGD(lr=1.0)
     program = zfunc.compile(given["segments"], **given["options"] | {"optimizer": one})
     state, metrics = zfunc.train_step(program, zfunc.init(program), given["batch"])
@@ -266,7 +269,7 @@ def as_plain(model: Any, loss: torch.Tensor, ours: float, after: dict[str, torch
 
 
 def test_the_student_has_the_gradients_of_plain_pytorch() -> None:
-    given = runpy.run_path(str(ROOT / "examples/14_distillation.py"))
+    _, given = run(ROOT / "examples/14_distillation.py")
     ids, parts = given["ids"], given["parts"]
     student = zfunc.compile(
         [zfunc.segment(name, m) for name, m in parts], optimizer=zfunc.SGD(lr=1.0), precision="fp32"

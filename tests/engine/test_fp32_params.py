@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import trained
+from pairs import in_pairs
 from small_models import IN_FP32, MODELS
 from threaded_ranks import on_every, programs_of
 
@@ -45,8 +46,7 @@ def on_device(program: Any, state: State) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("model", ["odd sizes", "tied GPT"])
+@pytest.mark.parametrize(("model", "place"), in_pairs(["odd sizes", "tied GPT"], PLACES, meet=1))
 def test_a_parameter_in_fp32_is_its_master_wherever_it_lives(model: str, place: str, tmp_path: Path) -> None:
     """Trained or frozen; the others are rounded."""
     program, batch = program_of(model, tmp_path, **PLACES[place])

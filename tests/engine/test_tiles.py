@@ -296,8 +296,8 @@ def test_backward_of_a_tile_has_the_masks_of_its_forward() -> None:
 
 
 def test_a_tile_may_be_one_token() -> None:
-    segment, values, x = next(layers("Llama", rows(False, 13)))
-    whole, got = (passes_of(segment, values, x, n) for n in (1, 13))
+    segment, values, x = next(layers("Llama", rows(False)[:, :5]))
+    whole, got = (passes_of(segment, values, x, n) for n in (1, 5))
     assert max(far(t, whole[k]) for k, t in got.items()) < 3e-6
 
 

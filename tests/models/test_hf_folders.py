@@ -297,7 +297,8 @@ def test_what_a_class_says_of_its_weights_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("ERNIE 4.5", "bf16"), ("ERNIE 4.5", "fp16"), ("GPT-OSS", "fp16")]
+    ("name", "precision"),
+    [("ERNIE 4.5", "bf16"), ("GPT-OSS", "fp16"), pytest.param("ERNIE 4.5", "fp16", marks=pytest.mark.slow)],
 )
 def test_modules_that_a_class_keeps_in_fp32_are_so_on_the_device_and_in_folders(
     name: str, precision: Any, tmp_path: Path

@@ -352,7 +352,7 @@ def test_rounded_to_nearest_a_moment_would_stand_still():
     assert (v > 0.4).all()  # the true value is a twentieth
 
 
-@pytest.mark.parametrize("period", [2, 3, 5, 7])
+@pytest.mark.parametrize("period", [2, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5))])
 def test_gradients_that_come_regularly_bias_no_moment(period):
     """A dither that was regular itself would fall in step with them."""
     grad = np.exp2(np.random.default_rng(1).uniform(-3, 0, 64 * 8)).astype(np.float32)

@@ -467,8 +467,7 @@ def with_shares(device: float, host: float, activations: int) -> Hardware:
         (0.95, 1.0, 0, False),
         (1.0, 0.9, 0, False),
         (0.7, 0.5, 0, True),
-        (0.4, 1.0, 1 << 22, True),
-        pytest.param(0.8, 0.7, 1 << 22, True, marks=pytest.mark.slow),
+        *(pytest.param(*x, 1 << 22, True, marks=pytest.mark.slow) for x in ((0.4, 1.0), (0.8, 0.7))),
     ],
 )
 def test_advice_fits_and_nothing_of_it_can_be_left_out(
