@@ -69,7 +69,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
     "of initial values": ["models.gpt _INIT_STD"],
     "a version": [
         "models.hf.families OLDEST",
-        "models.hf.adapters OLDEST",
+        "models.hf.adapters OLDEST OLDEST_OF_TENSORS",
         "checkpoint.manifest VERSION",
         "checkpoint.swap_file VERSION",
     ],

@@ -10,24 +10,30 @@ from typing import Any
 import pytest
 import torch
 from hf_models import CONFIGS, tokens, transformers
+from plain import rows_of
 from safetensors.torch import load_file
 from small_trainings import measured
 from text_data import save_tokenizer, write_jsonl
+from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 
 import zfunc
 import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.core.regions import Regions
+from zfunc.engine.program.specialize import specialize
 from zfunc.models.hf.adapters import adapt, adapted_modules, lora_config
+from zfunc.models.quantization import FORMATS, decode
 from zfunc.train.run_history import read_history
 
 peft = pytest.importorskip("peft")
 pytestmark = [  # what peft calls, and what it notices
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning"),
 ]
 
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is set of peft's configuration
     "as peft has it": ("Llama", {}),
     "GPT-2's transposed layers, untied": ("GPT-2 untied", {}),
@@ -43,8 +49,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and what is set o
     "a whole tied head": ("Llama tied", {"modules_to_save": ["lm_head"]}),
     "a whole tied embedding": ("Llama tied", {"modules_to_save": ["embed_tokens"]}),
     "a norm beside": ("Llama tied", {"modules_to_save": ["norm"]}),
+    "tensors of experts": ("Qwen3 MoE", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts of transposed tensors, and their router": (
+        "GPT-OSS",
+        {"target_parameters": [*EXPERTS, "router.weight"], "use_rslora": True},
+    ),
+    "experts by their names of before, at twice the rank": (
+        "Mixtral",
+        {"target_modules": ["w1", "w2", "w3"]},
+    ),
+    "weights of linear layers as tensors": (
+        "Llama",
+        {"target_modules": ["q_proj"], "target_parameters": ["up_proj.weight"]},
+    ),
 }
-BY_DAY = {"as peft has it", "GPT-2's transposed layers, untied", "a whole tied head"}
+BY_DAY = {
+    "as peft has it",
+    "GPT-2's transposed layers, untied",
+    "a whole tied head",
+    "tensors of experts",
+}
 every_case = pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in BY_DAY)) for x in CASES]
 )
@@ -72,6 +96,12 @@ def logits(model: Any) -> Tensor:
         return model.eval()(input_ids=tokens()).logits
 
 
+def reference_loss(model: Any, x: Tensor) -> Tensor:
+    """The loss of the model itself: its routers see the tokens that have a label."""
+    labels = x[:, 1:].contiguous()
+    return model(input_ids=x[:, :-1], labels=labels, shift_labels=labels).loss
+
+
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-5, "weight_decay": 0.1}
 
 
@@ -88,7 +118,7 @@ def test_training_equals_a_plain_loop_and_both_folders_have_its_logits(name: str
     state = zfunc.init(program)
     for n in range(3):
         x = tokens(4, n)
-        loss = reference(input_ids=x, labels=x).loss
+        loss = reference_loss(reference, x)
         plain.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 0.5)
@@ -118,6 +148,8 @@ def test_training_equals_a_plain_loop_and_both_folders_have_its_logits(name: str
                 "adapter_model.safetensors",
             ]
             loaded = peft.PeftModel.from_pretrained(base(kind), out)
+            own = dict(loaded.named_parameters())
+            assert all(torch.equal(own[x], t) for x, t in values.items() if "lora_" in x)
         else:
             loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
             handed, stored = dict(zfunc.hf.weights(program, state, config=config, lora=lora)), load_file(file)
@@ -125,6 +157,79 @@ def test_training_equals_a_plain_loop_and_both_folders_have_its_logits(name: str
             assert all(torch.equal(handed[full], x) for full, x in stored.items())
         assert torch.allclose(logits(loaded), expected, atol=1e-5)
     assert torch.allclose(logits(reference), expected, atol=0), "the state is not changed by merging"
+
+
+def quantized(model: Any, kind: str) -> tuple[Any, Any]:
+    """The segments of a model of peft whose frozen matrices and stacks of them are in `kind`, and the model with
+    the weights that they decode to."""
+    segments, reference = zfunc.hf.segments(model), copy.deepcopy(model)
+    most = 2 if kind == "int8" else 3
+    frozen = [p.name for s in segments[1:-1] for p in s.parameters if not p.trainable]
+    names = [x for x in frozen if 2 <= reference.get_parameter(x).dim() <= most]
+    assert any("experts" in x for x in names) == (kind == "nf4")
+    for x in names:
+        p = reference.get_parameter(x)
+        p.data = decode(FORMATS[kind].encode(p), kind, tuple(p.shape))
+    return zfunc.quantized(segments, kind, names), reference
+
+
+PIPELINE = {"devices": 2, "order": "OneFOneB", "micro_batches": 2}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # the format of the base, and settings
+    "streamed": ("", {"params_on": "host", "activations_on": "host"}),
+    "by groups": ("", {"params_on": "host", "precision": "bf16"}),  # of which alone there are products
+    "NF4, streamed": ("nf4", {"params_on": "host"}),
+    "int8 beside experts": ("int8", {}),
+    "two devices": ("", PIPELINE),
+    "NF4 on two devices": ("nf4", {**PIPELINE, "params_on": "host"}),
+    "two ranks": ("", {"stage": 3, "params_on": "host"}),
+    "NF4 on two ranks": ("nf4", {"stage": 3, "params_on": "host"}),
+    "two ranks of a pipeline": ("nf4", {"pp": 2, "order": "OneFOneB", "micro_batches": 2}),
+}
+WAYS_BY_DAY = {"by groups", "NF4, streamed"}
+every_way = pytest.mark.parametrize(
+    "way", [pytest.param(x, marks=[pytest.mark.slow] * (x not in WAYS_BY_DAY)) for x in WAYS]
+)
+
+
+@every_way
+def test_adapters_of_experts_have_the_gradients_of_peft_wherever_the_model_is(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGD of rate 1: what a step subtracts is the gradient."""
+    kind, settings = WAYS[way]
+    asked = set[torch.dtype]()
+    if way == "by groups":
+        groups = lambda _, dtype: asked.add(dtype) or dtype == torch.bfloat16  # noqa: E731
+        monkeypatch.setattr("zfunc.models.hf.experts.multiplies_groups", groups)
+    model, _ = adapted("tensors of experts")
+    model.config.output_router_logits = False  # whose loss is of a micro-batch
+    segments, reference = quantized(model, kind) if kind else (zfunc.hf.segments(model), copy.deepcopy(model))
+    given = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=1.0), **settings}
+    world, pp = 2 if "stage" in settings else 1, settings.get("pp", 1)
+    programs = programs_of(world, lambda: zfunc.compile(segments, **given), pp=pp)
+    states = on_every(programs, zfunc.init)
+    for n in range(3):
+        x = tokens(4, n)
+        each = [rows_of((x[:, :-1], x[:, 1:]), r % world, world) for r in range(world * pp)]
+        if not n:
+            for program, batch in zip(programs, each, strict=True):
+                specialize(program, batch)
+        reference.zero_grad()
+        expected = reference_loss(reference, x)
+        expected.backward()
+        done = on_every(programs, zfunc.train_step, states, each)
+        states = [state for state, _ in done]
+        losses = [metrics.loss for _, metrics in done]
+        off = 1e-6 if given["precision"] == "fp32" else 2e-2
+        assert losses == pytest.approx([float(expected.detach())] * len(losses), abs=off)
+        values = on_every(programs, zfunc.params, states)[0]
+        for full, p in reference.named_parameters():
+            if p.requires_grad:
+                p.data.sub_(p.grad)
+                largest = float(p.grad.abs().max())
+                assert largest
+                assert float((values[full] - p.data).abs().max()) <= 3 * off * largest + off / 10, full
+    assert (torch.bfloat16 in asked) == (way == "by groups")
 
 
 def test_frozen_parameters_take_2_bytes_each_and_no_operation_but_a_fetch() -> None:
@@ -169,12 +274,16 @@ def test_a_folder_gets_adapters_as_peft_draws_them(tmp_path: Path) -> None:
 
 def test_modules_that_get_adapters_by_default() -> None:
     both, phi = "q_proj v_proj", "gate_up_proj qkv_proj"
-    for kind, modules in {"Llama": both, "OLMo 2": both, "Phi-3": phi, "GPT-2": "c_attn"}.items():
+    found = {"Llama": both, "OLMo 2": both, "Mixtral": both, "Phi-3": phi, "GPT-2": "c_attn"}
+    for kind, modules in found.items():
         with torch.device("meta"):
             assert adapted_modules(adapt(base(kind), lora_config(4))) == modules.split()
+    with torch.device("meta"):
+        experts = adapt(base("Mixtral"), lora_config(4, parameters=",".join(EXPERTS)))
+    assert adapted_modules(experts) == sorted(EXPERTS)
 
 
-def quantized() -> Any:
+def said_quantized() -> Any:
     with torch.device("meta"):
         model = base()
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -207,9 +316,13 @@ def drawn_from_weights() -> object:
     return [x.initial(0) for x in segments]
 
 
+def described(kind: str, **given: str) -> Any:
+    return zfunc.hf.describe(CONFIGS[kind](), lora=lora_config(4, **given))
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     r"quantized weights \(bitsandbytes, load_in_4bit\): load it without.*quantize='nf4'": lambda: (
-        zfunc.hf.segments(quantized())
+        zfunc.hf.segments(said_quantized())
     ),
     r"of torch\.uint8, expected floating point": lambda: zfunc.hf.segments(packed()),
     "got the adapters default, other, expected one": lambda: zfunc.hf.segments(two_adapters()),
@@ -219,16 +332,25 @@ REFUSED: dict[str, Callable[[], Any]] = {
         )
     ),
     "with merged or disabled adapters": lambda: zfunc.hf.segments(merged()),
-    r"got adapters of tensors in .*gate_proj', which are no modules": lambda: zfunc.hf.segments(
-        peft.get_peft_model(base(), peft.LoraConfig(target_parameters=["mlp.gate_proj.weight"]))
-    ),
     "got adapters of peft with IA3, expected LoRA alone": lambda: zfunc.hf.segments(
         peft.get_peft_model(base(), peft.IA3Config(task_type="CAUSAL_LM"))
     ),
     "got use_dora for a model without weights yet.*get_peft_model": drawn_from_weights,
-    "got target_modules=.*nope.*such as down_proj, gate_proj": lambda: (
+    r"lora\.target_modules: got .*nope.*such as down_proj, gate_proj": lambda: (
         base().save_pretrained("m"),
         zfunc.hf.load("m", lora=lora_config(4, targets="nope")),
+    ),
+    r"'experts\.up' is no parameter, expected ends.*3 dimensions, such as experts\.down_proj, experts\.gate": (
+        lambda: described("Mixtral", parameters="experts.down_proj,experts.up")
+    ),
+    r"lora\.target_parameters: got .*, of which 'norm\.weight' is of shape \(32,\), expected ends": lambda: (
+        described("Mixtral", parameters="norm.weight")
+    ),
+    r"'up' is no parameter, expected target_modules, such as down_proj.*no stacked experts": (
+        lambda: described("Llama", parameters="up")
+    ),
+    r"the weight of .*0\.self_attn\.q_proj, whose module has adapters already, .*leave it out": (
+        lambda: described("Mixtral", targets="q_proj", parameters="q_proj.weight")
     ),
 }
 
@@ -303,8 +425,52 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
         "train --lora 4": "--lora: got it without --hf",
         "train --hf model --lora-alpha 4": "--lora-alpha: got it without --lora",
         f"train --hf model --lora 4 --lora-targets x {' '.join(tiny)}": "--lora-targets: got .*ends of names",
+        f"train --hf model --lora 4 --lora-target-parameters x {' '.join(tiny)}": (
+            "--lora-target-parameters: got .*, of which 'x' is no parameter"
+        ),
         "export run --adapter-only --out x": "--adapter-only: got it without --hf",
         "export model --hf model --adapter-only --out x": "got no checkpoint in it",
     }.items():
         assert main(wrong.split()) == 2
         assert re.search(message, " ".join(capsys.readouterr().err.split())), message
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_advice")
+@pytest.mark.parametrize("more", [(), ("--quantize", "nf4", "--lora-targets", "q_proj")])
+def test_the_command_trains_adapters_of_experts(
+    more: tuple[str, ...], own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base("Mixtral").save_pretrained("model")
+    save_tokenizer(Path("model/tokenizer.json"), ["<unk>", "</s>", *(f"w{n}" for n in range(45))])
+    texts = ({"text": " ".join(f"w{(n + k) % 45}" for k in range(9))} for n in range(40))
+    write_jsonl(Path("texts.jsonl"), *texts)
+    tiny = [
+        "--seq-length",
+        "12",
+        "--batch-size",
+        "4",
+        "--data",
+        "texts.jsonl",
+        "--steps",
+        "4",
+        "--lr",
+        "0.02",
+    ]
+    command = ["train", "--hf", "model", "--lora", "4", "--lora-target-parameters", ",".join(EXPERTS), *more]
+    assert main([*command, *tiny, "--no-sample", "--out", "run"]) == 0
+    assert "adapters of experts.down_proj, experts.gate_up_proj" in capsys.readouterr().out
+    assert main(["export", "run", "--hf", "model", "--out", "tuned"]) == 0
+    assert main(["export", "run", "--hf", "model", "--adapter-only", "--out", "adapter"]) == 0
+    assert sorted(json.loads(Path("adapter/adapter_config.json").read_text())["target_parameters"]) == sorted(
+        EXPERTS
+    )
+    tuned = transformers.AutoModelForCausalLM.from_pretrained("tuned")
+    own = base("Mixtral")
+    for name, p in own.named_parameters():
+        if more and re.search(r"layers.*_proj\.weight", name):
+            p.data = decode(FORMATS["nf4"].encode(p), "nf4", tuple(p.shape))
+    before = logits(own)
+    merged = logits(peft.PeftModel.from_pretrained(own, "adapter"))
+    assert torch.allclose(merged, logits(tuned), atol=1e-5)
+    assert not torch.allclose(before, merged, atol=1e-3)

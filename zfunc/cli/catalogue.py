@@ -103,6 +103,7 @@ ELSEWHERE = {
     "--hf FOLDER, of a model on this machine": ("--model", "--model-name-or-path", "--model-id"),
     "--keep": ("--save-total-limit",),
     "--lora": ("--lora-r", "--lora-rank", "--use-peft"),
+    "--lora-targets": ("--lora-target-modules",),
     "--lr": ("--learning-rate",),
     "--lr-schedule": ("--lr-scheduler-type", "--lr-scheduler", "--lr-decay-style"),
     "--micro-batches, their number": ("--gradient-accumulation-steps", "--grad-accum"),

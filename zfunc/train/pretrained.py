@@ -20,6 +20,11 @@ from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
 from zfunc.train.settings import TrainSettings
 
 TOKENIZER = "tokenizer.json"
+OF_LORA = {
+    **dict.fromkeys(("lora", "lora.target_modules"), "lora_targets"),
+    "lora.target_parameters": "lora_target_parameters",
+}
+"""Settings of a training by what errors of `zfunc.hf.load` name."""
 
 
 @frozen(eq=False)
@@ -75,8 +80,8 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
         config, segments = read(place, lora=lora, text_only=flags.text_only, quantize=flags.quantize)
     except (ValueError, OSError) as error:
         names = getattr(error, "names", ())
-        if names == ("lora",):
-            refuse("lora_targets", *error.args[1:], cause=error)
+        if own := next((OF_LORA[x] for x in names if x in OF_LORA), None):
+            refuse(own, *error.args[1:], cause=error)
         if names in (("text_only",), ("quantize",)):
             raise
         raise ValueError(about(name, error)) from error
@@ -89,8 +94,8 @@ def adapters(settings: Mapping[str, Any]) -> Any:
     """The `peft.LoraConfig` of a training's settings; None without adapters."""
     if (rank := settings.get("lora")) is None:
         return None
-    alpha, targets = settings["lora_alpha"], settings["lora_targets"]
-    return hf.lora_config(rank, alpha=alpha, targets=targets, base=settings["hf"])
+    given = {"alpha": settings["lora_alpha"], "targets": settings["lora_targets"], "base": settings["hf"]}
+    return hf.lora_config(rank, parameters=settings.get("lora_target_parameters"), **given)  # newer than runs
 
 
 def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:

@@ -152,6 +152,12 @@ class ModelFlags:
         "(default: those that peft has for the model, or its query, value and fused projections)",
         metavar="NAMES",
     )
+    lora_target_parameters: str | None = _model(
+        None,
+        "tensors that get adapters, which are no modules, as those of experts, by the ends of their names: "
+        "experts.gate_up_proj,experts.down_proj; modules then get none by default (default: none)",
+        metavar="NAMES",
+    )
     num_layers: int = _model(4, "transformer blocks", _layers, common=True)
     hidden_size: int = _model(128, "features of a token, a multiple of the heads", _size, common=True)
     num_attention_heads: int = _model(4, "attention heads", _size, common=True)
@@ -533,7 +539,10 @@ def check_paths(settings: TrainSettings) -> None:
                 check_chats(template, own, json.loads(settings.chat_template_args or "{}"))
 
 
-NEEDED = {"text_only": "hf", "lora": "hf", "quantize": "lora", "lora_alpha": "lora", "lora_targets": "lora"}
+NEEDED = {
+    **dict.fromkeys(("text_only", "lora"), "hf"),
+    **dict.fromkeys(("quantize", "lora_alpha", "lora_targets", "lora_target_parameters"), "lora"),
+}
 """Settings of a Hugging Face model, and the setting without which each means nothing."""
 
 

@@ -1,13 +1,15 @@
 """LoRA by peft: the adapters of a model, drawn, written as peft writes them, and merged into the model's weights.
 
-peft computes all of it; here one layer is handled at a time, so that a model needs no second copy. peft is imported
-when adapters are asked for: `pip install ".[lora]"`.
+Adapters are those of modules, or of tensors alone (`target_parameters`), as the experts of a mixture are held. peft
+computes all of it, but the forward of the latter; here one layer is handled at a time, so that a model needs no
+second copy. peft is imported when adapters are asked for: `pip install ".[lora]"`.
 """
 
 import copy
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,11 @@ from zfunc.models.hf.families import check_package
 from zfunc.runtime.rng import seeded_sequence
 
 MISSING = f"zfunc.hf: got no peft, expected version 0.18 or newer: {install('lora')}"
+MISSING_OF_TENSORS = (
+    f"zfunc.hf: got no peft for adapters of tensors, expected version 0.21 or newer: {install('lora')}"
+)
 OLDEST = (0, 18)
+OLDEST_OF_TENSORS = (0, 21)  # in older ones the order of a tensor's dimensions is another
 DRAWN = (True, "gaussian")  # values of init_lora_weights that need no weights of the model
 ADAPTER = "adapter_model.safetensors"
 # Where peft has no targets for a model: those that it has of these.
@@ -28,20 +34,32 @@ TARGETS = ("q_proj", "v_proj", "qkv_proj", "gate_up_proj")
 
 
 def lora_config(
-    rank: int, *, alpha: float | None = None, targets: str | None = None, base: Path | None = None
+    rank: int,
+    *,
+    alpha: float | None = None,
+    targets: str | None = None,
+    parameters: str | None = None,
+    base: Path | None = None,
 ) -> Any:
     """A `peft.LoraConfig`; `alpha` is twice the rank by default, `targets` what peft has for the model, or TARGETS.
 
-    `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head. `base` is
-    the folder of the model, which peft keeps with the adapters.
+    `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head.
+    `parameters` are names of tensors of experts that get adapters, such as "experts.gate_up_proj"; with them there
+    are no `targets` by default. `base` is the folder of the model, which peft keeps with the adapters.
     """
     check_package("peft", OLDEST, MISSING)
     from peft import LoraConfig
 
+    tensors = None if parameters is None else parameters.split(",")
+    if targets not in (None, "all-linear"):
+        modules: Any = targets.split(",")
+    else:
+        modules = [] if targets is None and tensors else targets
     return LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
-        target_modules=targets if targets in (None, "all-linear") else targets.split(","),
+        target_modules=modules,
+        target_parameters=tensors,
         task_type="CAUSAL_LM",
         base_model_name_or_path=None if base is None else str(base),
     )
@@ -63,8 +81,9 @@ def base_of(model: Any) -> Any:
         )
     (config,) = model.peft_config.values()
     _check_config(config)
-    _check_layers(model)
     for name, layer in _lora_layers(model):
+        if _of_tensor(layer):
+            check_package("peft", OLDEST_OF_TENSORS, MISSING_OF_TENSORS)
         if layer.merged or layer.disable_adapters:
             raise ValueError(
                 f"model: got {name!r} with merged or disabled adapters, which would not be trained: call "
@@ -90,22 +109,49 @@ def adapt(model: nn.Module, lora: Any) -> Any:
         refuse("lora", got, "a peft.LoraConfig, or a folder with one", kind=SettingTypeError)
     _check_config(config)
     config.inference_mode = False  # as peft saves it
-    given = config.target_modules  # peft changes it, and the model
+    given, tensors = (
+        config.target_modules,
+        [*(config.target_parameters or ())],
+    )  # peft changes them, and the model
     products = (
         x for x, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     )
     linear = sorted({x.rpartition(".")[2] for x in products})  # Conv1D is GPT-2's
-    if given is None and model.config.model_type not in OF_PEFT:  # pyright: ignore
-        config.target_modules = [x for x in TARGETS if x in linear] or None
+    found = _found_tensors(model, tensors, linear)
+    if given is None and not tensors:  # for mixtures peft forgets what it has
+        of_peft = OF_PEFT.get(model.config.model_type)  # pyright: ignore
+        config.target_modules = of_peft or [x for x in TARGETS if x in linear] or None
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft calls what transformers deprecates
-            adapted = get_peft_model(model, config)
+            return get_peft_model(model, config)
     except ValueError as error:  # peft's own, of a model that it has no default for, or without such modules
+        twice = {x for x, _ in _lora_layers(model)}.intersection(x.rpartition(".")[0] for x in found)
+        if twice:
+            got = f"{tensors!r}, the weight of {min(twice)}, whose module has adapters already"
+            expected, do = "tensors of other modules", "leave it out, or its module out of target_modules"
+            refuse("lora.target_parameters", got, expected, do, cause=error)
         expected = f"ends of names of modules, such as {', '.join(linear)}, or 'all-linear' ({error})"
-        refuse("lora", f"target_modules={given!r}", expected, cause=error)
-    _check_layers(adapted)
-    return adapted
+        refuse("lora.target_modules", repr(given), expected, cause=error)
+
+
+def _found_tensors(model: nn.Module, targets: list[str], linear: list[str]) -> list[str]:
+    """The names of the parameters that `targets` are ends of, which get adapters as tensors. ValueError for a
+    target without one, and for a tensor that is neither a matrix nor a stack of them."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    stacked = sorted({".".join(x.split(".")[-2:]) for x, shape in shapes.items() if len(shape) == 3})
+    expected = f"ends of names of tensors of 2 or 3 dimensions, such as {', '.join(stacked)}"
+    if not stacked:
+        expected = f"target_modules, such as {', '.join(linear)}, as the model has no stacked experts"
+    found: list[str] = []
+    for target in targets:
+        own = [x for x in shapes if f".{x}".endswith(f".{target}")]
+        odd = [f"of shape {shapes[x]}" for x in own if len(shapes[x]) not in (2, 3)]
+        if odd or not own:
+            got = f"{targets!r}, of which {target!r} is {odd[0] if odd else 'no parameter'}"
+            refuse("lora.target_parameters", got, expected)
+        found += own
+    return found
 
 
 def base_name(name: str) -> str:
@@ -119,8 +165,10 @@ def base_name(name: str) -> str:
 
 
 def adapted_modules(model: Any) -> list[str]:
-    """Last parts of the names of modules with adapters, such as "q_proj", sorted."""
-    return sorted({name.rpartition(".")[2] for name, _ in _lora_layers(model)})
+    """Last parts of the names of modules with adapters, such as "q_proj", and of tensors, such as
+    "experts.down_proj", sorted."""
+    names = ((x.replace(".base_layer", "").rpartition(".")[2], m) for x, m in _lora_layers(model))
+    return sorted({f"{x}.{m.parameter_name}" if _of_tensor(m) else x for x, m in names})
 
 
 def _check_config(config: Any) -> None:
@@ -134,20 +182,52 @@ def _check_config(config: Any) -> None:
         )
 
 
-def _check_layers(model: Any) -> None:
-    from peft.tuners.lora.layer import ParamWrapper
-
-    for name, layer in _lora_layers(model):
-        if isinstance(layer, ParamWrapper):
-            got = f"adapters of tensors in {name!r}, which are no modules"
-            do = "leave target_parameters out, and name modules outside experts, such as those of attention"
-            refuse("lora", got, "adapters of linear layers", do)
-
-
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return ((name, m) for name, m in module.named_modules() if isinstance(m, LoraLayer))
+
+
+# --- adapters of tensors ------------------------------------------------------------------------------------
+
+
+def _of_tensor(layer: Any) -> bool:
+    """Whether a layer of peft adapts a tensor of the module that it wraps, and no module. Layers of several tensors
+    of one module wrap each other."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return isinstance(layer, ParamWrapper)
+
+
+def make_pure(layer: Any) -> None:
+    """Make the forward of a layer of peft a pure function, in place. peft's own, of adapters of a tensor, replaces
+    the parameter and the class of the module while it runs."""
+    layer.kwargs = {}  # its place, from when peft made it
+    if _of_tensor(layer):
+        layer.__class__ = _pure_class()
+
+
+@cache
+def _pure_class() -> type:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class AdaptedTensor(ParamWrapper):
+        """A module called with one of its tensors replaced by its sum with the product of the adapters."""
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            (adapter,) = self.active_adapters
+            left, right, scale = self.get_delta_factors(adapter)  # of each expert
+            tensor = self.get_param()
+            if tensor.dim() == 3:
+                whole = torch.baddbmm(tensor, left, right, alpha=scale)
+            else:  # [features out, in], of which the factors are transposed
+                whole = torch.addmm(tensor, right[0].T, left[0].T, alpha=scale)
+            owner, base = self.base_layer, self.get_base_layer()
+            path = next(name for name, m in owner.named_modules() if m is base)
+            named = {f"{path}.{self.parameter_name}".lstrip("."): whole}
+            return torch.func.functional_call(owner, named, (x, *args), kwargs, tie_weights=False)
+
+    return AdaptedTensor
 
 
 # --- initial values -----------------------------------------------------------------------------------------
@@ -198,7 +278,7 @@ class AdaptedWeights:
         ((adapter, self.config),) = self.model.peft_config.items()
         parameters = dict(self.model.named_parameters())
         self.expected = {name: tuple(p.shape) for name, p in parameters.items()}
-        self.layers = {} if adapter_only else dict(_lora_layers(self.model))
+        self.layers = {} if adapter_only else _outermost(self.model)
         self.owners = {
             f"{x}.{short}": x for x, layer in self.layers.items() for short, _ in layer.named_parameters()
         }
@@ -243,8 +323,21 @@ class AdaptedWeights:
                     yield self.names[name], values
 
     def _merged(self, prefix: str, values: Values) -> Iterator[tuple[str, Tensor]]:
-        layer = copy.deepcopy(self.layers[prefix])
-        layer.load_state_dict(values, assign=True)
-        layer.merge(safe_merge=True)  # into a copy: the values may be the State's own
-        for short, p in layer.get_base_layer().named_parameters():
-            yield self.names[f"{prefix}.base_layer.{short}"], p.detach()
+        whole = copy.deepcopy(self.layers[prefix])
+        whole.load_state_dict(values, assign=True)
+        for _, layer in _lora_layers(whole):
+            layer.merge(safe_merge=True)  # into a copy: the values may be the State's own
+        for short, p in whole.named_parameters():
+            if name := self.names.get(f"{prefix}.{short}"):
+                yield name, p.detach()
+
+
+def _outermost(model: Any) -> dict[str, Any]:
+    """The layers with adapters of peft that are in no other such layer, by name."""
+    found: dict[str, Any] = {}
+    last = None
+    for name, layer in _lora_layers(model):  # a layer before what is in it
+        if last is None or not name.startswith(f"{last}."):
+            found[name] = layer
+            last = name
+    return found

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zfunc.engine.trace.purity import held
 from zfunc.engine.trace.segment import Segment, Values, segment
 from zfunc.errors import refuse
-from zfunc.models.hf.adapters import base_name, base_of, is_adapted, reset_adapters
+from zfunc.models.hf.adapters import base_name, base_of, is_adapted, make_pure, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import Loss, compare
 from zfunc.models.hf.families import LOSS, check_supported, check_transformers, in_fp32, is_tested
@@ -143,7 +143,7 @@ class _Cutter:
             if follows_length(m):
                 replace_forward(m)
             if hasattr(m, "lora_A"):
-                m.kwargs = {}  # its place, from when peft made it
+                make_pure(m)
         return module.train()
 
     def _routers(self) -> tuple[list[str | None], int]:
