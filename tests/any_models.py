@@ -346,6 +346,19 @@ def edges() -> Tensor:
     return torch.randint(0, 6, (4, 9, 2))
 
 
+def adapted(made: Callable[[], Made], **given: Any) -> Callable[[], Made]:
+    """A model with adapters of peft that are not zero."""
+
+    def with_adapters() -> Made:
+        peft, (model, batch, loss) = pytest.importorskip("peft"), made()
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, **given))
+        for p in model.parameters():
+            p.data.add_(torch.randn_like(p) * 0.05 * p.requires_grad)
+        return model, batch, loss
+
+    return with_adapters
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "T5": of(
         config(
@@ -472,6 +485,11 @@ MODELS: dict[str, Callable[[], Made]] = {
     "GPT-2": of(config("GPT2", **GPT2), "GPT2LMHeadModel", text),
     "Qwen3": causal("Qwen3", head_dim=12),
     "Mixtral": causal("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    "Mixtral, LoRA of its experts": adapted(
+        causal("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"],
+    ),
     "U-Net": lambda: (
         UNet(),
         ((torch.randn(4, 3, 8, 8), torch.randn(4)), torch.randn(4, 3, 8, 8)),

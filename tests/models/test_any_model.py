@@ -72,6 +72,7 @@ def check(segments: Any, model: nn.Module, batch: Any, loss: Any, **way: Any) ->
         )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")  # peft calls it
 @pytest.mark.parametrize(
     ("name", "way"),
     [

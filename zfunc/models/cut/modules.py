@@ -54,6 +54,7 @@ from zfunc.models.cut.spans import (
     place_of,
 )
 from zfunc.models.cut.vmap import expand_vmaps
+from zfunc.models.hf.adapters import with_pure_adapters
 from zfunc.models.hf.attention import with_static_experts
 from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type
@@ -127,7 +128,7 @@ def cuts(
     most = None if most is None else whole_number("most", most, least=1)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
-    called = CalledModel(with_static_experts(model), loss)
+    called = CalledModel(with_pure_adapters(with_static_experts(model)), loss)
     read = partial(call_of, has_loss=loss is not None)
     x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
     written: set[str] = set()

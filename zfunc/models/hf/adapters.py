@@ -82,8 +82,6 @@ def base_of(model: Any) -> Any:
     (config,) = model.peft_config.values()
     _check_config(config)
     for name, layer in _lora_layers(model):
-        if _of_tensor(layer):
-            check_package("peft", OLDEST_OF_TENSORS, MISSING_OF_TENSORS)
         if layer.merged or layer.disable_adapters:
             raise ValueError(
                 f"model: got {name!r} with merged or disabled adapters, which would not be trained: call "
@@ -201,10 +199,22 @@ def _of_tensor(layer: Any) -> bool:
 
 def make_pure(layer: Any) -> None:
     """Make the forward of a layer of peft a pure function, in place. peft's own, of adapters of a tensor, replaces
-    the parameter and the class of the module while it runs."""
+    the parameter and the class of the module while it runs. Raises ImportError for a peft too old for that."""
     layer.kwargs = {}  # its place, from when peft made it
     if _of_tensor(layer):
+        check_package("peft", OLDEST_OF_TENSORS, MISSING_OF_TENSORS)
         layer.__class__ = _pure_class()
+
+
+def with_pure_adapters(model: nn.Module) -> nn.Module:
+    """A copy of `model` in which layers of peft that adapt tensors are pure; a model without any as it is."""
+    if not any(type(m).__module__.startswith("peft.") and _of_tensor(m) for m in model.modules()):
+        return model
+    copied = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    for m in copied.modules():
+        if _of_tensor(m):
+            make_pure(m)
+    return copied
 
 
 @cache
