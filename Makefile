@@ -30,8 +30,9 @@ rest: $(TOOLS)
 device-half: $(TOOLS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device
 
+# One process, beside the linters: two would import and trace the same.
 quick: $(TOOLS)
-	$(BIN)/python -m pytest -x -n 2 --dist loadfile --no-loadscope-reorder --part quick
+	$(BIN)/python -m pytest -x --part quick
 
 lint: $(TOOLS)
 	$(BIN)/ruff check

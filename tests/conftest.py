@@ -90,7 +90,7 @@ def night(request: pytest.FixtureRequest) -> list[str]:
     return [NIGHT] if any(item.get_closest_marker("slow") for item in own) else []
 
 
-# What most mistakes break, in less than half a minute: `make test` begins with it.
+# What most mistakes break, in about a minute of one core: `make test` begins with it.
 QUICK = [f"tests/test_{name}" for name in ("packages", "values", "display", "public", "mutants")]
 QUICK += [f"tests/core/test_{name}" for name in ("settings", "layout", "recipe", "plan")]
 QUICK += ["tests/engine/test_segments", "tests/engine/test_gradients"]
