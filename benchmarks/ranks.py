@@ -5,16 +5,23 @@ has twice the cores. Worlds take turns, in processes of their own. On CPUs over 
 reduce-scatter by an all-reduce; on accelerators over their own backend, with one rank a device.
 
     python -m benchmarks.ranks [--worlds 1,2 --stage 2 --num-layers 6 ... --json FILE_OR_FOLDER]
+
+With `--messages` two ranks pass what a pipeline stage hands to the next, two tensors, to and fro instead: as
+zfunc's messages, as torch's `send_object_list`, which pickles them, and as bytes alone, the least there is.
+
+    python -m benchmarks.ranks --messages [--rounds 20]
 """
 
 import argparse
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,11 +30,15 @@ import torch
 import torch.distributed as dist
 
 import zfunc
-from benchmarks.machine import SMALL_GPT, describe, gpt, make_parser, write
+from benchmarks.machine import SMALL_GPT, describe, gpt, make_parser, ratios, write
 from zfunc.engine.program.specialize import specialize
+from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.runtime.accelerator import accelerator_type
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.stage_ranks import StageRanks
 
 WARMUP = 2
+MESSAGES = (1 << 12, 1 << 20, 1 << 24)  # bytes of a tensor
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,12 +81,73 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": median(seconds[WARMUP:]), "losses": losses, "sent": sent, "moved": dict(moved)}
 
 
+def pass_messages(args: argparse.Namespace) -> dict[str, Any]:
+    """One of two ranks: by size of a tensor and by kind of message the bytes of a message of two such tensors,
+    and the seconds of each time that it was passed to the other rank and back."""
+    dist.init_process_group("gloo", f"file://{args.store}", rank=args.rank, world_size=2)
+    # Each direction has its tags: gloo may lose a message where a tag is on its way both ways.
+    stage, peer, found = StageRanks.of_stage(RankGroup.of(), 2), 1 - args.rank, dict[str, Any]()
+
+    def of(nbytes: int) -> dict[str, tuple[int, Callable[[Any], None], Callable[[], Any]]]:
+        """By kind of message its bytes, and how a pytree of two tensors of `nbytes` is sent and received."""
+        room = 2 * nbytes
+        head, _ = as_message([torch.empty(nbytes // 4)] * 2, room)
+
+        def receive_bytes() -> list[torch.Tensor]:
+            dist.recv(flat := torch.empty(room, dtype=torch.uint8), peer, tag=1 + peer)
+            return [*flat.view(torch.float32).chunk(2)]
+
+        def receive_pickled() -> list[torch.Tensor]:
+            dist.recv_object_list(into := [None], peer)
+            return into[0]  # pyright: ignore[reportReturnType]
+
+        return {
+            "bytes": (
+                room,
+                lambda tree: dist.send(torch.cat(tree).view(torch.uint8), peer, tag=1 + args.rank),
+                receive_bytes,
+            ),
+            "pickled": (
+                len(pickle.dumps([torch.empty(nbytes // 4) for _ in range(2)])),
+                lambda tree: dist.send_object_list([tree], peer),
+                receive_pickled,
+            ),
+            "zfunc": (
+                room + len(head),
+                lambda tree: stage.send(peer, 3 + args.rank, *as_message(tree, room)),
+                lambda: from_message(*stage.receive(peer, 3 + peer, room)),
+            ),
+        }
+
+    for nbytes in MESSAGES:
+        tree = [torch.arange(nbytes // 4, dtype=torch.float32) + x for x in range(2)]
+        ways = of(nbytes)
+        seconds: dict[str, list[float]] = {kind: [] for kind in ways}
+        for _ in range(WARMUP + args.rounds):
+            for kind, (_, send, receive) in ways.items():
+                begun = time.perf_counter()
+                if args.rank:
+                    send(receive())
+                else:
+                    send(tree)
+                    back = receive()
+                    assert all(map(torch.equal, back, tree))
+                seconds[kind].append(time.perf_counter() - begun)
+        found[f"{nbytes:,}"] = {
+            kind: {"sent": ways[kind][0], "seconds": x[WARMUP:]} for kind, x in seconds.items()
+        }
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
 def launch(world: int, args: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 of a world has to tell; all its ranks run at once."""
     with tempfile.TemporaryDirectory() as folder:
-        of_all = ("rank", "world", "store", "json", "worlds", "rounds")
+        of_all = ("rank", "world", "store", "json", "worlds", "messages")
         settings = {k: v for k, v in vars(args).items() if k not in of_all}
         given = [word for k, v in settings.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+        given += ["--messages"] * args.messages
         command = [sys.executable, "-m", "benchmarks.ranks", *given, "--world", str(world)]
         ranks = [
             subprocess.Popen(
@@ -92,6 +164,20 @@ def launch(world: int, args: argparse.Namespace) -> dict[str, Any]:
         return json.loads(told[0].splitlines()[-1])
 
 
+def compare_messages(args: argparse.Namespace) -> None:
+    """Print the bytes of each kind of message, and its seconds there and back by those of the bytes alone."""
+    found = launch(2, args)
+    print(f"{describe()}: a message of two tensors, there and back over gloo")
+    print(f"{'a tensor':>10} {'message':>8} {'sent':>10} {'seconds':>8}  (of bytes alone)")
+    rows = []
+    for nbytes, kinds in found.items():
+        for kind, told in kinds.items():
+            ratio = ratios(told["seconds"], kinds["bytes"]["seconds"])
+            print(f"{nbytes:>10} {kind:>8} {told['sent']:>10,} {ratio:>8.2f}")
+            rows.append({"tensor": nbytes, "message": kind, "sent": told["sent"], "of_bytes": ratio})
+    write(args.json, "messages", {"rounds": args.rounds, "rows": rows})
+
+
 def main() -> None:
     p = make_parser(__doc__, **SMALL_GPT)
     p.add_argument("--worlds", default="1,2")
@@ -101,12 +187,16 @@ def main() -> None:
     p.add_argument("--stage", type=int, choices=(1, 2), default=2)
     p.add_argument("--schedule", default="Interleaved")
     p.add_argument("--precision", default="fp32")
+    p.add_argument("--messages", action="store_true", help="of pipeline stages, instead of steps")
     for name in ("--world", "--rank"):
         p.add_argument(name, type=int, help=argparse.SUPPRESS)
     p.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.rank is not None:
-        print(json.dumps(run(args)))
+        print(json.dumps((pass_messages if args.messages else run)(args)))
+        return
+    if args.messages:
+        compare_messages(args)
         return
     worlds = [int(x) for x in args.worlds.split(",")]
     told: dict[int, list[dict[str, Any]]] = {world: [] for world in worlds}

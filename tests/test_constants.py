@@ -6,6 +6,7 @@ Each has a case whose size is `at`: it runs with the constant below that, at it 
 import ast
 import importlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -421,18 +422,31 @@ def message(limit: int, patch: pytest.MonkeyPatch) -> None:
     """With 64 bytes of text."""
     job = RankGroup(world=2, members=(0, 1), store=dist.HashStore())
     stage = StageRanks(world=1, members=(0,), store=job.store, stage=0, whole=job)
+    line, done = deque[Tensor](), SimpleNamespace(wait=lambda _: None)
 
-    def issue(_: Any, what: str, __: Any, part: Tensor, *___: Any) -> Any:
-        part.copy_(torch.tensor([64, 8]) if part.dtype == torch.int64 else torch.arange(72))
-        return SimpleNamespace(what=what, wait=lambda _: None)
+    def isend(part: Tensor, _peer: int, **_: Any) -> Any:
+        line.append(part.clone())
+        return done
 
-    patch.setattr(StageRanks, "_point_to_point", issue)
+    def irecv(part: Tensor, _peer: int, **_: Any) -> Any:
+        part.copy_(line.popleft())
+        return done
+
+    patch.setattr(dist, "isend", isend)
+    patch.setattr(dist, "irecv", irecv)
+    head, flat = bytes(range(8, 72)), torch.arange(8, dtype=torch.uint8)
+    stage.send(1, 0, head, flat)
     if limit < 64:
         with pytest.raises(RankError, match="got a message of 8 bytes with 64 of text"):
             stage.receive(1, 0, 8)
     else:
         text, values = stage.receive(1, 0, 8)
-        assert (text, values.tolist()) == (bytes(range(8, 72)), [*range(8)])
+        assert (text, values.tolist(), [*line]) == (head, flat.tolist(), [])
+
+
+def whole_message(_: int, patch: pytest.MonkeyPatch) -> None:
+    """Whether its text of 64 bytes comes with its sizes or goes on behind the data."""
+    message(64, patch)
 
 
 def in_shares(least: int, _: pytest.MonkeyPatch) -> None:
@@ -483,6 +497,7 @@ ROWS = {
     "core.setting_values.MOST_MICRO_BATCHES": counted(1 << 16, lambda n: StepSettings(micro_batches=n)),
     "core.setting_values.SHORTEST_TILE": Row(8, counts_of_tiles),
     "runtime.stage_ranks.MOST_HEAD": Row(64, message),
+    "runtime.stage_ranks.FIRST": Row(80, whole_message),
     "runtime.host_memory._OF_LIBRARIES": Row(1.0, addresses, 0.5),
     "models.hf.cutting.RECORDED": Row(12, windows),
     "models.hf.comparison.SMALL": Row(LLAMA, small_model),

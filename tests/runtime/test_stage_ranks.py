@@ -3,6 +3,7 @@
 import math
 import pickle
 import re
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.state.state import State
 from zfunc.errors import RankError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.stage_ranks import StageRanks
+from zfunc.runtime.stage_ranks import FIRST, SIZES, StageRanks
 
 # --- rows ------------------------------------------------------------------------------------------------
 
@@ -131,9 +132,9 @@ def test_no_memory_is_taken_for_a_size_that_the_plan_does_not_have(
     stage = StageRanks(world=1, members=(0,), store=job.store, stage=0, whole=job)
     came = list[int]()
 
-    def issue(_: Any, what: str, __: Any, part: torch.Tensor, *___: Any) -> Any:
-        came.append(part.numel())
-        part.copy_(torch.tensor(sizes))
+    def issue(_: Any, what: str, __: Any, parts: Sequence[torch.Tensor], *___: Any) -> Any:
+        came.extend(part.numel() for part in parts)
+        SIZES.pack_into(parts[0].numpy(), 0, *sizes)
         return SimpleNamespace(what=what, wait=lambda _: None)
 
     monkeypatch.setattr(StageRanks, "_point_to_point", issue)
@@ -141,5 +142,5 @@ def test_no_memory_is_taken_for_a_size_that_the_plan_does_not_have(
         RankError, match=r"got a message of [\d,]+ bytes with [-\d,]+ of text, expected 512 with"
     ):
         stage.receive(1, 0, 512)
-    assert came == [2]
+    assert came == [FIRST]
     assert job.detector.failed()

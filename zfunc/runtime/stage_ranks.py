@@ -2,8 +2,8 @@
 
 Ranks of a stage follow one another in the job. They are data parallel: slices and sums of gradients are theirs
 alone. What is decided, counted or refused is joined over all stages, on the job's ranks, and so failures are found.
-What passes from a stage to another is a message with a tag of its own. A send does not wait for its receive:
-what it sends is a copy, kept until it has arrived.
+What passes from a stage to another is a message with a tag of its own: its sizes and text in a kilobyte, then its
+data as they are. A send does not wait for its receive: what it sends is kept until it has arrived.
 """
 
 import atexit
@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, NoReturn
-from weakref import WeakSet
+from queue import SimpleQueue
+from struct import Struct
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,10 @@ from zfunc.runtime.collectives import SETTLE, RankGroup
 from zfunc.runtime.failure_detection import LONGEST_TIMEOUT, FailureDetector, Symptom
 
 NEVER = timedelta(seconds=LONGEST_TIMEOUT)
+FIRST = 1 << 10  # bytes that a message begins with: its sizes, and its text, mostly all of that
 MOST_HEAD = 1 << 20  # bytes of text in a message
+SIZES = Struct("<qq")  # bytes of the text, and of the data
 _broadcast: Any = dist.broadcast
-_waiting: WeakSet[threading.Thread] = WeakSet()  # those that wait for messages
 _new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
@@ -69,19 +71,19 @@ class StageRanks(RankGroup):
 
     def send(self, stage: int, tag: int, head: bytes, flat: Tensor) -> None:
         """Send text `head` and host bytes `flat` to this rank's counterpart in pipeline stage `stage`."""
-        sizes = torch.tensor([len(head), flat.numel()], device="cpu")
-        data = torch.cat([flat, torch.frombuffer(bytearray(head), dtype=torch.uint8)])
-        self.sent += data.numel()
-        for part in (sizes, data):
-            self._point_to_point("send to", dist.isend, part, stage, tag)
+        begin = (SIZES.pack(len(head), flat.numel()) + head).ljust(FIRST, b"\0")
+        begin = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
+        self.sent += begin.numel() + flat.numel()
+        self._point_to_point("send to", dist.isend, [begin[:FIRST], flat, begin[FIRST:]], stage, tag)
 
     def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
         """The text and `nbytes` bytes sent with `tag` by this rank's counterpart in `stage`, in `pinned` memory or
         not. Raises RankError if they do not come, or with another size: a message's own claim allocates nothing."""
-        sizes = torch.zeros(2, dtype=torch.int64, device="cpu")
-        message = self._point_to_point("receive from", dist.irecv, sizes, stage, tag)
+        begin = torch.zeros(FIRST, dtype=torch.uint8, device="cpu")
+        message = self._point_to_point("receive from", dist.irecv, [begin], stage, tag)
         self._arrived(message)
-        head, sent = map(int, sizes)
+        said = begin.numpy().tobytes()
+        head, sent = SIZES.unpack_from(said)
         if sent != nbytes or not 0 < head <= MOST_HEAD:
             expected = f"{nbytes:,} with at most {MOST_HEAD:,}"
             why = f"a message of {sent:,} bytes with {head:,} of text, expected {expected}"
@@ -90,9 +92,10 @@ class StageRanks(RankGroup):
                 f"{message.what} on rank {self.job._me}: got {why}: start every rank with the same code, settings "
                 "and versions, and equal batches"
             )
-        data = torch.empty(nbytes + head, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        self._arrived(self._point_to_point("receive from", dist.irecv, data, stage, tag))
-        return data[nbytes:].numpy().tobytes(), data[:nbytes]
+        flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        rest = torch.empty(max(0, SIZES.size + head - FIRST), dtype=torch.uint8, device="cpu")
+        self._arrived(self._point_to_point("receive from", dist.irecv, [flat, rest], stage, tag))
+        return (said[SIZES.size :] + rest.numpy().tobytes())[:head], flat
 
     def from_stage(self, stage: int, values: Tensor) -> Tensor:
         """The host tensor `values` of the first rank of `stage`; each rank passes one of the same size and dtype. A
@@ -103,39 +106,40 @@ class StageRanks(RankGroup):
         return values
 
     def _point_to_point(
-        self, what: str, issue: Callable[..., Any], part: Tensor, stage: int, tag: int
+        self, what: str, issue: Callable[..., Any], parts: Sequence[Tensor], stage: int, tag: int
     ) -> "_Message":
         job = self.job
         peer = job.members[stage * self.world + self.rank]
         what = f"{what} rank {peer}"
         limit = NEVER if issue is dist.isend else job.limit  # its receiver may be far behind, and has a limit
-        return _Message(
-            job._issue(what, lambda: issue(part, peer, group=job.group, tag=tag)), part, what, limit
-        )
+        parts = [part for part in parts if part.numel()]
+        works = [job._issue(what, partial(issue, x, peer, group=job.group, tag=tag)) for x in parts]
+        return _Message(works, parts, what, limit)
 
     def _arrived(self, message: "_Message") -> None:
         self._wait_for(message.what, lambda: message)
 
 
 class _Message:
-    """A message under way to or from another stage. gloo waits for a message only to its end, and closes all
+    """A message under way to or from another stage, in parts. gloo waits for a part only to its end, and closes all
     connections if given up: so a thread waits, and callers poll. After `limit` the message is given up."""
 
-    def __init__(self, work: Any, part: Tensor, what: str, limit: timedelta) -> None:
+    def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], what: str, limit: timedelta) -> None:
         self.what = what
         self._ended, self._error = threading.Event(), None
 
         def wait() -> None:
             try:
-                work.wait(limit)  # that of the job: gloo would take the one its connections were made with
+                for work in works:
+                    work.wait(
+                        limit
+                    )  # that of the job: gloo would take the one its connections were made with
             except RuntimeError as error:
                 self._error = error
-            assert part is not None  # kept until here
+            assert parts  # kept until here
             self._ended.set()
 
-        thread = threading.Thread(target=wait, name=f"zfunc {what}", daemon=True)
-        thread.start()
-        _waiting.add(thread)
+        _Waiter.does(wait)
 
     def is_completed(self) -> bool:
         return self._ended.is_set()
@@ -147,12 +151,40 @@ class _Message:
             raise self._error
 
 
+class _Waiter(threading.Thread):
+    """A thread that waits for one message after another; there are as many as messages were under way at once."""
+
+    idle: ClassVar[list["_Waiter"]] = []
+    all: ClassVar[list["_Waiter"]] = []
+
+    def __init__(self) -> None:
+        super().__init__(name="zfunc message", daemon=True)
+        self.jobs = SimpleQueue[Callable[[], None] | None]()
+
+    @classmethod
+    def does(cls, job: Callable[[], None]) -> None:
+        """Have an idle waiter do `job`, or a new one."""
+        try:
+            waiter = cls.idle.pop()
+        except IndexError:
+            cls.all.append(waiter := cls())
+            waiter.start()
+        waiter.jobs.put(job)
+
+    def run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+            self.idle.append(self)
+
+
 @atexit.register
 def _join() -> None:
     """Wait for messages under way: a thread that returns from gloo while Python exits would abort the process."""
     until = time.monotonic() + SETTLE
-    for thread in [*_waiting]:
-        thread.join(max(0.0, until - time.monotonic()))
+    for waiter in _Waiter.all:
+        waiter.jobs.put(None)
+    for waiter in _Waiter.all:
+        waiter.join(max(0.0, until - time.monotonic()))
 
 
 @cache
