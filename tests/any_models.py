@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zfunc
+
 transformers = pytest.importorskip("transformers")
 
 Made = tuple[nn.Module, Any, Any]  # the model, a batch, and its loss or None
@@ -121,6 +123,39 @@ def with_image(token: int, count: int, **more: Any) -> dict[str, Any]:
 def token_types(count: int) -> Tensor:
     """1 where `with_image` has tokens of an image, else 0."""
     return (torch.arange(10) - 1 < count).long().expand(4, 10).clone() * (torch.arange(10) > 0)
+
+
+def with_images_of_sizes(*, places: bool = False) -> dict[str, Any]:
+    """Images of 2 or 4 tokens, as a processor of Qwen3-VL makes them: kinds of tokens, or `places` of all."""
+    x = ids(4, 10, start=8)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 2], [1, 4, 4]])
+    for row, count in zip(x, (grid.prod(-1) // 4).tolist(), strict=True):
+        row[1], row[2 : 2 + count], row[2 + count] = 6, 4, 7
+    kinds, images = (x == 4).int(), zfunc.Whole(torch.randn(int(grid.prod(-1).sum()), 96))
+    given = {"input_ids": x, "attention_mask": torch.ones_like(x), "labels": x, "pixel_values": images}
+    if not places:
+        return given | {"image_grid_thw": grid, "mm_token_type_ids": kinds}
+    model = transformers.Qwen3VLForConditionalGeneration(QWEN_VL()).model
+    at, _ = model.get_rope_index(x, kinds, grid, attention_mask=torch.ones_like(x))
+    return given | {"image_grid_thw": grid, "position_ids": zfunc.Whole(at)}
+
+
+QWEN_VL = config(
+    "Qwen3VL",
+    text_config=SIZE
+    | {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+    },
+    vision_config={
+        **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4},
+        **{"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+    image_token_id=4,
+    video_token_id=5,
+    vision_start_token_id=6,
+    vision_end_token_id=7,
+)
 
 
 # --- classes of our own ---------------------------------------------------------------------------------------
@@ -568,6 +603,10 @@ MODELS: dict[str, Callable[[], Made]] = {
         ),
         "Gemma3ForConditionalGeneration",
         lambda: with_image(4, 4, pixel_values=torch.randn(4, 3, 8, 8), token_type_ids=token_types(4)),
+    ),
+    "Qwen3-VL, images": of(QWEN_VL, "Qwen3VLForConditionalGeneration", with_images_of_sizes),
+    "Qwen3-VL, places": of(
+        QWEN_VL, "Qwen3VLForConditionalGeneration", lambda: with_images_of_sizes(places=True)
     ),
     "OLMoE": causal("Olmoe", **EXPERTS),
     "Qwen2-MoE": causal("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=16),

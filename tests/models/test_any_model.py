@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
+from zfunc.engine.trace.batches import unmarked
 from zfunc.models.cut.called import CalledModel, call_of
 
 HOST = {"params_on": "host", "activations_on": "host", "recompute": "all", "bucket_size": 2000}
@@ -43,7 +45,7 @@ def trained(model: nn.Module, batch: Any, loss: Any) -> tuple[list[float], dict[
     model, losses = copy.deepcopy(model), []
     called, optimizer = CalledModel(model, loss), torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
-        y = called(call_of(batch, loss is not None)[0])
+        y = called(unmarked(call_of(batch, loss is not None)[0]))
         optimizer.zero_grad()
         y.backward()
         optimizer.step()
@@ -267,6 +269,76 @@ def test_a_vmap_is_cut_as_the_operations_that_it_makes(way: str) -> None:
     segments = zfunc.segments(model, batch())
     assert len(segments) == 5
     check(segments, model, batch(), None, **WAYS[way])
+
+
+class Sized(nn.Module):
+    """Parts of a row in sizes that an input says, of which a layer sees one at a time, and what a mask selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, sizes: Tensor, ids: Tensor, extra: Tensor, y: Tensor) -> Tensor:
+        ends = torch.repeat_interleave(sizes[0].cumsum(0), sizes[0])
+        x = x + (torch.arange(sizes[0].sum()) / ends)[:, None]
+        for layer in self.layers:
+            x = torch.cat([layer(part).softmax(1) for part in x.split(sizes[0].tolist(), 1)], 1)
+            at = ids == 4
+            x = x.clone()
+            x[at] = x[at] + self.extra(extra.flatten(0, 1))
+        if (sizes[0] > 5).any():
+            x = x * 2
+        return F.mse_loss(x, y)
+
+
+def sized(*sizes: int, selected: int = 2) -> dict[str, Tensor]:
+    x = ids(4, sum(sizes), start=5)
+    for n, row in enumerate(x):
+        row[torch.randperm(len(row))[: selected if n else 2]] = 4
+    rows = {"x": torch.randn(*x.shape, 8), "y": torch.randn(*x.shape, 8), "extra": torch.randn(4, 2, 8)}
+    return {**rows, "ids": x, "sizes": torch.tensor(sizes).expand(4, -1)}
+
+
+@pytest.mark.parametrize("way", ["device", *(pytest.param(x, marks=pytest.mark.slow) for x in [*WAYS][1:])])
+def test_values_that_decide_shapes_cost_a_trace_for_each(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Sized()
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, sized(2, 3, 1))
+    (said,) = caplog.messages
+    assert re.search(
+        r"values of \['sizes'\] decide shapes.*test_any_model.py:\d+: each other ones cost", said
+    )
+    traces = segments[0].function.args[0]
+    for sizes, known in (((2, 3, 1), 1), ((1, 1, 4), 2), ((2, 3, 1), 2), ((6, 1), 3)):
+        check(segments, model, sized(*sizes), None, **WAYS[way])
+        assert len(traces.known) == known
+
+
+def test_values_of_more_elements_than_are_computed_beside_a_trace_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = sized(2, 3, 1)
+    for largest in (x["sizes"].numel() - 1, x["sizes"].numel()):
+        monkeypatch.setattr("zfunc.models.cut.known.LARGEST", largest)
+        with pytest.raises(ValueError, match="branch on") if largest < x["sizes"].numel() else nullcontext():
+            zfunc.segments(Sized(), x)
+
+
+def test_a_mask_that_selects_another_number_is_no_wrong_result() -> None:
+    torch.manual_seed(0)
+    model = Sized()
+    program = zfunc.compile(model, example=sized(2, 4), precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    x = sized(4, 2)
+    for _ in range(2):
+        assert zfunc.evaluate(program, state, x) == pytest.approx(model(**x).item(), rel=CLOSE)
+        assert zfunc.apply(program, state, x) == pytest.approx(model(**x).item(), rel=CLOSE)
+        x = sized(4, 2)
+    for selected in (1, 3):
+        with pytest.raises(IndexError, match="out of"):
+            zfunc.evaluate(program, state, sized(4, 2, selected=selected))
 
 
 class Weighted(nn.Module):

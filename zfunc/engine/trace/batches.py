@@ -1,12 +1,21 @@
 """Batches of training, `(inputs, targets)` as trees of tensors or a dict with labels, and their micro-batches."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch  # noqa: F401  # of the example
-from attrs import field, frozen, validators
+from attrs import evolve, field, frozen, validators
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    GetAttrKey,
+    register_constant,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+)
 
 from zfunc.engine.trace.segment import Segment
 
@@ -27,9 +36,71 @@ class Whole:
     tensor: Tensor = field(validator=validators.instance_of(Tensor))
 
 
+@frozen(eq=False)
+class ByValue:
+    """A tensor of a batch on whose values, not on its shape alone, a trace depends; `whole` if it has no rows. If
+    `counted`, it depends on how many elements of masks are set alone, as batches of equal shapes have to share."""
+
+    tensor: Tensor
+    whole: bool = False
+    counted: bool = False
+
+    def read(self) -> "Values | BySample":
+        """The tensor as what a trace gets."""
+        return BySample(self.tensor, Values(self.tensor)) if self.counted else Values(self.tensor)
+
+
+class Values:
+    """The values of a tensor that a trace depends on: no leaf of a pytree, but part of its structure."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach().cpu().clone()
+        self.key = self.tensor.dtype, tuple(self.tensor.shape), self.tensor.numpy().tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Values) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        dtype, shape, values = self.key
+        return f"Values({dtype}, {shape}, {hashlib.blake2b(values, digest_size=12).hexdigest()})"
+
+
+@frozen(eq=False)
+class BySample:
+    """A tensor with values of one batch, which are no part of the structure of a pytree: all are equal there."""
+
+    tensor: Tensor
+    sample: Values
+
+
+class _AnySample(list[Values]):
+    """The context of a `BySample` in a pytree, with its sample."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _AnySample)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "BySample"
+
+
+register_constant(Values)
+register_pytree_node(
+    BySample,
+    lambda x: ([x.tensor], _AnySample([x.sample])),
+    lambda children, context: BySample(*children, context[0]),
+    flatten_with_keys_fn=lambda x: ([(GetAttrKey("tensor"), x.tensor)], _AnySample([x.sample])),
+)
+
+
 def unmarked(tree: Any) -> Any:
-    """A copy of a pytree with the plain tensor in place of each `Whole`."""
-    return tree_map_only(Whole, lambda x: x.tensor, tree)
+    """A copy of a pytree with the tensor in place of each `Whole`, and `Values` in place of each `ByValue`."""
+    return tree_map_only((Whole, ByValue), lambda x: x.read() if isinstance(x, ByValue) else x.tensor, tree)
 
 
 def unpacked(batch: Any, last: Segment) -> Batch:
@@ -72,7 +143,10 @@ def layout_of_leaves(batch: Batch) -> Any:
 def rows_in(batch: Batch) -> int:
     """The number of rows of a batch. TypeError for leaves of an unknown type, ValueError for no or unequal rows."""
     leaves = tree_leaves(batch)
-    if others := {type(t).__name__ for t in leaves if not isinstance(t, (Tensor, Whole, *CONSTANTS))}:
+    leaves = [t.tensor if isinstance(t, ByValue) and not t.whole else t for t in leaves]
+    if others := {
+        type(t).__name__ for t in leaves if not isinstance(t, (Tensor, Whole, ByValue, *CONSTANTS))
+    }:
         raise TypeError(
             f"batch: got {sorted(others)} in it, expected tensors, numbers and None: use torch.from_numpy, say"
         )
@@ -97,9 +171,13 @@ def split_batch(batch: Batch, micro_batches: int) -> list[Batch]:
             f"{rows - rows % micro_batches or micro_batches} rows, or another micro_batches"
         )
     size = rows // micro_batches
+
+    def part(m: int, t: Any) -> Any:
+        if isinstance(t, ByValue):
+            return t if t.whole else evolve(t, tensor=part(m, t.tensor))
+        return t[m * size : (m + 1) * size] if t.dim() else t
+
     return [
-        unmarked(
-            tree_map_only(Tensor, lambda t, m=m: t[m * size : (m + 1) * size] if t.dim() else t, tuple(batch))
-        )
+        unmarked(tree_map_only((Tensor, ByValue), partial(part, m), tuple(batch)))
         for m in range(micro_batches)
     ]

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
-from zfunc.engine.trace.batches import LABELS
+from zfunc.engine.trace.batches import LABELS, ByValue, Whole
+from zfunc.models.cut.known import KnownValues
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -22,8 +24,10 @@ class CalledModel(nn.Module):
     """A wrapper of `model` that keeps the names of its parameters. Called with a BatchCall, it returns the loss;
     called with inputs alone, as by `zfunc.apply`, it returns the model's output."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss | None, *, by_value: bool = False) -> None:
         super().__init__()
+        self.by_value = by_value  # whether forward reads values that are known
+        self.read: Any = None  # is told the inputs whose values are read
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
         self.own = (model, loss)  # in a tuple, or they would be children
@@ -36,6 +40,13 @@ class CalledModel(nn.Module):
 
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
+        if not self.by_value:
+            return self._called(x)
+        device = next((t.device for t in self.parameters()), torch.device("cpu"))
+        with KnownValues(device, self.read) as known:
+            return self._called(known.with_tensors(x))
+
+    def _called(self, x: Any) -> Any:
         model, loss = self.own
         inputs, targets = x if isinstance(x, BatchCall) else (x, ())
         if isinstance(inputs, Mapping):
@@ -70,22 +81,41 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
     return found
 
 
-def call_of(batch: Any, has_loss: bool) -> tuple[BatchCall, None]:
+def mark_values(call: BatchCall, names: Mapping[str, bool]) -> BatchCall:
+    """A call with `ByValue` in place of its tensors of the given names, which are those of its leaves; a name is
+    True where masks are counted alone."""
+
+    def mark(path: Any, t: Any) -> Any:
+        if (name := keystr(path)) not in names or not isinstance(t, Tensor | Whole):
+            return t
+        whole = isinstance(t, Whole)
+        return ByValue(t.tensor if whole else t, whole, names[name])
+
+    return tree_map_with_path(mark, call)
+
+
+def call_of(batch: Any, has_loss: bool, by_value: Mapping[str, bool] | None = None) -> tuple[BatchCall, None]:
     """A batch as `(inputs, targets)` of segments: a BatchCall of the whole batch for the first segment, and None.
 
     A dict has the model's arguments by name; if `has_loss`, its "labels" are the targets. The first of a tuple is
     the model's input, a tuple of inputs or a dict; the rest are targets, or, without a loss, further arguments.
+    A trace depends on the values of the tensors named in `by_value`, as in `mark_values`.
     """
+    call = _call_of(batch, has_loss)
+    return (mark_values(call, by_value) if by_value else call), None
+
+
+def _call_of(batch: Any, has_loss: bool) -> BatchCall:
     if not isinstance(batch, Mapping):
         inputs, *targets = batch if isinstance(batch, tuple | list) else (batch,)
         while targets and targets[-1] is None:
             targets.pop()
-        return BatchCall(inputs, tuple(targets)), None
+        return BatchCall(inputs, tuple(targets))
     if not has_loss:
-        return BatchCall(dict(batch)), None
+        return BatchCall(dict(batch))
     if LABELS not in batch:
         raise ValueError(
             f"batch: got a dict of {sorted(batch)} for a loss of (output, targets), expected {LABELS!r} in it: "
             "pass (inputs, targets), or leave loss out if the model returns it"
         )
-    return BatchCall({name: x for name, x in batch.items() if name != LABELS}, (batch[LABELS],)), None
+    return BatchCall({name: x for name, x in batch.items() if name != LABELS}, (batch[LABELS],))

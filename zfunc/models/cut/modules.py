@@ -14,9 +14,9 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,14 @@ from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.batches import Batch, unmarked
@@ -40,7 +47,7 @@ from zfunc.engine.trace.purity import SEEDED, first_change, held
 from zfunc.engine.trace.segment import Segment, Values, make_segment
 from zfunc.engine.trace.vjp import MAX_TRACES
 from zfunc.errors import refuse
-from zfunc.models.cut.called import CalledModel, Loss, call_of
+from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import ModulePiece, module_piece
 from zfunc.models.cut.spans import (
@@ -49,6 +56,7 @@ from zfunc.models.cut.spans import (
     BuffersWrittenError,
     CutGraph,
     NotCutError,
+    ValueBranchError,
     blocks_of,
     cut_graph,
     place_of,
@@ -131,15 +139,24 @@ def cuts(
     called = CalledModel(with_pure_adapters(with_static_experts(model)), loss)
     read = partial(call_of, has_loss=loss is not None)
     x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
-    written: set[str] = set()
+    written, names = set[str](), None
     while True:
         whole = make_segment("model", called, None, "", sorted(written))
         limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
-        traces = ModuleTraces(whole, limit, tuple(whole.buffers), changed_by_forward("model", called)[1])
+        types = changed_by_forward("model", called)[1]
+        traces = ModuleTraces(whole, limit, tuple(whole.buffers), types, names or {})
         try:
             first = traces.of(x, torch.float32, training=True)
         except BuffersWrittenError as error:
             written |= error.args[0]
+        except ValueBranchError:
+            if names is not None:
+                raise
+            called = CalledModel(called.own[0], loss, by_value=True)
+            traces = evolve(traces, whole=make_segment("model", called, None, "", sorted(written)))
+            names = _inputs_read(traces, read(example)[0])
+            read = partial(call_of, has_loss=loss is not None, by_value=names)
+            x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
         except NotCutError as error:
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
@@ -162,6 +179,23 @@ def cuts(
                 first = traces.of(x, torch.float32, training=True)
     finally:
         traces.uncut.clear()
+
+
+def _inputs_read(traces: "ModuleTraces", call: BatchCall) -> dict[str, bool]:
+    """The names of the integer inputs of `call` on whose values a trace depends, which the log says; True for one
+    of which it depends on the number of elements that masks select alone."""
+    given = ((keystr(path), unmarked(t)) for path, t in tree_flatten_with_path(call)[0])
+    numbers = {name: True for name, t in given if isinstance(t, Tensor) and not t.is_floating_point()}
+    values, counted = traces.values_read(
+        unmarked(tree_map_only(Tensor, _as_computed, mark_values(call, numbers)))
+    )
+    for name, place in values.items():
+        log.warning(
+            "model: the values of %s decide shapes or a branch %s: each other ones cost a trace, of which %d are "
+            "kept; compute what depends on many in the collator",
+            *(name.removeprefix(".inputs"), place, MAX_TRACES),
+        )
+    return {name: name not in values for name in (*values, *counted)}
 
 
 def _file_of(model: nn.Module) -> str:
@@ -220,6 +254,9 @@ class ModuleTraces:
     most: int  # elements of parameters of a segment that can be cut
     changing: tuple[str, ...]
     types: dict[str, str]
+    by_value: Mapping[str, bool] = field(
+        factory=dict
+    )  # inputs on whose values a trace depends, as of `mark_values`
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
     lock: Any = field(factory=threading.RLock)
@@ -244,10 +281,7 @@ class ModuleTraces:
             return self.known[key]
 
     def _made(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
-        # In a thread of its own, without the modes of this one, whose graphs it is no part of.
-        context = contextvars.copy_context()
-        with ThreadPoolExecutor(1) as thread:
-            made = thread.submit(context.run, self._trace, key, x, dtype, training).result()
+        made = _in_thread(self._trace, key, x, dtype, training)
         first = self.first or made
         if made.names != first.names:  # some blocks may not be called, as in eval mode
             made = made.with_places(first.names)
@@ -277,16 +311,9 @@ class ModuleTraces:
     def _uncut(self, x: Any, dtype: torch.dtype, training: bool) -> Any:
         """The module's graph for inputs like `x`, as the function `cut_graph` of blocks, starts and most."""
         # 1. The module with weights that have no memory, on an input without any.
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        assert self.whole.module is not None
+        mode, fakes, inputs = self._without_memory(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}
         buffers = {**self.whole.constants, **self.whole.buffers}
-        types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
-        with mode:
-            fakes = {
-                x: torch.empty(p.shape, dtype=types.get(x, dtype), device="cpu") for x, p in self._by_short()
-            }
-            inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), x)
         module = _with_tensors(self.whole, fakes)
         if not training:
             module.eval()
@@ -298,7 +325,7 @@ class ModuleTraces:
                 exported = torch.export.export(module, (inputs,), strict=False)
             except Exception as error:
                 if reason := data_dependent(error):
-                    raise ValueError(
+                    raise ValueBranchError(
                         f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
                     ) from error
                 with mode:
@@ -329,6 +356,43 @@ class ModuleTraces:
             with alone(), mode, _compiling_state_context():
                 self._compare(cut_in(set(), starts=frozenset(), most=self.most), fakes, inputs)
         return cut_in
+
+    def _without_memory(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
+        """A mode of tensors without memory, and in it the parameters and inputs like `x`."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        buffers = {**self.whole.constants, **self.whole.buffers}
+        types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
+        with mode:
+            fakes = {
+                x: torch.empty(p.shape, dtype=types.get(x, dtype), device="cpu") for x, p in self._by_short()
+            }
+            inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), x)
+        return mode, fakes, inputs
+
+    def values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
+        """The inputs whose values forward reads, of the `BySample` ones of `x`, by name: where, as "at file:line";
+        and those that are masks, or become some. Raises ValueBranchError for a branch on any other value."""
+        return _in_thread(self._values_read, x)
+
+    def _values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
+        mode, fakes, inputs = self._without_memory(x, torch.float32)
+        module, found = _with_tensors(self.whole, fakes), (dict[str, str](), dict[str, str]())
+        module.read = lambda name, count: found[count].setdefault(name, _place_in(traceback.extract_stack()))
+        # A check of values, which no trace keeps, reads none.
+        checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
+        with alone(), mode, _compiling_state_context(), _quiet(), ExitStack() as stack:
+            for check in checks:
+                stack.enter_context(check)
+            try:
+                module(inputs)
+            except Exception as error:
+                if reason := data_dependent(error):
+                    raise ValueBranchError(
+                        f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
+                    ) from error
+                got = f"values that do not fit the model ({type(error).__name__} {_place(error)}: {error})"
+                refuse("example", got, "a real batch", "the model branches on values", cause=error)
+        return found
 
     def _try(self, params: Values, inputs: Any) -> None:
         """Run the module with `params` on `inputs`; raises ValueError for the example if this fails."""
@@ -416,6 +480,12 @@ class ModuleTraces:
         return [*zip(self.whole.short, self.whole.parameters, strict=True)]
 
 
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns in a thread without the modes of this one, of whose graphs it is no part."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, function, *arguments).result()
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """A context in which torch logs and prints nothing of an error of a trace, which is raised with its reason."""
@@ -466,9 +536,11 @@ def data_dependent(error: Exception) -> str:
 
 def _place(error: Exception) -> str:
     """The file and line of the user's code, neither torch's nor zfunc's, that raised `error`, as text."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not any(x in f.filename for x in _LIBRARIES)
-    ]
+    return _place_in(traceback.extract_tb(error.__traceback__))
+
+
+def _place_in(stack: traceback.StackSummary) -> str:
+    frames = [f for f in stack if not any(x in f.filename for x in _LIBRARIES)]
     return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else "in forward"
 
 
@@ -527,6 +599,8 @@ def _initial(values: Values, names: list[str], _: int) -> Values:
 def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tensor], x: Any, *_: Any) -> Any:
     """Run segment `s` of a module's first trace, with the piece of the trace that fits the shapes of its input."""
     if s == 0:
+        if not isinstance(x, BatchCall) and traces.by_value:  # inputs of zfunc.apply
+            x = unmarked(mark_values(BatchCall(x), traces.by_value)).inputs
         dtype = next(t.dtype for t in params.values() if t.is_floating_point())
         trace = traces.of(x, dtype, training=training)
         leaves = tree_leaves(x)

@@ -41,6 +41,10 @@ class NotCutError(Exception):
     """Raised, with the reason, for a module that cannot be cut and becomes one segment."""
 
 
+class ValueBranchError(ValueError):
+    """Raised, with the line, for a module in which a shape or a branch depends on the value of a tensor."""
+
+
 class BuffersWrittenError(Exception):
     """Raised, with their names, for buffers that forward writes and that are not known to change."""
 
@@ -127,7 +131,7 @@ def cut_graph(
         if n.op == "call_function" and isinstance(
             n.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool
         ):
-            raise ValueError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
+            raise ValueBranchError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
         known = isinstance(n.target, OpOverload) or n.target in REGIONS or n.target is operator.getitem
         if n.op == "call_function" and not known:  # part of it may stay open over several operations
             name = getattr(n.target, "__name__", str(n.target))

@@ -1,0 +1,252 @@
+"""What a model computes from the values of a few inputs, such as the sizes of images, while it is traced.
+
+A trace has no values, but shapes and branches may depend on these: what they become is computed beside the trace.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zfunc.engine.trace.batches import BySample, Values
+
+LARGEST = 1 << 20
+"""Elements of a tensor whose values are computed beside a trace, at most."""
+READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"}
+READS |= {f"__{x}__" for x in ("bool", "int", "float", "index", "complex", "contains", "array")}
+OF_VALUES = {
+    "nonzero",
+    "argwhere",
+    "unique",
+    "unique_consecutive",
+    "bincount",
+    "tensor",
+    "as_tensor",
+    "new_tensor",
+}
+"""Functions whose results have shapes that depend on values, or that read numbers."""
+FACTORIES = {
+    "arange",
+    "zeros",
+    "ones",
+    "full",
+    "linspace",
+    "eye",
+    "tensor",
+    "as_tensor",
+    "tril_indices",
+    "triu_indices",
+}
+LIKE = {f"{x}_like" for x in ("zeros", "ones", "full")} | {f"new_{x}" for x in ("zeros", "ones", "full")}
+SIZED = {
+    "view",
+    "reshape",
+    "expand",
+    "repeat",
+    "narrow",
+    "split",
+    "chunk",
+    "unflatten",
+    "tensor_split",
+    "pad",
+}
+SIZED |= {"tile", "roll", "topk", "interpolate", "select", "unfold", "split_with_sizes"}
+"""Functions that take numbers from tensors."""
+NOT_IN_PLACE = {"__index__", "__invert__", "__int__", "__iter__", "__init__"}
+DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
+
+
+class KnownValues(TorchFunctionMode):
+    """A mode in which tensors have values where these depend on known inputs alone: on `Values`, which can be read,
+    and on `BySample`, of which a trace may know how many elements a mask selects.
+
+    `read(name, count)`, if given, is told the inputs whose values are read, or only counted; all can be read then.
+    """
+
+    def __init__(self, device: torch.device, read: Callable[[str, bool], None] | None = None) -> None:
+        super().__init__()
+        self.device, self.read = device, read
+        self.sampled = set[str]()
+        self.known: Any = (
+            WeakTensorKeyDictionary()
+        )  # by tensor: its values, and the names of inputs behind them
+        self.written = dict[int, Any]()  # storages of values that are known no more
+
+    def with_tensors(self, x: Any) -> Any:
+        """A copy of a pytree with tensors in place of its `Values` and `BySample`, which are known from here on."""
+
+        def tensor(path: Any, v: Any) -> Any:
+            name = keystr(path)
+            if isinstance(v, Values):
+                return self._constant(v.tensor, frozenset([name]))
+            if isinstance(v, BySample):
+                self.known[v.tensor] = v.sample.tensor, frozenset([name])
+                self.sampled.add(name)
+                return v.tensor
+            return v
+
+        return tree_map_with_path(tensor, x, is_leaf=lambda v: isinstance(v, Values | BySample))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if func is Tensor.__iter__:
+            return iter(self.__torch_function__(torch.unbind, types, args))
+        by_scalar = name == "__setitem__" and not (isinstance(args[2], Tensor) and args[2].dim())
+        if name == "__getitem__" or (name == "__setitem__" and not by_scalar):
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        if name == "repeat_interleave" and "output_size" not in kwargs:
+            kwargs |= self._output_size(*args, **kwargs)
+        if name in SIZED or name in FACTORIES or name in LIKE:
+            first = 0 if name in FACTORIES else 1
+            rest, kwargs = tree_map_only(Tensor, self._number, (args[first:], kwargs))
+            args = (*args[:first], *rest)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        found = [self._of(t) for t in given]
+        known = all(found) and (bool(given) or name in FACTORIES) and not any(x in name for x in DRAWS)
+        names = frozenset[str]().union(*(x[1] for x in found if x))
+        # 1. What reads values: numbers, or a constant in place of the result.
+        free = known and bool(given) and self._free(names)
+        if free and name in READS:
+            self._note(names)
+            return self._real(func, args, kwargs)
+        if free and (name in OF_VALUES or (name == "where" and len(args) + len(kwargs) == 1)):
+            self._note(names)
+            real = self._real(func, args, kwargs)
+            return tree_map_only(Tensor, lambda t: self._constant(t, names), real)
+        # 2. Any other function, and its values beside it.
+        y = func(*args, **kwargs)
+        made = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
+        if name in LIKE and made:
+            real = self._real(func, args, kwargs, shapes_alone=True) if _small(made) else None
+        elif known and (made or name == "__setitem__") and _small(made):
+            real = self._real(func, args, kwargs)
+        else:
+            self._forget(name, args, kwargs)
+            return y
+        for t, value in zip(made, (v for v in tree_leaves(real) if isinstance(v, Tensor)), strict=False):
+            if t.shape == value.shape:
+                self.known[t] = value, frozenset[str]() if name in LIKE else names
+        return y
+
+    def _output_size(self, x: Tensor, repeats: Any = None, dim: int | None = None) -> dict[str, int]:
+        """The `output_size` of torch.repeat_interleave with these arguments, where it is known."""
+        times = x if repeats is None else repeats
+        found = self._of(times) if isinstance(times, Tensor) else None
+        if not found or not self._free(found[1]):
+            return {}
+        self._note(found[1])
+        each = (x.numel() if dim is None else x.shape[dim]) if times is not x and times.numel() == 1 else 1
+        with _outside():
+            return {"output_size": int(found[0].sum()) * each}
+
+    def _number(self, t: Tensor) -> Any:
+        """The number of a tensor without dimensions where it is known, else the tensor."""
+        found = None if t.dim() or t.is_floating_point() else self._of(t)
+        if found is None or not self._free(found[1]):
+            return t
+        self._note(found[1])
+        with _outside():
+            return found[0].item()
+
+    def _without_masks(self, index: Any) -> Any:
+        """An index of a tensor with places, as constants, in place of each known mask."""
+        parts = index if isinstance(index, tuple) else (index,)
+        made = list[Any]()
+        for x in parts:
+            if isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() and (found := self._of(x)):
+                made += self._places(x, *found)
+            else:
+                made.append(x)
+        return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
+
+    def _places(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
+        """The places of a mask by dimension: constants, or of as many elements as the mask of `value` selects."""
+        with _outside():
+            places = value.nonzero(as_tuple=True)
+        if self.read is None and self._free(names):
+            return [self._constant(t, names) for t in places]
+        self._note(names, count=True)
+        # Any other number is an index out of range, not a wrong result.
+        n, far = len(places[0]), torch.iinfo(torch.int64).max
+        found = torch.nonzero_static(mask, size=n, fill_value=far)
+        made = [*torch.where(mask.sum() == n, found, far).unbind(1)]
+        for t, own in zip(made, places, strict=True):
+            self.known[t] = own, names
+        return made
+
+    def _free(self, names: frozenset[str]) -> bool:
+        """Whether numbers may be read that depend on the inputs of these names."""
+        return self.read is not None or names.isdisjoint(self.sampled)
+
+    def _of(self, t: Tensor) -> Any:
+        """The values of a tensor and the names of the inputs behind them, or None."""
+        found = self.known.get(t)
+        return None if found is None or found[0].untyped_storage()._cdata in self.written else found
+
+    def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
+        """A tensor of a trace that has the given values, in memory of its own."""
+        with _outside():
+            own, kept = value.clone(), value.clone()
+        t = kept.to(self.device, copy=True)
+        if own.numel() <= LARGEST:
+            self.known[t] = own, names
+        return t
+
+    def _real(self, func: Any, args: Any, kwargs: Any, shapes_alone: bool = False) -> Any:
+        """What `func` returns for the values of its arguments, or for any in their shapes."""
+
+        def value(x: Any) -> Any:
+            if isinstance(x, torch.device):
+                return torch.device("cpu")
+            if not isinstance(x, Tensor):
+                return x
+            return torch.empty(x.shape, dtype=x.dtype) if shapes_alone else self.known[x][0]
+
+        if any(
+            isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in tree_leaves((args, kwargs))
+        ):
+            return None
+        shapes = (Tensor, torch.device)
+        with _outside():
+            args, kwargs = (tree_map_only(shapes, value, x) for x in (args, kwargs))
+            if "device" in kwargs:
+                kwargs["device"] = "cpu"
+            return func(*args, **kwargs)
+
+    def _forget(self, name: str, args: Any, kwargs: Any) -> None:
+        """Forget the values of what a function of unknown values writes, and of all that shares its memory."""
+        in_place = name.endswith("_") and not name.endswith("__")
+        in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
+        for t in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):
+            if isinstance(t, Tensor) and (found := self._of(t)):
+                storage = found[0].untyped_storage()
+                self.written[storage._cdata] = storage
+
+    def _note(self, names: frozenset[str], *, count: bool = False) -> None:
+        for name in names if self.read else ():
+            self.read(name, count)  # pyright: ignore
+
+
+def _small(tensors: list[Tensor]) -> bool:
+    return all(isinstance(t.numel(), int) and t.numel() <= LARGEST for t in tensors)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """A context without the modes and transforms around it, in which operations of real tensors are just that."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch.no_grad(),
+    ):
+        yield
