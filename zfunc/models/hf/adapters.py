@@ -66,7 +66,7 @@ def lora_config(
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether `model` is a model with adapters of peft."""
+    """Whether `model` is a module of peft, such as a model with its adapters."""
     return type(model).__module__.startswith("peft.")
 
 
@@ -190,8 +190,10 @@ def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensor(layer: Any) -> bool:
-    """Whether a layer of peft adapts a tensor of the module that it wraps, and no module. Layers of several tensors
-    of one module wrap each other."""
+    """Whether a module is a layer of peft that adapts a tensor of the module it wraps, and no module. Layers of
+    several tensors of one module wrap each other."""
+    if not is_adapted(layer):  # peft need not be installed
+        return False
     from peft.tuners.lora.layer import ParamWrapper
 
     return isinstance(layer, ParamWrapper)
@@ -208,7 +210,7 @@ def make_pure(layer: Any) -> None:
 
 def with_pure_adapters(model: nn.Module) -> nn.Module:
     """A copy of `model` in which layers of peft that adapt tensors are pure; a model without any as it is."""
-    if not any(type(m).__module__.startswith("peft.") and _of_tensor(m) for m in model.modules()):
+    if not any(map(_of_tensor, model.modules())):
         return model
     copied = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for m in copied.modules():
@@ -345,9 +347,7 @@ class AdaptedWeights:
 def _outermost(model: Any) -> dict[str, Any]:
     """The layers with adapters of peft that are in no other such layer, by name."""
     found: dict[str, Any] = {}
-    last = None
     for name, layer in _lora_layers(model):  # a layer before what is in it
-        if last is None or not name.startswith(f"{last}."):
+        if not (found and name.startswith(f"{next(reversed(found))}.")):
             found[name] = layer
-            last = name
     return found
