@@ -172,11 +172,12 @@ TRAININGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "edits": (edits, {"precision": "fp32"}),
     "aliases": (aliases, {"precision": "fp32", "micro_batches": 6}),
 }
+TRAINED = ("frozen", "fp16", "edits", "aliases")  # by day
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in ("tied", "LoRA", "bf16"))) for x in TRAININGS]
+    "name", [pytest.param(x, marks=[] if x in TRAINED else pytest.mark.slow) for x in TRAININGS]
 )
 def test_what_reaches_the_optimizer_is_the_gradient_of_the_row(name: str) -> None:
     """Law 11. With fp16 it was made at a scale, which is taken out again."""
