@@ -16,7 +16,7 @@ train: $(STAMP)
 	$(BIN)/zfunc train
 
 # First what most mistakes break and what types say: the first failure ends it within a minute. Then the rest, and the
-# device half beside it: four workers, of which those that wait, for a delay or a process, leave their core to others.
+# device half beside it: three workers, of which those that wait, for a delay or a process, leave their core to others.
 test: $(TOOLS)
 	$(MAKE) --jobs 2 quick lint pretend
 	$(MAKE) --jobs 2 rest device-half
@@ -25,10 +25,10 @@ test: $(TOOLS)
 rest: $(TOOLS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --part rest
 
-# These have processes of their own, in which torch has the pretend device. Most of them are in one file, which two
-# workers share.
+# These have a process of their own, in which torch has the pretend device: one, as most of them are in one file, which
+# traces and trains plainly once what its tests compare with.
 device-half: $(TOOLS)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device
+	$(BIN)/python -m pytest --device pretend tests/device
 
 # One process, beside the linters: two would import and trace the same.
 quick: $(TOOLS)
