@@ -129,7 +129,7 @@ def test_a_pipeline_goes_on_on_another_number_of_devices(capsys: Out) -> None:
     capsys.readouterr()
     train("--params-on", "host", "--devices", 2, "--steps", 1, "--out", "few")
     said = "".join(capsys.readouterr())
-    assert "devices: 2 for micro_batches=1: each idles for 50% of a step" in said
+    assert "--devices: 2 for --micro-batches 1: each idles for 50% of a step" in said
 
 
 def test_tokens_of_a_bin(capsys: Out) -> None:

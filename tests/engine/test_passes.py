@@ -393,7 +393,7 @@ def test_a_segment_that_min_cut_cannot_take_is_named(
         x, y = regression(4)(0)
         zfunc.train_step(program, zfunc.init(program), (x[:, None].expand(-1, 3, -1), y))
     (line,) = (r.getMessage() for r in caplog.records)
-    assert line.startswith(f"segment 'm2' runs with recompute='all', because it cannot be traced: {why}")
+    assert line.startswith(f"segment 'm2' runs with `recompute=all`, because it cannot be traced: {why}")
 
 
 # --- randomness -----------------------------------------------------------------------------------------

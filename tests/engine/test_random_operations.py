@@ -249,7 +249,7 @@ def test_12_what_is_random_is_plain_pytorchs_differs_between_seeds_and_is_the_sa
         assert torch.equal(moved, below), recompute
     assert ("runs without being traced" in caplog.text) == (form == "untraced")
     pure = form in ("returned", "rows", "whole")  # of views in place min-cut takes none
-    assert ("runs with recompute='all'" in caplog.text) == (not pure)
+    assert ("runs with `recompute=all`" in caplog.text) == (not pure)
     y, other = results["all", 5][0], results["all", 6][0]
     still = [name for name, t in y.items() if torch.equal(t, other[name])]
     assert still == []

@@ -154,7 +154,7 @@ def test_activations_that_do_not_fit_are_refused_before_the_step(monkeypatch: py
     program, data = compiled()
     state = zfunc.init(program)
     monkeypatch.setattr("zfunc.engine.program.program.available_host_bytes", lambda: 1000)
-    with pytest.raises(OutOfMemory, match="train_step: needs .* micro_batches"):
+    with pytest.raises(OutOfMemory, match="train_step: needs .* more `micro_batches`"):
         zfunc.train_step(program, state, data(0))
     monkeypatch.undo()
     zfunc.train_step(program, state, data(0))

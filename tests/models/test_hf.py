@@ -369,10 +369,10 @@ def with_rope(model: Any, kind: str) -> Any:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "expected a model of transformers": lambda: torch.nn.Linear(1, 1),
-    "an encoder-decoder, with two inputs: pass loss=.* expected a causal": lambda: transformers.T5Model(
+    "an encoder-decoder, with two inputs: pass `loss`.* expected a causal": lambda: transformers.T5Model(
         config("T5", **T5)()
     ),
-    "no next-token loss of its own: pass loss=": lambda: transformers.LlamaModel(CONFIGS["Llama"]()),
+    "no next-token loss of its own: pass `loss`": lambda: transformers.LlamaModel(CONFIGS["Llama"]()),
     "rotary positions of type 'axial': use one of default, ": lambda: with_rope(
         random_model("Llama"), "axial"
     ),

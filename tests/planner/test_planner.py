@@ -265,7 +265,7 @@ def test_room_is_asked_before_anything_is_allocated(monkeypatch: pytest.MonkeyPa
     for words in ("1 B of host memory short", "nothing was allocated", "micro_batches=2 would fit"):
         assert words in str(error.value)
     monkeypatch.setattr(room, "available_host_bytes", lambda: 1000)
-    with pytest.raises(OutOfMemory, match="nothing was allocated; params_on=host keeps"):
+    with pytest.raises(OutOfMemory, match="nothing was allocated; params_on='host' keeps"):
         check_fits(*fitted(**SMALL, params_on="host"), settable=())
     assert "--precision" not in str(error.value), "what cannot be set is not advised"
 

@@ -57,7 +57,7 @@ GONE = {
     "offload_ratio": "pass the device's share of the state, which is the rest, as `state_on='device:0.25,host'`",
     "disk_ratio": "pass the host's share of the state, which is the rest, as `state_on='host:0.25,disk'`",
     "accumulate": "pass it as `order`, that of one device; several add up on the host with `grads_on=host`",
-    "moments": "pass it to the optimizer, as optimizer=zfunc.AdamW(moments='8bit')",
+    "moments": "pass it to the optimizer, as in zfunc.AdamW(moments='8bit')",
 }
 OF_OPTIMIZER = ("moments",)  # fields that `zfunc.compile` has from the optimizer; plans vary them, too
 

@@ -592,7 +592,7 @@ def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str, str]
         yield "order", of_one, name, getattr(s, name) != 1, "an order of several devices", do
     expected, do = (
         "horizontal, vertical or a number",
-        "pass one, leave it out, or pass devices=2 or more, or pp",
+        f"pass one, leave it out, or pass {setting('devices', 2)} or more, or `pp`",
     )
     yield "order", of_several, "devices", s.stages == 1, expected, do
     for name, given in (("params_on", off_device), ("order", s.group_size > 1)):

@@ -118,6 +118,6 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
     text = (
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "
         f"{parts}; nothing was allocated{kept}. {'; '.join(effects) or 'no single change that was tried helps'}; "
-        "or make the model smaller (num_layers, hidden_size)"
+        "or make the model smaller (`num_layers`, `hidden_size`)"
     )
     raise OutOfMemory(Message(text))

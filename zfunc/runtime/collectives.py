@@ -29,7 +29,7 @@ from attrs import define, field
 from torch import Tensor
 
 from zfunc.core.layout import Bucket
-from zfunc.errors import OutOfMemory, RankError
+from zfunc.errors import Message, OutOfMemory, RankError
 from zfunc.runtime.accelerator import on_accelerator, poll
 from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom, timeout
 
@@ -227,7 +227,7 @@ class RankGroup:
         """
         if self.world == 1:
             if shortage:
-                raise OutOfMemory(shortage)
+                raise OutOfMemory(Message(shortage))
             return
         if self.broken:
             raise RankError(
@@ -238,10 +238,10 @@ class RankGroup:
             self._same_call(call)
             short = {rank: x for rank, x in zip(self.members, self.texts(shortage), strict=True) if x}
             for rank, said in short.items():
-                raise OutOfMemory(shortage or f"rank {rank}: {said}")
+                raise OutOfMemory(Message(shortage or f"rank {rank}: {said}"))
             self.disagree(what, digest, text() if text else compared)
         if shortage:  # the same on all
-            raise OutOfMemory(shortage)
+            raise OutOfMemory(Message(shortage))
 
     def _same_call(self, call: str) -> None:
         """Raise RankError, which names the call of each rank, unless all ranks are in the same `call`."""

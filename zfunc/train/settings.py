@@ -435,8 +435,9 @@ class TrainSettings(StepFlags):
         if self.early_stopping_threshold and self.early_stopping is None:
             refuse("early_stopping_threshold", "it without `early_stopping`", "both", "add `early_stopping`")
         if self.keep_best and (self.save_every == 0 or DISK in words_of(self.state_on)):
-            other = "save_every=0" if self.save_every == 0 else f"state_on={self.state_on}"
-            refuse("keep_best", f"it with `{other}`, which saves no checkpoints", "some", "leave one out")
+            other = "save_every" if self.save_every == 0 else "state_on"
+            got = f"it with {setting(other, getattr(self, other))}, which saves no checkpoints"
+            refuse("keep_best", got, "some", "leave one out")
         for name in ("dpo_beta", "dpo_type"):
             if self.loss != DPO and getattr(self, name) is not None:
                 refuse(name, "it without `loss=dpo`", "both", "add `loss=dpo`")

@@ -272,8 +272,8 @@ def log_offload(program: Program) -> Program:
     devices, micro_batches = program.settings.stages, program.settings.micro_batches
     if micro_batches < devices:
         log.warning(
-            "%s: %d for micro_batches=%d: each idles for %.0f%% of a step or so, (n - 1) / (m + n - 1); "
-            "micro_batches=%d would make that %.0f%%",
+            "`%s`: %d for `micro_batches=%d`: each idles for %.0f%% of a step or so, (n - 1) / (m + n - 1); "
+            "`micro_batches=%d` would make that %.0f%%",
             *("pp" if spec.mesh.over_ranks else "devices", devices, micro_batches),
             100 * (devices - 1) / (micro_batches + devices - 1),
             *(4 * devices, 100 * (devices - 1) / (5 * devices - 1)),

@@ -40,7 +40,7 @@ from zfunc.engine.trace.purity import Facts
 from zfunc.engine.trace.segment import Look, Segment
 from zfunc.engine.trace.tensor_memory import FakeTensors
 from zfunc.engine.trace.vjp import Joints
-from zfunc.errors import PlanError
+from zfunc.errors import PlanError, setting
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import in_turn, on_accelerator, room_for_tensors
 from zfunc.runtime.collectives import RankGroup
@@ -341,7 +341,8 @@ def needed_bytes(
 def memory_shortage(
     program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
 ) -> str:
-    """The error's text if `peaks`, less the bytes already `allocated`, exceed this rank's free memory; else ""."""
+    """The error's text if `peaks`, less the bytes already `allocated`, exceed this rank's free memory, with
+    settings marked; else ""."""
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
     apart = {place: room_for_tensors(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
@@ -354,13 +355,13 @@ def memory_shortage(
                 f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
                 f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started"
                 f"{kept_in(program, memory)}. Use{fewer} "
-                "more micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
+                f"more `micro_batches`, a smaller `bucket_size`, {setting('recompute', 'all')}, or a smaller model"
             )
     return ""
 
 
 def kept_in(program: Program, memory: str) -> str:
-    """A clause for errors: the settings that keep optional data in a memory, "host" or a device's; else ""."""
+    """A clause for errors: the marked settings that keep optional data in a memory, "host" or a device's, or ""."""
     spec, settings, usual = program.spec, program.settings, StepSettings()
     placed = (
         (x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host" and x != "state_on"
@@ -369,5 +370,5 @@ def kept_in(program: Program, memory: str) -> str:
     if memory != "host" or not on_accelerator(program.device):
         persistent = settings.streams and any(x.persistent for x in spec.layout.all_buckets)
         kept += ["state_on"] * bool(spec.resident) + ["persistent_params"] * persistent
-    reasons = " and ".join(f"{x}={getattr(settings, x)}" for x in kept)
+    reasons = " and ".join(setting(x, getattr(settings, x)) for x in kept)
     return f"; {reasons} keeps state, parameters or activations there" if kept else ""

@@ -24,7 +24,7 @@ from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.trace.purity import check_deterministic, first_change, read_outside
 from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.engine.trace.vjp import MAX_TRACES, SegmentWeights, differentiated
-from zfunc.errors import Message, PlanError, marked, refuse
+from zfunc.errors import Message, PlanError, marked, refuse, setting
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -233,14 +233,14 @@ def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
 
 
 def _mixed(program: Program, s: int) -> str:
-    """Advice for an error of segment `s` in a program that keeps some parameters in fp32; "" in other programs."""
+    """Marked advice for an error of segment `s` if some parameters of the program are kept in fp32, else ""."""
     if not any(x.in_fp32 for x in program.layout.all_buckets):
         return ""
     own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)
     names = [repr(p.name) for p, x in own if x == torch.float32] or ["none of its parameters"]
     kept = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
     given = ",".join(program.settings.fp32_params)
-    by = f"fp32_params={given!r}" if given else "the model's class"
+    by = setting("fp32_params", given) if given else "the model's class"
     return (
         f" ({by} keeps {kept} in fp32: let the code of the segment cast what meets them, or the "
         "segment below what it returns; or leave names out)"
@@ -286,9 +286,8 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
                     f"differentiate: {action}"
                 ) from error
         shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in tree_leaves(inputs)]
-        raise ValueError(
-            f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
-            f"{type(error).__name__}: {error}{_mixed(program, s)}"
-        ) from error
+        said = f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
+        said += f"{type(error).__name__}: {error}{_mixed(program, s)}"
+        raise ValueError(Message(said)) from error
     finally:
         FAKE_LOG.disabled = before

@@ -35,7 +35,7 @@ from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow
 from zfunc.engine.trace.expressions import expression
 from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.engine.trace.vjp import SegmentVJP, cotangents_of, joint_graph, pull_of
-from zfunc.errors import refuse, setting
+from zfunc.errors import Message, refuse, setting
 from zfunc.runtime.rng import seeded
 
 FEW = 256  # tokens in pieces
@@ -46,7 +46,7 @@ TOLERANCE = {2: 3e-2, 4: 1e-4, 8: 1e-5}  # relative to the largest element, by t
 LARGE = 2.0**10  # times a gradient: a backward that is linear in it gives as many times itself, to the bit
 OTHERWISE = (
     "expected tokens that depend on others through attention alone, on their place through torch.arange(tokens), "
-    "a backward that is linear in its gradient, and no random numbers in evaluation: use tiles=1"
+    f"a backward that is linear in its gradient, and no random numbers in evaluation: use {setting('tiles', 1)}"
 )
 Answers = Callable[[int], bool] | None
 # What comparisons give in trials, by their number: what they do, then true, false, and by turns.
@@ -60,7 +60,8 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
     split = tiled.split(weights, inputs)[0] if isinstance(tiled, Tiled) else None
     if not tried and split and not split.unknown and _pulled_alike(tiled.function, split, weights, inputs):
         return None
-    began, said = time.perf_counter(), f"segment {weights.name or tiled.name!r}: tiles={tiled.tiles}"
+    began = time.perf_counter()
+    said = Message(f"segment {weights.name or tiled.name!r}: {setting('tiles', tiled.tiles)}")
     unknown = f" ({split.unknown} is not known to keep them apart)" if split and split.unknown else ""
     ways = [weights]
     if not tried:
@@ -70,7 +71,7 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
         with seeded(0):
             found = _in_pieces(tried[1:], values, inputs) or _poisoned(tried[0], values, inputs)
         if found:
-            raise ValueError(f"{said}: got {found}{unknown}, {OTHERWISE}")
+            raise ValueError(Message(f"{said.marked}: got {found}{unknown}, {OTHERWISE}"))
     log.info("%s: no token depends on others, seen in %.1f s%s", said, time.perf_counter() - began, unknown)
     return tried
 

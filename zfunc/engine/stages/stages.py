@@ -111,7 +111,7 @@ def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], 
             warn(
                 f"segment {call.name!r}: the loss is no mean over rows: {whole:.4g} of {rows} rows, {parts:.4g} as "
                 "the mean of two halves. A step has the mean of the losses of micro-batches, each of its own rows: "
-                "contrastive losses need micro_batches=1 on one rank, masked ones weights of the whole batch"
+                "contrastive losses need `micro_batches=1` on one rank, masked ones weights of the whole batch"
             )
 
 

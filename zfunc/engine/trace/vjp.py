@@ -154,7 +154,7 @@ def make_vjp(
         graphs = traced(again, f"{runs}out being traced", repeat_forward, keeps=False)
     if recompute == "min-cut":
         instead, cut = "none" if keeps else "all", sized_min_cut if moving and not last else min_cut
-        graphs = traced(graphs.passes, f"{runs} recompute={instead!r}", cut)
+        graphs = traced(graphs.passes, f"{runs} `recompute={instead}`", cut)
     return moving_passes(graphs.passes) if moving else graphs.passes
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, Message, setting
 from zfunc.models.quantization import BLOCK, FORMATS, NESTED_BLOCK, NF4, dynamic_map, joined
 
 STATE, METHOD = ".quant_state.bitsandbytes__", "bitsandbytes"
-INSTEAD = "use the model's folder in 16 bits, with quantize='nf4' or 'int8'"
+INSTEAD = f"use the model's folder in 16 bits, with {setting('quantize', 'nf4')} or 'int8'"
 SAID = {"quant_type": "nf4", "blocksize": BLOCK, "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
 """What a weight in 4 bits says of itself, and has to."""
 TABLES = {"quant_map": NF4, "nested_quant_map": dynamic_map()}
@@ -125,4 +125,4 @@ def _check_there(names: Iterable[str], reads: Mapping[str, Read], file: Path | s
 
 
 def _refuse(file: Path | str, got: str, expected: str) -> None:
-    raise CheckpointError(f"{file}: got {got}, expected {expected}: {INSTEAD}")
+    raise CheckpointError(Message(f"{file}: got {got}, expected {expected}: {INSTEAD}"))

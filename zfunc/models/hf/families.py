@@ -23,7 +23,9 @@ FAMILIES = (
 )
 """Models whose segments are tested with zfunc."""
 
-LOSS = "pass loss=, a function (the model's output, targets) -> mean loss, and example=(inputs, targets)"
+LOSS = (
+    "pass `loss`, a function (the model's output, targets) -> mean loss, and as `example` (inputs, targets)"
+)
 
 
 def check_transformers() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
-from zfunc.errors import CheckpointError, did_you_mean, refuse
+from zfunc.errors import CheckpointError, Message, did_you_mean, refuse
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters
 from zfunc.models.hf.bitsandbytes import (
@@ -117,9 +117,8 @@ def _check_quantized(config: Any, quantize: str | None, lora: Any, place: Path |
     if quantize is not None:
         one_of(FORMATS)("quantize", quantize)
     if stored not in ("", *FORMATS):
-        raise ValueError(
-            f"{place}: got weights quantized by {stored}, expected {READ}, or 16 bits: {INSTEAD}"
-        )
+        got = f"weights quantized by {stored}"
+        raise ValueError(Message(f"{place}: got {got}, expected {READ}, or 16 bits: {INSTEAD}"))
     if stored and quantize not in (None, stored):
         refuse("quantize", f"{quantize!r} for {place}, which has its weights in {stored}", do="leave it out")
     if (stored or quantize) and lora is None:
@@ -336,10 +335,9 @@ class FolderWeights:
                     "that are not quantized, or quantized by bitsandbytes"
                 )
             if t.encoded is not None and t.pattern is not None:
-                raise CheckpointError(
-                    f"{t.file}: got {t.name!r} in {t.dtype}, one of the tensors that make {name!r}, expected "
-                    f"floating point there: {INSTEAD}"
-                )
+                got = f"{t.name!r} in {t.dtype}, one of the tensors that make {name!r}"
+                said = f"{t.file}: got {got}, expected floating point there: {INSTEAD}"
+                raise CheckpointError(Message(said))
         t = self.parts[name][0]
         try:
             shape = tuple(self._read(name, on_meta=True).shape)
