@@ -128,10 +128,22 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids(), "labels": ids()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tied_frozen_and_no_grad(way: str) -> None:
+class InAutocast(Block):
+    """In bf16 inside, on whichever device it runs."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = super().forward(x, table)
+        with torch.autocast(x.device.type, enabled=False):
+            return y.float()
+
+
+@pytest.mark.parametrize(
+    ("way", "block"), [*((way, Block) for way in WAYS), ("host", InAutocast), ("two devices", InAutocast)]
+)
+def test_tied_frozen_no_grad_and_autocast(way: str, block: type[Block]) -> None:
     torch.manual_seed(0)
-    model = Tied()
+    model = Tied(block=block)
     check(zfunc.segments(model, batch()), model, batch(), None, **WAYS[way])
 
 
@@ -190,6 +202,32 @@ def test_batches_of_other_shapes_and_micro_batches_are_traced_anew() -> None:
 def _halves(model: nn.Module, x: dict[str, Tensor]) -> list[float]:
     rows = len(x["labels"]) // 2
     return [model(**{k: t[i : i + rows] for k, t in x.items()}).item() for i in (0, rows)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("LoKr", {"r": 4}),
+        pytest.param("BOFT", {"boft_block_size": 4}, marks=pytest.mark.slow),
+        pytest.param("OFT", {"r": 0, "oft_block_size": 4}, marks=pytest.mark.slow),
+        pytest.param("Vera", {"r": 4}, marks=pytest.mark.slow),
+        pytest.param("IA3", {"feedforward_modules": []}, marks=pytest.mark.slow),
+        pytest.param("AdaLora", {"r": 4, "total_step": 10}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:peft")
+def test_adapters_of_peft_train_as_in_plain_pytorch(kind: str, given: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model, batch, loss = MODELS["Llama"]()
+    config = getattr(peft, f"{kind}Config")(target_modules=["v_proj", "down_proj"], **given)
+    model = peft.get_peft_model(model, config).train()
+    for p in model.parameters():
+        if p.requires_grad and not p.any():
+            nn.init.normal_(p, std=0.1)
+    segments = zfunc.segments(model, batch, loss)
+    assert len(segments) > 3
+    check(segments, model, batch, loss, **WAYS["host"])
 
 
 # --- what is refused, and what is one segment ---------------------------------------------------------------
@@ -545,6 +583,24 @@ class Counted(Block):
         return super().forward(x, table) * self.calls
 
 
+class DataRead(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
+
+
+class Legacy(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    backward = Halved.backward
+
+
+class WithLegacy(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return Legacy.apply(super().forward(x, table))
+
+
 class Drawn(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + random.random()
@@ -571,6 +627,11 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
             lambda: zfunc.segments(Tied(block=Branch), batch()),
             r"branch on the value of a tensor.*test_any_model.py",
         ),
+        (
+            lambda: zfunc.segments(Tied(block=DataRead), batch()),
+            r"got .data of .*test_any_model.py:\d+, whose",
+        ),
+        (lambda: zfunc.segments(Tied(block=WithLegacy), batch()), "got Legacy of .*without setup_context"),
         (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
         (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),

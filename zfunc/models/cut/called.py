@@ -1,5 +1,6 @@
 """A wrapper that calls a model with a whole batch and returns the loss; parameters keep the model's own names."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -58,6 +59,25 @@ class CalledModel(nn.Module):
         if not isinstance(x, BatchCall):
             return output
         return loss_in(model, output) if loss is None else loss(output, *targets)
+
+
+def without_idle_draws(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose adapters of peft that branch on a random number for a dropout of 0, as LoHa and LoKr,
+    stay in eval mode, which is the same without dropout; a model without such as it is."""
+
+    def idle(m: nn.Module) -> bool:
+        kinds = [vars(m).get(x) for x in ("module_dropout", "rank_dropout")]
+        return all(isinstance(x, dict) and not any(x.values()) for x in kinds)
+
+    if not any(map(idle, model.modules())):
+        return model
+    copied = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    for m in filter(idle, copied.modules()):
+        kind = type(m)
+        m.__class__ = type(
+            kind.__name__, (kind,), {"training": property(lambda _: False, lambda _, _mode: None)}
+        )
+    return copied
 
 
 def loss_in(model: nn.Module, output: Any) -> Tensor:

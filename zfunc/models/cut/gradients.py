@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], x: Any) -> dict[str, str]:
-    """The autograd nodes behind the loss `function(params, x)`: names, by digests of all that each depends on."""
+def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], x: Any) -> dict[str, Any]:
+    """The autograd nodes behind the loss `function(params, x)`, by digests of all that each depends on."""
     with torch.enable_grad():
         loss = function(params, x)
     names = {id(t): name for name, t in params.items()}
@@ -27,4 +27,4 @@ def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], 
         left.pop()
         own = node.name(), names.get(id(getattr(node, "variable", None))), [(digests[f], n) for f, n in below]
         digests[node] = hashlib.blake2b(repr(own).encode(), digest_size=12).hexdigest()
-    return {digests[f]: f.name() for f in digests}
+    return {digests[f]: f for f in digests}

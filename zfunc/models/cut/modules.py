@@ -28,6 +28,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import (
@@ -47,7 +48,7 @@ from zfunc.engine.trace.purity import SEEDED, first_change, held
 from zfunc.engine.trace.segment import Segment, Values, make_segment
 from zfunc.engine.trace.vjp import MAX_TRACES
 from zfunc.errors import refuse
-from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values
+from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values, without_idle_draws
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import ModulePiece, module_piece
 from zfunc.models.cut.spans import (
@@ -136,7 +137,7 @@ def cuts(
     most = None if most is None else whole_number("most", most, least=1)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
-    called = CalledModel(with_pure_adapters(with_static_experts(model)), loss)
+    called = CalledModel(without_idle_draws(with_pure_adapters(with_static_experts(model))), loss)
     read = partial(call_of, has_loss=loss is not None)
     x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
     written, names = set[str](), None
@@ -432,8 +433,14 @@ class ModuleTraces:
                     f"model: got {change}, which changes from call to call and would stay as in the trace, "
                     "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
                 )
-        if different := next((name for digest, name in own.items() if digest not in others), ""):
-            raise NotCutError(f"its trace by torch.export has no {different} where the module has one")
+        different = next((node for digest, node in own.items() if digest not in others), None)
+        if different is None:
+            return
+        kind = getattr(type(different), "_forward_cls", Function)
+        if kind is not Function and kind.setup_context is Function.setup_context:
+            got = f"{kind.__qualname__} of {kind.__module__}, a torch.autograd.Function without setup_context"
+            refuse("model", got, "what torch.func differentiates", "give it setup_context, or leave it out")
+        raise NotCutError(f"its trace by torch.export has no {different.name()} where the module has one")
 
     def _pieces(self, key: int, cut: CutGraph) -> ModuleTrace:
         for why in cut.why:

@@ -14,6 +14,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -125,6 +126,11 @@ def cut_graph(
     if others := {x for x in _written(nodes, sources) if x in buffers} - changed:
         raise BuffersWrittenError(others)
     weights = {*signature.inputs_to_parameters}
+    for n in nodes:
+        constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
+        if n.users and isinstance(constant, FakeTensor):
+            got = f".data of a parameter, or its like, read at {place_of(next(iter(n.users)))}"
+            raise ValueError(f"model: got {got}, whose values a trace lacks, expected x.detach()")
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
     kept = _needed(nodes, outputs)
     for n in kept:
