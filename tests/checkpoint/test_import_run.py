@@ -8,7 +8,6 @@ readers gave the bits of its zero_to_fp32 for stage 3, and of the source of univ
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forked import fork, played
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -117,6 +117,23 @@ def save_trainer(folder: Path, model: Small, optimizer: Any) -> None:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save({"optimizer": moments}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+
+
+def save_by_number(folder: Path, model: Small, optimizer: Any) -> None:
+    """What a Trainer of one process writes."""
+    folder.mkdir()
+    save_file(
+        {x: t for x, t in model.state_dict().items() if x != "head.weight"}, folder / "model.safetensors"
+    )
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+
+def save_by_name(folder: Path, model: Small, optimizer: Any) -> None:
+    """What a Trainer with FSDP and FULL_STATE_DICT writes."""
+    folder.mkdir()
+    weights, moments = get_state_dict(model, optimizer)
+    torch.save(weights, folder / "pytorch_model_fsdp.bin")
+    torch.save(moments, folder / "optimizer.bin")
 
 
 @contextmanager
@@ -227,9 +244,14 @@ SAVED: dict[str, Callable[[Path, Small, Any], None]] = {
     "dcp, optim": lambda *given: save_dcp(*given, key="optim"),
     "dcp, tied otherwise": save_tied,
     "trainer": save_trainer,
+    "trainer, one process": save_by_number,
+    "trainer, full state": save_by_name,
     "universal": lambda *given: save_deepspeed(*given, stage=0),
     **{f"zero {n}": lambda *given, n=n: save_deepspeed(*given, stage=n) for n in (1, 2, 3)},
 }
+
+
+GROUPS = [[x for x, p in Small().named_parameters() if p.requires_grad]]
 
 
 # --- the same bits, and the same next loss -----------------------------------------------------------------------
@@ -240,7 +262,7 @@ def test_a_run_from_elsewhere_goes_on_with_the_same_bits_and_the_same_loss(form:
     model, optimizer = trained()
     SAVED[form](tmp_path / "theirs", model, optimizer)
     own = segments()
-    taken = import_run(tmp_path / "theirs", tmp_path / "taken", segments=own)
+    taken = import_run(tmp_path / "theirs", tmp_path / "taken", segments=own, groups=GROUPS)
     assert (taken.step, taken.sequences) == (3, 36 if form[0] in "uz" else 0)
     with CheckpointReader(open_checkpoint(taken.path)) as reader:
         for name, p in model.named_parameters():
@@ -268,42 +290,49 @@ def test_a_tied_weight_is_taken_once_where_no_model_says_so(tmp_path: Path) -> N
     assert loss == pytest.approx(torch_step(model, optimizer, 1), rel=2e-6)
 
 
-RANK = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
-sys.path.insert(0, "{tests}")
-from test_import_run import RATE, batch
-rank, folder = int(sys.argv[1]), "{folder}"
-dist.init_process_group("gloo", init_method="file://" + folder + "/store", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7))
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), **RATE)
-for n in range(5):
-    if n == 3:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.save({{"model": weights, "optimizer": moments}}, checkpoint_id=folder + "/theirs")
-    ids, targets = (x.view(2, 6)[rank] for x in batch(n))
-    loss = torch.nn.functional.cross_entropy(model(ids), targets)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    dist.all_reduce(mean := loss.detach() / 2)
-    if n > 2 and not rank:
-        print(mean.item())
-dist.destroy_process_group()
-"""
+def two_ranks(work: Callable[[int, Path], None], out: Path) -> None:
+    """Two processes, each with work(rank, out) in a group of gloo."""
+
+    def rank(n: int) -> None:
+        os.environ |= {"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": "2"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+        dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=n, world_size=2)
+        work(n, out)
+        dist.destroy_process_group()
+
+    ranks = [fork(partial(rank, n)) for n in range(2)]
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(x, 0)[1]) != 0 for x in ranks))
+
+
+def fsdp_run(out: Path) -> None:
+    """A loop of one's own with FSDP 2, which saves in its middle."""
+    two_ranks(fsdp_rank, out)
+
+
+def fsdp_rank(rank: int, out: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
+    fully_shard(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), **RATE), []
+    for n in range(5):
+        if n == 3:
+            weights, moments = get_state_dict(model, optimizer)
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=out / "theirs")
+        ids, targets = (x.view(2, 6)[rank] for x in batch(n))
+        loss = nn.functional.cross_entropy(model(ids), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(mean := loss.detach() / 2)
+        losses.append(mean.item())
+    (out / f"rank_{rank}.json").write_text(json.dumps(losses[3:]))
 
 
 @pytest.mark.slow
 def test_two_ranks_of_fsdp2_go_on_in_one_process_of_zfunc(tmp_path: Path) -> None:
-    code = RANK.format(tests=Path(__file__).parent, folder=tmp_path)
-    line = [sys.executable, "-W", "ignore", "-c", code]
-    ranks = [subprocess.Popen([*line, str(n)], stdout=subprocess.PIPE, text=True) for n in (0, 1)]
-    said = [x.communicate(timeout=100)[0] for x in ranks]
-    assert [x.returncode for x in ranks] == [0, 0]
-    losses = [float(x) for x in said[0].split()]
+    losses = json.loads((played(fsdp_run, tmp_path) / "rank_0.json").read_text())
     assert len([*(tmp_path / "theirs").glob("*.distcp")]) == 2
     assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "taken")]) == 0
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
@@ -321,6 +350,8 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SHARDED = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
 SHARDED |= {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 MIDDLE, END = 3, 6  # steps
+ARGS = {"use_cpu": True, "report_to": [], "max_steps": END, "save_steps": MIDDLE, "logging_steps": 1}
+ARGS |= {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "weight_decay": 0.1, "max_grad_norm": 1.0}
 
 
 def trainer_run(out: Path, tied: str) -> None:
@@ -331,25 +362,13 @@ def trainer_run(out: Path, tied: str) -> None:
     config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied == "tied")
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(out / "model")
-    ranks = [fork(partial(trainer_rank, model, rank, out)) for rank in range(2)]
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(x, 0)[1]) != 0 for x in ranks))
+    two_ranks(partial(trainer_rank, model), out)
 
 
-def trainer_rank(model: Any, rank: int, out: Path) -> None:
+def trained_by(model: Any, args: Any) -> tuple[Any, list[Any]]:
+    """A Trainer after its run, and the token numbers of each step."""
     import transformers
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=2)
-    length = {"max_steps": END, "save_steps": MIDDLE, "logging_steps": 1, "per_device_train_batch_size": 2}
-    rate = {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "weight_decay": 0.1, "max_grad_norm": 1.0}
-    where = {"output_dir": str(out / "run"), "use_cpu": True, "ddp_backend": "gloo", "report_to": []}
-    args = transformers.TrainingArguments(**length, **rate, **where, fsdp=True, fsdp_config={**SHARDED})
-    assert args.device.type == "cpu"
-    # Accelerate takes DDP for FSDP where all devices are CPUs; of several devices it does not ask which
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     rows = torch.randint(0, 61, (24, 16), generator=torch.Generator().manual_seed(1))
     trainer = transformers.Trainer(model, args, train_dataset=[{"input_ids": x, "labels": x} for x in rows])
     seen, step = [], trainer.training_step
@@ -360,10 +379,28 @@ def trainer_rank(model: Any, rank: int, out: Path) -> None:
 
     trainer.training_step = training_step
     trainer.train()
+    return trainer, seen
+
+
+def told_by(trainer: Any) -> list[Any]:
+    """Loss and gradient norm of each step."""
+    return [[x["loss"], x["grad_norm"]] for x in trainer.state.log_history if "loss" in x]
+
+
+def trainer_rank(model: Any, rank: int, out: Path) -> None:
+    import transformers
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    given = {"output_dir": str(out / "run"), "ddp_backend": "gloo", "fsdp": True, "fsdp_config": {**SHARDED}}
+    args = transformers.TrainingArguments(**ARGS, **given, per_device_train_batch_size=2)
+    assert args.device.type == "cpu"
+    # Accelerate takes DDP for FSDP where all devices are CPUs; of several devices it does not ask which
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer, seen = trained_by(model, args)
     assert type(trainer.model_wrapped).__name__ == "FSDPLlamaForCausalLM"
-    told = [[x["loss"], x["grad_norm"]] for x in trainer.state.log_history if "loss" in x]
+    told = told_by(trainer)
     (out / f"rank_{rank}.json").write_text(json.dumps({"rows": seen, "told": told}))
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -377,23 +414,54 @@ def test_a_trainer_with_fsdp_goes_on_in_one_process_of_zfunc(tied: str, tmp_path
     assert (
         main(["import", end, "--out", str(out / "theirs")]) == 0
     )  # tied weights are found without the model
-    rate = TrainerSchedule("linear", {}, lr=1e-2, warmup=0, total=END)
-    own = {**RATE, "lr": rate, "betas": (0.9, 0.999), "decay": zfunc.matrices_only}
     steps = map(torch.tensor, joined(*(x["rows"] for x in ranks)))
-    batches = [{"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in steps]
-    given = {"device": "cpu", "precision": "fp32", "clip_norm": 1.0, "optimizer": zfunc.AdamW(**own)}
-    goes_on = zfunc.compile(zfunc.hf.load(out / "model")[1], example=batches[0], **given)
-    state = zfunc.load(out / "taken", goes_on)
-    for n in range(MIDDLE, END):
-        state, metrics = zfunc.train_step(goes_on, state, batches[n])
-        assert [metrics.loss, metrics.grad_norm] == pytest.approx(ranks[0]["told"][n], rel=5e-6)
+    goes_on, state = gone_on(zfunc.hf.load(out / "model")[1], out / "taken", [*steps], ranks[0]["told"])
     theirs = dict(zfunc.weights(goes_on, zfunc.load(out / "theirs", goes_on), dtype="fp32"))
     for name, t in zfunc.weights(goes_on, state, dtype="fp32"):
         torch.testing.assert_close(t, theirs[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def gone_on(segments: Any, taken: Path, steps: list[Tensor], told: list[Any]) -> tuple[Any, Any]:
+    """The program and State after the Trainer's other steps, whose losses and gradient norms are the Trainer's."""
+    rate = TrainerSchedule("linear", {}, lr=1e-2, warmup=0, total=END)
+    own = {**RATE, "lr": rate, "betas": (0.9, 0.999), "decay": zfunc.matrices_only}
+    batches = [{"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in steps]
+    given = {"device": "cpu", "precision": "fp32", "clip_norm": 1.0, "optimizer": zfunc.AdamW(**own)}
+    program = zfunc.compile(segments, example=batches[0], **given)
+    state = zfunc.load(taken, program)
+    assert state.step == MIDDLE
+    for n in range(MIDDLE, END):
+        state, metrics = zfunc.train_step(program, state, batches[n])
+        assert [metrics.loss, metrics.grad_norm] == pytest.approx(told[n], rel=5e-6)
+    return program, state
+
+
 def joined(*ranks: Any) -> list[list[Any]]:
     return [[row for rank in step for row in rank] for step in zip(*ranks, strict=True)]
+
+
+HEAD: dict[str, Any] = {"modules_to_save": ["lm_head"]}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft calls it
+@pytest.mark.parametrize("lora", [{}, HEAD, None], ids=["adapters", "adapters and a head", "whole model"])
+def test_a_trainer_of_one_process_goes_on_in_zfunc(lora: dict[str, Any] | None, tmp_path: Path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model.save_pretrained(tmp_path / "model")
+    if lora is not None:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **lora)
+        model = peft.get_peft_model(model, config)
+    args = {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4}
+    trainer, seen = trained_by(model, transformers.TrainingArguments(**ARGS, **args))
+    middle = tmp_path / "run" / f"checkpoint-{MIDDLE}"
+    line = ["import", str(middle), "--out", str(tmp_path / "taken")]
+    assert main(line) == 2  # moments have numbers alone
+    assert main([*line, "--hf", str(tmp_path / "model")]) == 0
+    segments = zfunc.hf.load(tmp_path / "model", lora=None if lora is None else middle)[1]
+    gone_on(segments, tmp_path / "taken", [*map(torch.tensor, seen)], told_by(trainer))
 
 
 @pytest.mark.parametrize("settings", [{}, {"split_master": True}, {"moments": "16bit"}, {"moments": "8bit"}])
@@ -497,6 +565,17 @@ def weights_alone(folder: Path) -> None:
     dcp.save({"model": trained()[0].state_dict()}, checkpoint_id=folder, no_dist=True)
 
 
+def of_other_groups(folder: Path) -> None:
+    model, optimizer = trained()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    save_by_number(folder, model, optimizer)
+
+
+def without_zero(folder: Path) -> None:
+    save_deepspeed(folder, *trained(), stage=1)
+    edit(folder / MODEL, lambda saved: saved.update(param_shapes=None))
+
+
 RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
@@ -572,7 +651,33 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         ),
         "no exp_avg of each group .*Adam and AdamW",
     ),
-    "nothing": (lambda x: x.mkdir(), lambda _: None, "neither .metadata nor .*: name the folder of one step"),
+    "DeepSpeed without ZeRO": (without_zero, lambda _: None, "no ZeRO, expected stage 1, 2 or 3: .*weights"),
+    "other groups": (of_other_groups, lambda _: None, r"groups of \[4, 1\] parameters, expected \[4\]"),
+    "torn optimizer": (
+        "trainer, one process",
+        lambda x: torn(x / "optimizer.pt"),
+        "optimizer.pt: got no readable tensors",
+    ),
+    "torn weights": (
+        "trainer, one process",
+        lambda x: torn(x / "model.safetensors"),
+        "model.safetensors: got a file that cannot be read .*: copy the checkpoint",
+    ),
+    "no weights": (
+        "trainer, one process",
+        lambda x: (x / "model.safetensors").unlink(),
+        "got no weights, expected model.safetensors: copy",
+    ),
+    "code beside moments": (
+        "trainer, one process",
+        lambda x: torch.save({"state": Runs()}, x / "optimizer.pt"),
+        "got a pickle of .*print.*: if you trust .*`allow_pickle`",
+    ),
+    "nothing": (
+        lambda x: x.mkdir(),
+        lambda _: None,
+        "neither .metadata nor .* nor optimizer.pt.*: name the folder of one step",
+    ),
 }  # pyright: ignore
 
 
@@ -588,7 +693,7 @@ def test_what_cannot_be_taken_up_is_refused_with_what_to_do(
         make(source)
     spoil(source)
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
-        import_run(source, out, segments=segments())
+        import_run(source, out, segments=segments(), groups=GROUPS)
     assert "executed" not in capsys.readouterr().out
     assert not out.exists() or not [*out.glob("step-*")]
 

@@ -14,8 +14,9 @@
     foreign_run        a run of another program, its tensors by name, read one by one
     dcp                checkpoints of torch.distributed.checkpoint, read and written
     deepspeed_files    checkpoints of DeepSpeed: ZeRO of each stage, and universal ones
+    trainer_files      checkpoints of transformers' Trainer in whole files, and of adapters
     import_run         a run of another program as a checkpoint of zfunc
 
 What is read is checked before anything is allocated, and nothing in a checkpoint is ever executed,
-but pickles of DeepSpeed where `allow_pickle` says so.
+but pickles of DeepSpeed and Trainer where `allow_pickle` says so.
 """

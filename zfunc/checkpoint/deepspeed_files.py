@@ -22,9 +22,10 @@ from zfunc.checkpoint.foreign_run import (
     MOMENTS,
     ForeignRun,
     ForeignTensor,
+    foreign_tensor,
+    load_pickle,
     one_step,
     own_name,
-    reading_pickle,
 )
 
 FP32 = "fp32"  # beside MOMENTS: the master weights
@@ -64,6 +65,9 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
     """The run in a folder such as global_step100. Raises CheckpointError, with what to do."""
     models = [_load(x, allow_pickle) for x in _files(folder, "model")]
     model: Any = models[0]
+    if model.get("param_shapes") is None:
+        do = "begin from its weights, which `hf` or zfunc.init(params=...) take"
+        reject(folder, "a checkpoint with no ZeRO", "stage 1, 2 or 3", do)
     frozen: dict[str, Any] = model.get("frozen_param_shapes") or {}
     shapes = {name: tuple(s) for group in model["param_shapes"] for name, s in group.items()}
     if (folder / "zero").is_dir():
@@ -84,7 +88,7 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
     for name, value in model["module"].items():  # stage 1 has frozen parameters here, stage 3 empty tensors
         own = own_name(name)
         if own not in weights and own not in tied and (value.numel() or name in buffers):
-            weights[own] = ForeignTensor(value.shape, value.dtype, partial(_itself, value))
+            weights[own] = foreign_tensor(value)
             of_frozen |= {own} - {*map(own_name, buffers)}
     moments = {x: {kind: own[x] for kind, own in kinds.items() if x in own} for x in weights}
     seen = model.get("global_samples")
@@ -110,9 +114,8 @@ def _files(folder: Path, kind: str) -> list[Path]:
 
 
 def _load(file: Path, allow_pickle: bool) -> Any:
-    plain: list[Any] = [(type("Plain", (_Plain,), {}), f"deepspeed.{x}") for x in _CLASSES]
-    with reading_pickle(file), torch.serialization.safe_globals([] if allow_pickle else plain):
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+    plain = [(type("Plain", (_Plain,), {}), f"deepspeed.{x}") for x in _CLASSES]
+    return load_pickle(file, allow_pickle=allow_pickle, classes=plain)
 
 
 def _zero(
@@ -211,7 +214,3 @@ def _cut(flat: Sequence[Tensor], start: int, numel: int) -> Tensor:
         found.append(x[max(start, 0) : max(start + numel, 0)])
         start -= len(x)
     return torch.cat(found)
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value

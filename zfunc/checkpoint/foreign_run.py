@@ -5,9 +5,11 @@ Nothing is read before it is asked for, so a reader needs memory for the names a
 
 import pickle
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -17,7 +19,10 @@ from zfunc.checkpoint.durable_files import os_errors_as, reject
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COPY_AGAIN = "copy the checkpoint again, or take an earlier one"
-_WRAPPERS = re.compile(r"^(module\.)+|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(
+    r"^(module\.)+|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+    r"|\.modules_to_save\.default\b|(?<=\.lora_[AB])\.default\b|(?<=\.lora_embedding_[AB])\.default\b"
+)
 
 
 @frozen(eq=False)
@@ -35,7 +40,8 @@ class ForeignRun:
 
     `weights` has buffers of modules, too; `moments` has by parameter those of MOMENTS that there are. `frozen`
     names parameters that are known not to be trained, `tied` the owner of each other name of a tensor. `step`
-    counts updates, `sequences` what they were trained on, None if the files do not say.
+    counts updates, `sequences` what they were trained on, None if the files do not say. A run of `adapters` has no
+    frozen base.
     """
 
     place: Path
@@ -45,13 +51,16 @@ class ForeignRun:
     sequences: int | None = None
     frozen: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(factory=dict[str, str])
+    adapters: bool = False
 
 
 def own_name(name: str) -> str:
-    """The model's own name of a parameter, without what wrappers put into it.
+    """The model's own name of a parameter, without what wrappers put into it; of adapters, that in peft's files.
 
     >>> own_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'
+    >>> own_name("q_proj.lora_A.default.weight")
+    'q_proj.lora_A.weight'
     """
     return _WRAPPERS.sub("", name)
 
@@ -82,3 +91,19 @@ def reading_pickle(file: Path) -> Generator[None, None, None]:
         reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
     except (RuntimeError, EOFError, ImportError, AttributeError, KeyError) as error:
         reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
+
+
+def load_pickle(file: Path, *, allow_pickle: bool, classes: Sequence[Any] = ()) -> Any:
+    """What torch.save wrote in `file`, whose tensors are mapped. CheckpointError for a pickle of more than tensors,
+    numbers, texts and `classes`, unless `allow_pickle`."""
+    with reading_pickle(file), torch.serialization.safe_globals([] if allow_pickle else [*classes]):
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+
+
+def foreign_tensor(value: Tensor) -> ForeignTensor:
+    """A tensor that is in memory, or mapped."""
+    return ForeignTensor(value.shape, value.dtype, partial(_itself, value))
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value

@@ -5,7 +5,8 @@ A tensor at a time is read and written. The checkpoint has its name when all of 
 
 import logging
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.dcp import METADATA, PARTS, open_dcp
 from zfunc.checkpoint.deepspeed_files import is_deepspeed, open_deepspeed
 from zfunc.checkpoint.durable_files import reject
-from zfunc.checkpoint.foreign_run import MOMENTS, ForeignRun, ForeignTensor
+from zfunc.checkpoint.foreign_run import MOMENTS, ForeignRun, ForeignTensor, own_name
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
+from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.optimizer_state import FROZEN, MASTER
 from zfunc.errors import did_you_mean, refuse
@@ -30,6 +32,8 @@ from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
 log = logging.getLogger("zfunc")
+
+__all__ = ["ImportedRun", "adapters_in", "import_run", "is_trainer", "open_run"]
 
 
 @frozen
@@ -51,24 +55,23 @@ class _Entry:
     kinds: dict[str, ForeignTensor]
 
 
-def open_run(source: Path, *, allow_pickle: bool = False) -> ForeignRun:
-    """Open the DCP, or DeepSpeed's checkpoint, in a folder. Raises CheckpointError, with what to do."""
+def open_run(source: Path, groups: Sequence[Sequence[str]] = (), *, allow_pickle: bool = False) -> ForeignRun:
+    """Open the DCP, or the checkpoint of DeepSpeed or Trainer, in a folder: `import_run` says what `groups` are.
+    Raises CheckpointError, with what to do."""
+    expected = "a DCP, or a checkpoint of DeepSpeed or Trainer"
     if not source.is_dir():
-        reject(source, "no such folder", "a DCP, or a checkpoint of DeepSpeed", "check the path")
+        reject(source, "no such folder", expected, "check the path")
     if any((source / x / METADATA).exists() for x in ("", *PARTS)):
         return open_dcp(source)
     for pointer in (source / x for x in _POINTERS):
         if pointer.is_file() and (tag := pointer.read_text().strip()) and (source / tag).is_dir():
-            return open_run(source / tag, allow_pickle=allow_pickle)
+            return open_run(source / tag, groups, allow_pickle=allow_pickle)
     if is_deepspeed(source):
         return open_deepspeed(source, allow_pickle=allow_pickle)
-    got = f"neither {METADATA} nor *_states.pt"
-    reject(
-        source,
-        got,
-        "a DCP, or a checkpoint of DeepSpeed",
-        "name the folder of one step, such as checkpoint-500",
-    )
+    if is_trainer(source):
+        return open_trainer(source, groups, allow_pickle=allow_pickle)
+    got = f"neither {METADATA} nor *_states.pt nor optimizer.pt"
+    reject(source, got, expected, "name the folder of one step, such as checkpoint-500")
 
 
 def import_run(
@@ -76,15 +79,19 @@ def import_run(
     out: Path,
     *,
     segments: Iterable[Any] = (),
+    groups: Sequence[Sequence[str]] = (),
     sequences: int | None = None,
     allow_pickle: bool = False,
 ) -> ImportedRun:
     """Write the run of Adam or AdamW in folder `source` as a checkpoint of zfunc in the new folder `out`.
 
     `source` has a DCP (FSDP2, torchtitan, a checkpoint of Trainer with FSDP), files of DeepSpeed's ZeRO or a
-    universal checkpoint. `segments` are those of the model that goes on (`zfunc.segments`, `zfunc.hf.load`): they
-    say which parameters are trained, frozen, tied or buffers. Without them every parameter is trained but for those
-    that DeepSpeed's files call frozen. `sequences` is where the data goes on, by default what the files say, or 0.
+    universal checkpoint, or a Trainer's optimizer.pt beside safetensors of weights or adapters. `segments` are of
+    the model that goes on (`zfunc.segments`, `zfunc.hf.load`): they say which parameters are trained, frozen, tied
+    or buffers, and have the base of adapters. Without them every parameter is trained but for those that
+    DeepSpeed's files call frozen. `groups`, which optimizer.pt needs, are the names of the parameters in each group
+    of the optimizer, in its order (`zfunc.hf.trainer_groups`). `sequences` is where the data goes on, by default
+    what the files say, or 0.
 
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
@@ -95,7 +102,7 @@ def import_run(
     """
     if out.exists() and any(out.iterdir()):
         refuse("out", f"{out}, which holds files", "a new folder", "name another")
-    run = open_run(source, allow_pickle=allow_pickle)
+    run = open_run(source, groups, allow_pickle=allow_pickle)
     segments = [*segments]
     entries = _of_model(run, segments) if segments else _of_all(run)
     known = run.sequences if sequences is None else sequences
@@ -114,14 +121,20 @@ def _of_all(run: ForeignRun) -> list[_Entry]:
     return [_entry(run, x, x, weight.shape, trainable=x not in run.frozen) for x, weight in own.items()]
 
 
-def _of_model(run: ForeignRun, segments: Iterable[Any]) -> list[_Entry]:
+def _of_model(run: ForeignRun, segments: Sequence[Any]) -> list[_Entry]:
     """The entries of all parameters and buffers of `segments`. CheckpointError where the run has another model."""
     wanted = {p.name: p for s in segments for p in s.parameters}
     buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
     constants = {s.buffer_name(x) for s in segments for x in s.constants}
     used = {name: _owner(run, name) if p.trainable else _named(run, name) for name, p in wanted.items()}
     used |= {name: _named(run, name) for name in buffers}
-    entries = [_entry(run, x, used[x], p.shape, trainable=p.trainable) for x, p in wanted.items()]
+    base = _base(segments) if run.adapters else {}
+    entries = [
+        base[x]
+        if x in base and used[x] not in run.weights
+        else _entry(run, x, used[x], p.shape, trainable=p.trainable)
+        for x, p in wanted.items()
+    ]
     for name, t in buffers.items():
         entries.append(_Entry(name, False, {BUFFER: _weight(run, name, used[name], tuple(t.shape))}))
     for name in run.weights.keys() - {*used.values()} - constants:
@@ -134,6 +147,26 @@ def _of_model(run: ForeignRun, segments: Iterable[Any]) -> list[_Entry]:
     return entries
 
 
+def _base(segments: Sequence[Any]) -> dict[str, _Entry]:
+    """Entries of the frozen parameters of segments, with their first values, by name."""
+
+    @lru_cache(maxsize=1)  # of one segment: what it encodes it has in memory
+    def first(n: int) -> Mapping[str, Tensor]:
+        return segments[n].initial(0)
+
+    found: dict[str, _Entry] = {}
+    for n, segment in enumerate(segments):
+        for p in segment.parameters:
+            if not p.trainable and p.name not in segment.shared:
+                value = ForeignTensor(p.shape, first(n)[p.name].dtype, partial(_first, first, n, p.name))
+                found[p.name] = _Entry(p.name, False, {FROZEN: value})
+    return found
+
+
+def _first(first: Callable[[int], Mapping[str, Tensor]], n: int, name: str) -> Tensor:
+    return first(n)[name]
+
+
 def _log_tied(owners: Mapping[str, str]) -> None:
     for name, owner in owners.items():
         log.info("import: %r is tied to %r", name, owner)
@@ -141,7 +174,8 @@ def _log_tied(owners: Mapping[str, str]) -> None:
 
 def _named(run: ForeignRun, name: str) -> str:
     """The name by which a run has the tensor `name` of the model: another one where it is tied."""
-    return name if name in run.weights else run.tied.get(name, name)
+    there = own_name(name)
+    return there if there in run.weights else run.tied.get(there, there)
 
 
 def _owner(run: ForeignRun, name: str) -> str:

@@ -19,7 +19,7 @@ class ImportSettings:
 
     source: Path = _file(
         NOTHING,
-        "folder of a DCP, of a Trainer's checkpoint with FSDP, or of a checkpoint of DeepSpeed",
+        "folder of a DCP, or of a checkpoint of Trainer, with or without FSDP and adapters, or of DeepSpeed",
         metavar="FOLDER",
         positional=True,
     )
@@ -32,6 +32,12 @@ class ImportSettings:
         "FOLDER",
     )
     text_only: bool = _file(False, "of a model of images and text the language model alone")
+    quantize: str | None = _file(
+        None,
+        "nf4, nf4-single or int8: format of the frozen weights below adapters, as the training has it that goes on "
+        "(default: none)",
+        words=("nf4", "nf4-single", "int8"),
+    )
     sequences: int | None = _file(
         None, "sequences that were trained on, where the data goes on (default: what the files say, else 0)"
     )
@@ -43,18 +49,21 @@ class ImportSettings:
 def run_import(settings: ImportSettings) -> int:
     """Run `zfunc import`: write another program's run as a checkpoint of zfunc."""
     check_addresses()
-    from zfunc.checkpoint.import_run import import_run
+    from zfunc.checkpoint.import_run import adapters_in, import_run, is_trainer
 
     with logged(COMMAND.options):
-        segments = ()
+        segments, groups = (), ()
         if settings.hf is not None:
             from zfunc.models import hf
 
-            segments = hf.load(settings.hf, text_only=settings.text_only)[1]
+            given = {"lora": adapters_in(settings.source), "text_only": settings.text_only}
+            segments = hf.load(settings.hf, **given, quantize=settings.quantize)[1]
+            groups = hf.trainer_groups(settings.hf, **given) if is_trainer(settings.source) else ()
         x = import_run(
             settings.source,
             settings.out,
             segments=segments,
+            groups=groups,
             sequences=settings.sequences,
             allow_pickle=settings.allow_pickle,
         )

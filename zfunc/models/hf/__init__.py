@@ -20,7 +20,7 @@ transformers and peft are imported when one of these is called: `pip install ".[
     rotary       rotary positions whose frequencies follow the length of a row
     adapters     LoRA by peft
     experts      mixtures of experts, and the loss of their routers
-    loading      weights read from a folder
+    loading      weights read from a folder, and the groups of a Trainer's optimizer
     bitsandbytes weights in 4 or 8 bits in a folder
     folders      weights written to a folder, or handed to an inference engine
 """
@@ -30,8 +30,18 @@ from zfunc.models.hf.cutting import cut_model as segments
 from zfunc.models.hf.folders import export_folder as export
 from zfunc.models.hf.folders import model_weights as weights
 from zfunc.models.hf.folders import save_folder as save
-from zfunc.models.hf.loading import describe
+from zfunc.models.hf.loading import describe, trainer_groups
 from zfunc.models.hf.loading import load_folder as load
 from zfunc.models.loss import weighted_batch as batch
 
-__all__ = ["batch", "describe", "export", "load", "lora_config", "save", "segments", "weights"]
+__all__ = [
+    "batch",
+    "describe",
+    "export",
+    "load",
+    "lora_config",
+    "save",
+    "segments",
+    "trainer_groups",
+    "weights",
+]

@@ -111,6 +111,22 @@ def load_folder(
     return config, _quantized(own_values, {x: encoded.get(y) for x, y in names.items()})
 
 
+def trainer_groups(
+    folder: Path | str, *, lora: Any = None, text_only: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the trained parameters, with weight decay and without: the groups of a Trainer's optimizer for the
+    model of a folder, with the adapters of `lora`, in the order of its optimizer.pt."""
+    folder = Path(folder).expanduser()
+    config = read_config(folder, text_only=text_only)
+    model = empty_model(unquantized(config) if kind_of_folder(config) else config, folder)
+    model = model if lora is None else adapt(model, lora)
+    from transformers import Trainer
+
+    decayed = {*Trainer.get_decay_parameter_names(None, model)}  # pyright: ignore[reportArgumentType]
+    own = [name for name, p in model.named_parameters() if p.requires_grad]
+    return tuple(x for x in own if x in decayed), tuple(x for x in own if x not in decayed)
+
+
 def _check_quantized(config: Any, quantize: str | None, lora: Any, place: Path | None) -> str:
     """The format of a folder's weights, "" for 16 bits. ValueError for one that is not read, or not trained."""
     stored = kind_of_folder(config)

@@ -1,0 +1,92 @@
+"""Checkpoints of transformers' Trainer in whole files: of one process or DDP, of FSDP with FULL_STATE_DICT, and of
+adapters of peft, whose base is elsewhere.
+
+The optimizer's file is a pickle. `torch.load(weights_only=True)` reads it, and what else it holds is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from zfunc.checkpoint.durable_files import reject
+from zfunc.checkpoint.foreign_run import (
+    COPY_AGAIN,
+    MOMENTS,
+    ForeignRun,
+    ForeignTensor,
+    foreign_tensor,
+    load_pickle,
+    one_step,
+    own_name,
+)
+
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # of one process or DDP, by number; of FSDP, by name
+_CONFIG = "adapter_config.json"
+_ADAPTER, _WHOLE, _FSDP = "adapter_model.safetensors", "model*.safetensors", "pytorch_model_fsdp.bin"
+
+
+def is_trainer(folder: Path) -> bool:
+    """Whether a folder has an optimizer's state of the Trainer in one file."""
+    return any((folder / x).is_file() for x in OPTIMIZERS)
+
+
+def adapters_in(folder: Path) -> Path | None:
+    """The folder, if it has adapters of peft, as the `lora` of `zfunc.hf.load`."""
+    return folder if (folder / _CONFIG).is_file() else None
+
+
+def open_trainer(
+    folder: Path, groups: Sequence[Sequence[str]] = (), *, allow_pickle: bool = False
+) -> ForeignRun:
+    """The run in a folder such as checkpoint-500. Raises CheckpointError, with what to do.
+
+    `groups` are names of the trained parameters in each of the optimizer's groups, in its order: a state of one
+    process has numbers instead.
+    """
+    file = next(folder / x for x in OPTIMIZERS if (folder / x).is_file())
+    saved = load_pickle(file, allow_pickle=allow_pickle)
+    if any(x.get("amsgrad") for x in saved["param_groups"]):
+        reject(file, "AMSGrad", "Adam or AdamW without it", "train on without amsgrad first")
+    state = {own_name(x): own for x, own in _by_name(file, saved, groups).items()}
+    moments = {x: {k: foreign_tensor(own[k]) for k in MOMENTS if k in own} for x, own in state.items()}
+    step = one_step(folder, ((x, float(own["step"])) for x, own in state.items() if "step" in own))
+    adapters = adapters_in(folder) is not None
+    return ForeignRun(folder, step, _weights(folder, adapters, allow_pickle), moments, adapters=adapters)
+
+
+def _by_name(file: Path, saved: Any, groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """The state of each parameter that has one. CheckpointError where it has a number, and no name is known."""
+    state: Mapping[Any, Any] = saved["state"]
+    if all(isinstance(x, str) for x in state):
+        return state
+    numbers: list[list[int]] = [x["params"] for x in saved["param_groups"]]
+    sizes, known = [*map(len, numbers)], [*map(len, groups)]
+    if not groups:
+        got, do = "states by the number of a parameter", "name the model that training began with, as `hf`"
+        reject(file, got, "the names of parameters in the optimizer's order", do)
+    if sizes != known:
+        do = "name the model, and an optimizer that the Trainer made"
+        reject(file, f"groups of {sizes} parameters", f"{known}, as the Trainer makes of the model", do)
+    pairs = zip(chain(*numbers), chain(*groups), strict=True)
+    return {name: state[n] for n, name in pairs if n in state}
+
+
+def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, ForeignTensor]:
+    files = sorted(folder.glob(_ADAPTER if adapters else _WHOLE))
+    if not files and not adapters and (folder / _FSDP).is_file():
+        saved = load_pickle(folder / _FSDP, allow_pickle=allow_pickle)
+        return {own_name(x): foreign_tensor(t) for x, t in saved.items()}
+    if not files:
+        reject(folder, "no weights", _ADAPTER if adapters else "model.safetensors", COPY_AGAIN)
+    from safetensors import SafetensorError
+
+    load_file: Any = import_module("safetensors.torch").load_file
+    found: dict[str, ForeignTensor] = {}
+    for file in files:
+        try:
+            found |= {own_name(x): foreign_tensor(t) for x, t in load_file(file).items()}  # mapped, not read
+        except (SafetensorError, OSError) as error:
+            reject(file, f"a file that cannot be read ({error!s:.200})", "a whole one", COPY_AGAIN)
+    return found
