@@ -103,7 +103,7 @@ def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
     """The model of the settings. Raises ValueError for an unsupported config, and for data that is not there."""
     check_exists("data", settings.data)
     if settings.hf is not None or settings.hf_config is not None:
-        return _described(settings)
+        return _of_config(settings)
     from zfunc.models.gpt_config import num_parameters
     from zfunc.models.gpt_costs import gpt_costs
 
@@ -121,7 +121,7 @@ def _optimizer(settings: SimulatedFlags) -> NamedOptimizer:
     return make_optimizer(settings.optimizer, decay=matrices_only, **OPTIMIZERS[settings.optimizer][2])
 
 
-def _described(settings: SimulatedFlags) -> SimulatedModel:
+def _of_config(settings: SimulatedFlags) -> SimulatedModel:
     """The model of a Hugging Face config. Torch and transformers are imported only where no costs are kept."""
     from zfunc.planner.cost_model import SegmentCosts
     from zfunc.planner.kept_costs import ModelFacts, kept, kept_trace

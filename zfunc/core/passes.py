@@ -40,7 +40,7 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     "output": lambda at, m, s: at.losses(m) if at.spec.is_last(s) else (at.received("act", F, m, s + 1),),
     "residuals": lambda at, m, s: at.residuals(m, s),  # unless backward recomputes them
     # Of rows in tiles what waits for its copy is as large as all that is computed: the loss lets it go first.
-    "room": lambda at, _, s: at.room(s - (at.spec.is_last(s) and at.spec.settings.tiles != 1)),
+    "room": lambda at, _, s: at.act_room(s - (at.spec.is_last(s) and at.spec.settings.tiles != 1)),
     "left": _left,
     "recomputed": lambda at, m, s: (at("recomputed", m, s),),
     "kept": _kept,

@@ -331,8 +331,8 @@ class Regions:
         buffer = "next_module_buffers" if new else "module_buffers"
         return (self(buffer, s),) if s in self.spec.stateful else ()
 
-    def room(self, s: int) -> tuple[Region, ...]:
-        """A slot without bytes: forward of segment `s` waits for it until older activations are on the host."""
+    def act_room(self, s: int) -> tuple[Region, ...]:
+        """A slot without bytes, for which forward of segment `s` waits until older activations are on the host."""
         return (self.slot_of("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
@@ -345,7 +345,7 @@ class Regions:
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
         made = (self.received("act", F, m, s + 1),) if output else ()
-        return (self("act", m, s), *kept, *made, *self.room(s))
+        return (self("act", m, s), *kept, *made, *self.act_room(s))
 
     def sum(self, b: int, d: int) -> Region:
         """The sum over micro-batches of delivery `d` of bucket `b`; the first delivery's becomes the gradient.

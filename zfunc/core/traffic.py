@@ -18,7 +18,7 @@ class Traffic:
     ...     traffic = Traffic(compiled)
     ...     traffic.add([("x", 8)], [("y", 8)], fusable=True)
     ...     traffic.add([("x", 8), ("y", 8)], [("z", 8)], fusable=True)
-    ...     print(traffic.ended(["z"]))
+    ...     print(traffic.total_bytes(["z"]))
     40
     16
     """
@@ -50,6 +50,6 @@ class Traffic:
         self._unwritten.pop(memory, None)
         self._at_hand.discard(memory)
 
-    def ended(self, results: Iterable[Hashable]) -> int:
+    def total_bytes(self, results: Iterable[Hashable]) -> int:
         """The bytes that all kernels move, including the write of `results` by fused kernels."""
         return self.nbytes + sum(self._unwritten.get(memory, 0) for memory in results)

@@ -305,7 +305,7 @@ def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compi
         live -= sum(t.held for t in touched[n] & own - results if last[t] == n)
     return PassCost(
         flops=sum(x.flops for x in operations),
-        nbytes=traffic.ended(results),
+        nbytes=traffic.total_bytes(results),
         workspace=max(0, peak - known),
         launches=0 if compiled else sum(x.launched for x in operations),
         attention_flops=sum(x.flops for x in operations if "attention" in x.words),

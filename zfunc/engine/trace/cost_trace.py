@@ -116,7 +116,7 @@ class AllocationTracker(TorchDispatchMode):
         """The cost of a traced pass whose results are alive; `kept` bytes of the peak are no workspace."""
         return PassCost(
             self.flops,
-            self._traffic.ended(self._sizes),
+            self._traffic.total_bytes(self._sizes),
             max(0, self.peak - kept),
             0 if self._compiled else self.launches,  # unknown of compiled passes
             self.attention_flops,
