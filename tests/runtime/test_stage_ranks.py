@@ -3,6 +3,9 @@
 import math
 import pickle
 import re
+import threading
+import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +26,7 @@ from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.state.state import State
 from zfunc.errors import RankError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.stage_ranks import FIRST, SIZES, StageRanks
+from zfunc.runtime.stage_ranks import FIRST, NEVER, SIZES, StageRanks, _Message
 
 # --- rows ------------------------------------------------------------------------------------------------
 
@@ -144,3 +147,18 @@ def test_no_memory_is_taken_for_a_size_that_the_plan_does_not_have(
         stage.receive(1, 0, 512)
     assert came == [FIRST]
     assert job.detector.failed()
+
+
+def test_what_was_sent_is_kept_until_it_has_arrived_and_no_longer() -> None:
+    arrived, part = threading.Event(), torch.ones(3)
+    kept = weakref.ref(part)
+    work = SimpleNamespace(wait=lambda _: arrived.wait())
+    message = _Message([work], [part], "send to rank 1", NEVER)
+    del part
+    assert kept() is not None
+    arrived.set()
+    message.wait()
+    until = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < until:
+        time.sleep(0.001)  # its thread is about to be idle
+    assert kept() is None

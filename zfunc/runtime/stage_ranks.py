@@ -174,6 +174,7 @@ class _Waiter(threading.Thread):
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
             job()
+            del job  # or an idle waiter would keep the last message's memory
             self.idle.append(self)
 
 
