@@ -533,6 +533,14 @@ def without_moments(folder: Path) -> None:
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=True)
 
 
+def without_moments_and_like_another(folder: Path) -> None:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    del moments["state"]["norm.bias"]
+    state = {"model": {**weights, "norm.bias": weights["norm.weight"]}, "optimizer": moments}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
 def with_one_more(folder: Path) -> None:
     model, optimizer = trained()
     weights, moments = get_state_dict(model, optimizer)
@@ -583,6 +591,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         without_moments,
         lambda _: None,
         "no exp_avg_sq of 'head.bias', expected exp_avg and.*: save the",
+    ),
+    "no moments, and like another": (
+        without_moments_and_like_another,
+        lambda _: None,
+        "no exp_avg of 'norm.bias'",
     ),
     "a stranger": (
         with_one_more,
@@ -667,6 +680,16 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         "trainer, one process",
         lambda x: (x / "model.safetensors").unlink(),
         "got no weights, expected model.safetensors: copy",
+    ),
+    "no state": (
+        "trainer, one process",
+        lambda x: torch.save([1], x / "optimizer.pt"),
+        r"optimizer.pt: got no state of Adam, expected what state_dict\(\)",
+    ),
+    "moments that are no tensors": (
+        "trainer, full state",
+        lambda x: edit(x / "optimizer.bin", lambda saved: saved["state"]["head.bias"].update(exp_avg=1.0)),
+        "optimizer.bin: got no state of Adam",
     ),
     "code beside moments": (
         "trainer, one process",

@@ -5,7 +5,7 @@ A tensor at a time is read and written. The checkpoint has its name when all of 
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -126,8 +126,9 @@ def _of_model(run: ForeignRun, segments: Sequence[Any]) -> list[_Entry]:
     wanted = {p.name: p for s in segments for p in s.parameters}
     buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
     constants = {s.buffer_name(x) for s in segments for x in s.constants}
-    used = {name: _owner(run, name) if p.trainable else _named(run, name) for name, p in wanted.items()}
-    used |= {name: _named(run, name) for name in buffers}
+    used = {name: _named(run, name) for name in (*wanted, *buffers)}
+    apart = {*used.values()}  # the model does not tie these
+    used |= {name: _owner(run, name, apart) for name, p in wanted.items() if p.trainable}
     base = _base(segments) if run.adapters else {}
     entries = [
         base[x]
@@ -178,12 +179,14 @@ def _named(run: ForeignRun, name: str) -> str:
     return there if there in run.weights else run.tied.get(there, there)
 
 
-def _owner(run: ForeignRun, name: str) -> str:
-    """The name by which a run has the moments of the trained tensor `name`: another one where it is tied."""
+def _owner(run: ForeignRun, name: str, apart: Set[str] = frozenset()) -> str:
+    """The name by which a run has the moments of the trained tensor `name`: where it is tied another one, none of
+    those `apart`."""
     there = _named(run, name)
     if there not in run.weights or run.moments.get(there):
         return there
-    return _twin(run, there, (x for x, own in run.moments.items() if own and x in run.weights)) or there
+    others = (x for x, own in run.moments.items() if own and x in run.weights and x not in apart)
+    return _twin(run, there, others) or there
 
 
 def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:

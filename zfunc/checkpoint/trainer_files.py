@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.foreign_run import (
     COPY_AGAIN,
@@ -47,6 +49,8 @@ def open_trainer(
     """
     file = next(folder / x for x in OPTIMIZERS if (folder / x).is_file())
     saved = load_pickle(file, allow_pickle=allow_pickle)
+    if not _is_state(saved):
+        reject(file, "no state of Adam", "what state_dict() of torch's Adam or AdamW returns", COPY_AGAIN)
     if any(x.get("amsgrad") for x in saved["param_groups"]):
         reject(file, "AMSGrad", "Adam or AdamW without it", "train on without amsgrad first")
     state = {own_name(x): own for x, own in _by_name(file, saved, groups).items()}
@@ -54,6 +58,18 @@ def open_trainer(
     step = one_step(folder, ((x, float(own["step"])) for x, own in state.items() if "step" in own))
     adapters = adapters_in(folder) is not None
     return ForeignRun(folder, step, _weights(folder, adapters, allow_pickle), moments, adapters=adapters)
+
+
+def _is_state(saved: Any) -> bool:
+    """Whether a value has the form of an optimizer's state, and its moments are tensors."""
+    match saved:
+        case {"state": dict(state), "param_groups": list(groups)}:
+            own = [x for x in state.values() if isinstance(x, dict)]
+            lists = [x for x in groups if isinstance(x, dict) and isinstance(x.get("params"), list)]
+            tensors = all(isinstance(x[k], Tensor) for x in own for k in MOMENTS if k in x)
+            return tensors and len(own) == len(state) and len(lists) == len(groups)
+        case _:
+            return False
 
 
 def _by_name(file: Path, saved: Any, groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
@@ -77,9 +93,11 @@ def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, Fore
     files = sorted(folder.glob(_ADAPTER if adapters else _WHOLE))
     if not files and not adapters and (folder / _FSDP).is_file():
         saved = load_pickle(folder / _FSDP, allow_pickle=allow_pickle)
-        return {own_name(x): foreign_tensor(t) for x, t in saved.items()}
+        named = saved.items() if isinstance(saved, dict) else ()
+        return {own_name(x): foreign_tensor(t) for x, t in named if isinstance(t, Tensor)}
     if not files:
-        reject(folder, "no weights", _ADAPTER if adapters else "model.safetensors", COPY_AGAIN)
+        do = "copy it there; of pickled weights let save_pretrained write it"
+        reject(folder, "no weights", _ADAPTER if adapters else "model.safetensors", do)
     from safetensors import SafetensorError
 
     load_file: Any = import_module("safetensors.torch").load_file

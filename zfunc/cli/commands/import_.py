@@ -7,6 +7,7 @@ from attrs import NOTHING, frozen
 
 from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import logged
+from zfunc.errors import refuse
 from zfunc.options import option, path
 from zfunc.runtime.host_memory import check_addresses
 
@@ -45,18 +46,27 @@ class ImportSettings:
         False, "run the code that pickled files may have; for files of people you trust alone"
     )
 
+    def __attrs_post_init__(self) -> None:
+        for name in ("text_only", "quantize"):
+            if getattr(self, name) and self.hf is None:
+                refuse(name, "it without `hf`", "both", "add `hf`")
+
 
 def run_import(settings: ImportSettings) -> int:
     """Run `zfunc import`: write another program's run as a checkpoint of zfunc."""
     check_addresses()
     from zfunc.checkpoint.import_run import adapters_in, import_run, is_trainer
 
+    lora = adapters_in(settings.source)
+    if settings.quantize is not None and lora is None:
+        got = f"it for {settings.source}, which has no adapter_config.json"
+        refuse("quantize", got, "a run of adapters", "name its folder, or leave it out")
     with logged(COMMAND.options):
         segments, groups = (), ()
         if settings.hf is not None:
             from zfunc.models import hf
 
-            given = {"lora": adapters_in(settings.source), "text_only": settings.text_only}
+            given = {"lora": lora, "text_only": settings.text_only}
             segments = hf.load(settings.hf, **given, quantize=settings.quantize)[1]
             groups = hf.trainer_groups(settings.hf, **given) if is_trainer(settings.source) else ()
         x = import_run(
