@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ import pytest
 import torch
 from small_trainings import ON_DATA, config, train
 
+from zfunc.__main__ import main as started
 from zfunc.checkpoint.durable_files import locked
 from zfunc.cli import catalogue
 from zfunc.cli.main import main
@@ -257,6 +259,12 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("export used --out used/kept.txt", "--out: got used/kept.txt, expected the name of a file that ends in"),
     ("export empty --out a.safetensors", "empty: got no checkpoint in it"),
     ("import empty --out new", "empty: got neither .metadata nor"),
+    ("import empty --out new --text-only", "--text-only: got it without --hf, expected both: add --hf"),
+    ("import empty --out new --quantize nf4", "--quantize: got it without --hf, expected both: add --hf"),
+    (
+        "import empty --out new --hf model --quantize nf4",
+        "--quantize: got it for empty, which has no adapter_config.json, expected a run of adapters: name its",
+    ),
     ("export empty --hf used --out new", "empty: got no checkpoint in it"),
     ("doctor --foldr x", "did you mean '--folder'?"),
     ("completion csh", "did you mean 'zsh'?"),
@@ -501,6 +509,16 @@ def test_ctrl_c_of_a_command_that_only_computes_is_130(monkeypatch: pytest.Monke
     )
     assert main(["report", "nowhere"]) == 130
     assert capsys.readouterr().err == "zfunc report: stopped at once\n"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    def find_spec(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "zfunc.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec)])
+    assert started() == 130
+    assert capsys.readouterr().err == "zfunc: stopped at once\n"
 
 
 def test_options_of_other_programs_lead_to_ours() -> None:
