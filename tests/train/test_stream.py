@@ -21,6 +21,7 @@ from zfunc.errors import CheckpointError
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.data.corpus import rank_batch
+from zfunc.train.data.documents import holds_tokens
 from zfunc.train.data.record_files import open_stream
 from zfunc.train.data.stream import PackedStream
 from zfunc.train.settings import TrainSettings
@@ -330,6 +331,8 @@ def test_the_first_files_may_be_empty(tmp_path: Path) -> None:
     for name, rows in (("a", []), ("b", [[k, 2] for k in range(300)])):
         typed = pyarrow.array(rows, pyarrow.list_(pyarrow.int64()))
         pq.write_table(pyarrow.table({"input_ids": typed}), tmp_path / f"{name}.parquet")
+    assert holds_tokens(tmp_path / "*.parquet")
+    assert not holds_tokens(tmp_path / "*.jsonl")
     sizes: dict[str, Any] = {"seq_length": 4, "batch_size": 1, "vocab_size": 999, "buffer": 1, "seed": 0}
     stream = open_stream(tmp_path, tokenizer=None, **sizes).stream
     assert stream is not None

@@ -236,7 +236,12 @@ def _from_disk(path: Path) -> bool:
 
 
 def holds_tokens(path: Path) -> bool:
-    """Whether `path` holds tokens: a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized."""
+    """Whether `path` holds tokens: a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized, or
+    a pattern of its Parquet files."""
+    if not path.exists():
+        named = (Path(x) for x in sorted(glob(str(path), recursive=True)) if x.endswith(PARQUET))
+        first = next((x for x in named if x.is_file()), None)
+        return path.suffix == ".bin" if first is None else holds_tokens(first)
     if is_saved_dataset(path):
         return open_saved(path).tokenized
     return path.suffix == ".bin" or (path / "train.bin").is_file()
