@@ -30,6 +30,7 @@ from zfunc.checkpoint.dcp import export_dcp
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.import_run import import_run
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
+from zfunc.cli.commands.import_ import adapter_flags
 from zfunc.cli.main import main
 from zfunc.errors import CheckpointError
 from zfunc.train.trainer.schedules import TrainerSchedule
@@ -462,6 +463,23 @@ def test_a_trainer_of_one_process_goes_on_in_zfunc(lora: dict[str, Any] | None, 
     assert main([*line, "--hf", str(tmp_path / "model")]) == 0
     segments = zfunc.hf.load(tmp_path / "model", lora=None if lora is None else middle)[1]
     gone_on(segments, tmp_path / "taken", [*map(torch.tensor, seen)], told_by(trainer))
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({}, "--lora 4 --lora-alpha 8"),
+        ({"lora_alpha": 6, "target_modules": ["v", "q"]}, "--lora 4 --lora-alpha 6 --lora-targets q,v"),
+        ({"target_parameters": ["b", "a"]}, "--lora 4 --lora-alpha 8 --lora-target-parameters b,a"),
+        ({"use_rslora": True, **HEAD}, "zfunc train has no option for modules_to_save, use_rslora: go on in"),
+    ],
+)
+def test_the_options_that_go_on_with_adapters_are_told(
+    lora: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    peft.LoraConfig(r=4, base_model_name_or_path="hub/model", **lora).save_pretrained(tmp_path)
+    assert adapter_flags(tmp_path).startswith(said)
 
 
 @pytest.mark.parametrize("settings", [{}, {"split_master": True}, {"moments": "16bit"}, {"moments": "8bit"}])

@@ -12,6 +12,15 @@ from zfunc.options import option, path
 from zfunc.runtime.host_memory import check_addresses
 
 _file = partial(option, group="file")
+# Fields of a LoraConfig that change no training
+_OF_FILES = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+    "task_type",
+)
 
 
 @frozen(kw_only=True)
@@ -78,7 +87,29 @@ def run_import(settings: ImportSettings) -> int:
             allow_pickle=settings.allow_pickle,
         )
     print(f"written: {x.path}: {x.parameters} parameters of step {x.step}, after {x.sequences:,} sequences")
+    if lora is not None and settings.hf is not None:
+        print(f"adapters: {adapter_flags(lora)}")
     return EXIT_OK
+
+
+def adapter_flags(folder: Path) -> str:
+    """The options of `zfunc train` for the adapters of peft in a folder, or what it has no option for."""
+    from zfunc.models import hf
+
+    theirs = type(hf.lora_config(1)).from_pretrained(str(folder))
+    modules, tensors = theirs.target_modules, theirs.target_parameters
+    given = {"alpha": theirs.lora_alpha}
+    if modules:
+        given["targets"] = modules if isinstance(modules, str) else ",".join(sorted(modules))
+    if tensors:
+        given["parameters"] = ",".join(tensors)
+    ours = hf.lora_config(theirs.r, **given).to_dict()
+    other = [x for x, value in theirs.to_dict().items() if (value or None) != (ours[x] or None)]
+    if other := sorted({*other} - {*_OF_FILES}):
+        python = "go on in Python, with zfunc.hf.load(folder, lora=checkpoint)"
+        return f"zfunc train has no option for {', '.join(other)}: {python}"
+    flags = {"alpha": "--lora-alpha", "targets": "--lora-targets", "parameters": "--lora-target-parameters"}
+    return " ".join(["--lora", str(theirs.r), *(f"{flags[x]} {value}" for x, value in given.items())])
 
 
 COMMAND = Command(
