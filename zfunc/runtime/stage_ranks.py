@@ -131,9 +131,7 @@ class _Message:
         def wait() -> None:
             try:
                 for work in works:
-                    work.wait(
-                        limit
-                    )  # that of the job: gloo would take the one its connections were made with
+                    work.wait(limit)  # or gloo takes the one that its connections were made with
             except RuntimeError as error:
                 self._error = error
             assert parts  # kept until here
