@@ -602,6 +602,7 @@ def without_zero(folder: Path) -> None:
     edit(folder / MODEL, lambda saved: saved.update(param_shapes=None))
 
 
+BNB = {"step": 3, "state1": torch.zeros(7, dtype=torch.uint8), "state2": torch.zeros(7, dtype=torch.uint8)}
 RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
@@ -703,6 +704,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         "trainer, one process",
         lambda x: torch.save([1], x / "optimizer.pt"),
         r"optimizer.pt: got no state of Adam, expected what state_dict\(\)",
+    ),
+    "Adam in 8 bits": (
+        "trainer, one process",
+        lambda x: edit(x / "optimizer.pt", lambda saved: saved["state"].update(dict.fromkeys(range(4), BNB))),
+        "optimizer.pt: got step, state1, state2 of a parameter, expected exp_avg and exp_avg_sq, .*: begin with",
     ),
     "moments that are no tensors": (
         "trainer, full state",

@@ -20,6 +20,7 @@ from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.foreign_run import (
     COPY_AGAIN,
     MOMENTS,
+    NEW_MOMENTS,
     ForeignRun,
     ForeignTensor,
     foreign_tensor,
@@ -66,8 +67,7 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
     models = [_load(x, allow_pickle) for x in _files(folder, "model")]
     model: Any = models[0]
     if model.get("param_shapes") is None:
-        do = "begin from its weights, which `hf` or zfunc.init(params=...) take"
-        reject(folder, "a checkpoint with no ZeRO", "stage 1, 2 or 3", do)
+        reject(folder, "a checkpoint with no ZeRO", "stage 1, 2 or 3", NEW_MOMENTS)
     frozen: dict[str, Any] = model.get("frozen_param_shapes") or {}
     shapes = {name: tuple(s) for group in model["param_shapes"] for name, s in group.items()}
     if (folder / "zero").is_dir():

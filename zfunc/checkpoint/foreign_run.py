@@ -19,6 +19,7 @@ from zfunc.checkpoint.durable_files import os_errors_as, reject
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COPY_AGAIN = "copy the checkpoint again, or take an earlier one"
+NEW_MOMENTS = "begin with new moments: train from the weights, which `hf` or zfunc.init(params=...) take"
 _WRAPPERS = re.compile(
     r"^(module\.)+|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
     r"|\.modules_to_save\.default\b|(?<=\.lora_[AB])\.default\b|(?<=\.lora_embedding_[AB])\.default\b"

@@ -19,7 +19,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.dcp import METADATA, PARTS, open_dcp
 from zfunc.checkpoint.deepspeed_files import is_deepspeed, open_deepspeed
 from zfunc.checkpoint.durable_files import reject
-from zfunc.checkpoint.foreign_run import MOMENTS, ForeignRun, ForeignTensor, own_name
+from zfunc.checkpoint.foreign_run import MOMENTS, NEW_MOMENTS, ForeignRun, ForeignTensor, own_name
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
 from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
@@ -210,7 +210,7 @@ def _entry(run: ForeignRun, name: str, there: str, shape: tuple[int, ...], *, tr
     for kind in MOMENTS:
         if (moment := run.moments.get(there, {}).get(kind)) is None:
             do = "save the optimizer's state too; if it is frozen, or a buffer, name the model, which says so; or "
-            do += "begin with new moments: train from the weights, which `hf` or zfunc.init(params=...) take"
+            do += NEW_MOMENTS
             reject(
                 run.place, f"no {kind} of {name!r}", f"{' and '.join(MOMENTS)} of each trained parameter", do
             )

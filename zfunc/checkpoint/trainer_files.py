@@ -16,6 +16,7 @@ from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.foreign_run import (
     COPY_AGAIN,
     MOMENTS,
+    NEW_MOMENTS,
     ForeignRun,
     ForeignTensor,
     foreign_tensor,
@@ -54,6 +55,9 @@ def open_trainer(
     if any(x.get("amsgrad") for x in saved["param_groups"]):
         reject(file, "AMSGrad", "Adam or AdamW without it", "train on without amsgrad first")
     state = {own_name(x): own for x, own in _by_name(file, saved, groups).items()}
+    if (first := next(iter(state.values()), None)) and not any({*own} & {*MOMENTS} for own in state.values()):
+        expected = f"{' and '.join(MOMENTS)}, as torch's Adam and AdamW have them"
+        reject(file, f"{', '.join(map(str, first))} of a parameter", expected, NEW_MOMENTS)
     moments = {x: {k: foreign_tensor(own[k]) for k in MOMENTS if k in own} for x, own in state.items()}
     step = one_step(folder, ((x, float(own["step"])) for x, own in state.items() if "step" in own))
     adapters = adapters_in(folder) is not None
