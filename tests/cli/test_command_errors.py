@@ -259,6 +259,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("export used --out used/kept.txt", "--out: got used/kept.txt, expected the name of a file that ends in"),
     ("export empty --out a.safetensors", "empty: got no checkpoint in it"),
     ("import empty --out new", "empty: got neither .metadata nor"),
+    ("import empty --out new --sequences -5", "--sequences: got -5, expected a whole number of at least 0"),
     ("import empty --out new --text-only", "--text-only: got it without --hf, expected both: add --hf"),
     ("import empty --out new --quantize nf4", "--quantize: got it without --hf, expected both: add --hf"),
     (

@@ -22,12 +22,14 @@ from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.foreign_run import MOMENTS, NEW_MOMENTS, ForeignRun, ForeignTensor, own_name
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
+from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.optimizer_state import FROZEN, MASTER
 from zfunc.errors import did_you_mean, refuse
 from zfunc.optim.loss_scale import UNSCALED
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
+from zfunc.values import whole
 
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
@@ -96,12 +98,14 @@ def import_run(
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
 
-    Raises ValueError if `out` holds anything, and CheckpointError, with what to do, for files that are missing or
-    torn, a parameter without moments, one of another shape, one that the model does not have, and a pickle of more
-    than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
+    Raises ValueError if `out` holds anything or `sequences` cannot be, and CheckpointError, with what to do, for
+    files that are missing or torn, a parameter without moments, one of another shape, one that the model does not
+    have, and a pickle of more than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
     """
     if out.exists() and any(out.iterdir()):
         refuse("out", f"{out}, which holds files", "a new folder", "name another")
+    if sequences is not None:
+        whole("sequences", sequences, 0, MAX_INT)
     run = open_run(source, groups, allow_pickle=allow_pickle)
     segments = [*segments]
     entries = _of_model(run, segments) if segments else _of_all(run)

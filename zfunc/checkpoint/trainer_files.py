@@ -1,7 +1,8 @@
 """Checkpoints of transformers' Trainer in whole files: of one process or DDP, of FSDP with FULL_STATE_DICT, and of
 adapters of peft, whose base is elsewhere.
 
-The optimizer's file is a pickle. `torch.load(weights_only=True)` reads it, and what else it holds is refused.
+The optimizer's file is a pickle, and so are FSDP's weights. `torch.load(weights_only=True)` reads them, and what
+else they hold is refused.
 """
 
 from collections.abc import Mapping, Sequence
