@@ -720,6 +720,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda x: torch.save({"state": Runs()}, x / "optimizer.pt"),
         "got a pickle of .*print.*: if you trust .*`allow_pickle`",
     ),
+    "a pointer to itself": (
+        lambda x: x.mkdir() or (x / "latest").write_text("."),
+        lambda _: None,
+        "neither .metadata nor",
+    ),
     "nothing": (
         lambda x: x.mkdir(),
         lambda _: None,

@@ -65,8 +65,9 @@ def open_run(source: Path, groups: Sequence[Sequence[str]] = (), *, allow_pickle
         reject(source, "no such folder", expected, "check the path")
     if any((source / x / METADATA).exists() for x in ("", *PARTS)):
         return open_dcp(source)
-    for pointer in (source / x for x in _POINTERS):
-        if pointer.is_file() and (tag := pointer.read_text().strip()) and (source / tag).is_dir():
+    for pointer in (source / x for x in _POINTERS if (source / x).is_file()):
+        tag = pointer.read_text().strip()
+        if Path(tag).name == tag not in ("", "..") and (source / tag).is_dir():  # no way back to here
             return open_run(source / tag, groups, allow_pickle=allow_pickle)
     if is_deepspeed(source):
         return open_deepspeed(source, allow_pickle=allow_pickle)
