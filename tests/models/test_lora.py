@@ -304,8 +304,8 @@ def two_adapters() -> Any:
     return model
 
 
-def merged() -> Any:
-    model, _ = adapted("as peft has it")
+def merged(case: str = "as peft has it") -> Any:
+    model, _ = adapted(case)
     model.merge_adapter()
     return model
 
@@ -332,6 +332,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
         )
     ),
     "with merged or disabled adapters": lambda: zfunc.hf.segments(merged()),
+    "with merged or disabled adapters, which": lambda: zfunc.segments(
+        merged("tensors of experts"), {"input_ids": tokens(), "labels": tokens()}
+    ),
     "got adapters of peft with IA3, expected LoRA alone": lambda: zfunc.hf.segments(
         peft.get_peft_model(base(), peft.IA3Config(task_type="CAUSAL_LM"))
     ),

@@ -81,12 +81,7 @@ def base_of(model: Any) -> Any:
         )
     (config,) = model.peft_config.values()
     _check_config(config)
-    for name, layer in _lora_layers(model):
-        if layer.merged or layer.disable_adapters:
-            raise ValueError(
-                f"model: got {name!r} with merged or disabled adapters, which would not be trained: call "
-                "unmerge_adapter() and enable_adapter_layers() first"
-            )
+    _check_trained(model)
     return model.get_base_model()
 
 
@@ -180,6 +175,15 @@ def _check_config(config: Any) -> None:
         )
 
 
+def _check_trained(model: nn.Module) -> None:
+    for name, layer in _lora_layers(model):
+        if layer.merged or layer.disable_adapters:
+            raise ValueError(
+                f"model: got {name!r} with merged or disabled adapters, which would not be trained: call "
+                "unmerge_adapter() and enable_adapter_layers() first"
+            )
+
+
 def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
@@ -209,9 +213,11 @@ def make_pure(layer: Any) -> None:
 
 
 def with_pure_adapters(model: nn.Module) -> nn.Module:
-    """A copy of `model` in which layers of peft that adapt tensors are pure; a model without any as it is."""
+    """A copy of `model` in which layers of peft that adapt tensors are pure; a model without any as it is.
+    ValueError if they are merged or disabled."""
     if not any(map(_of_tensor, model.modules())):
         return model
+    _check_trained(model)
     copied = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for m in copied.modules():
         if _of_tensor(m):
