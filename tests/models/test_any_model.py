@@ -379,6 +379,41 @@ def test_a_mask_that_selects_another_number_is_no_wrong_result() -> None:
             zfunc.evaluate(program, state, sized(4, 2, selected=selected))
 
 
+class Selected(nn.Module):
+    """Rows that are cut where an input says, and doubled where a mask of another says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, ids: Tensor, ends: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = torch.cat([x[:, : ends[0]], x[:, ends[0] :] * 0.5], 1)
+            x[ids == 4] = x[ids == 4] * 2
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("selected", [0, 2])
+def test_numbers_in_slices_and_masks_that_select_as_many_as_the_example_or_none(selected: int) -> None:
+    def given(selected: int) -> dict[str, Tensor]:
+        x = {"x": torch.randn(4, 6, 8), "y": torch.randn(4, 6, 8), "ends": torch.tensor([2] * 4)}
+        at = torch.randperm(24) < selected
+        return {**x, "ids": torch.where(at, 4, 5).view(4, 6)}
+
+    torch.manual_seed(0)
+    model = Selected()
+    segments = zfunc.segments(model, given(selected))
+    assert len(segments) == 3
+    check(segments, model, given(selected), None)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state, x = zfunc.init(program), given(selected)
+    assert zfunc.evaluate(program, state, x) == pytest.approx(model(**x).item(), rel=CLOSE)
+    for other in {0, 1, 2, 3} - {selected}:
+        with pytest.raises(IndexError, match="out of"):
+            zfunc.evaluate(program, state, given(other))
+
+
 class Weighted(nn.Module):
     """Arguments of which one may be None, a frozen block first."""
 
@@ -606,6 +641,16 @@ class Drawn(Block):
         return super().forward(x, table) + random.random()
 
 
+class Noisy(Block):
+    """What random numbers select, whose values no input decides."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table)
+        drop = torch.zeros_like(y[..., 0]).uniform_() > 0.5
+        y[drop] = y[drop] * 2
+        return y
+
+
 class Hooked(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         y = super().forward(x, table)
@@ -632,6 +677,10 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
             r"got .data of .*test_any_model.py:\d+, whose",
         ),
         (lambda: zfunc.segments(Tied(block=WithLegacy), batch()), "got Legacy of .*without setup_context"),
+        (
+            lambda: zfunc.segments(Tied(block=Noisy), batch()),
+            r"number of a tensor's value at .*test_any_model.py",
+        ),
         (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
         (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),

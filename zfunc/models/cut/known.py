@@ -60,7 +60,8 @@ SIZED = {
 SIZED |= {"tile", "roll", "topk", "interpolate", "select", "unfold", "split_with_sizes"}
 """Functions that take numbers from tensors."""
 NOT_IN_PLACE = {"__index__", "__invert__", "__int__", "__iter__", "__init__"}
-DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
+DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "uniform", "exponential")
+DRAWS += ("geometric", "cauchy", "rrelu", "gumbel")
 
 
 class KnownValues(TorchFunctionMode):
@@ -102,7 +103,7 @@ class KnownValues(TorchFunctionMode):
             return iter(self.__torch_function__(torch.unbind, types, args))
         by_scalar = name == "__setitem__" and not (isinstance(args[2], Tensor) and args[2].dim())
         if name == "__getitem__" or (name == "__setitem__" and not by_scalar):
-            args = (args[0], self._without_masks(args[1]), *args[2:])
+            args = (args[0], self._known_index(args[1]), *args[2:])
         if name == "repeat_interleave" and "output_size" not in kwargs:
             kwargs |= self._output_size(*args, **kwargs)
         if name in SIZED or name in FACTORIES or name in LIKE:
@@ -157,12 +158,15 @@ class KnownValues(TorchFunctionMode):
         with _outside():
             return found[0].item()
 
-    def _without_masks(self, index: Any) -> Any:
-        """An index of a tensor with places, as constants, in place of each known mask."""
+    def _known_index(self, index: Any) -> Any:
+        """An index of a tensor with places in place of each known mask, and numbers of known tensors in slices."""
         parts = index if isinstance(index, tuple) else (index,)
         made = list[Any]()
         for x in parts:
-            if isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() and (found := self._of(x)):
+            if isinstance(x, slice):
+                ends = (x.start, x.stop, x.step)
+                made.append(slice(*(self._number(v) if isinstance(v, Tensor) else v for v in ends)))
+            elif isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() and (found := self._of(x)):
                 made += self._places(x, *found)
             else:
                 made.append(x)
@@ -175,10 +179,12 @@ class KnownValues(TorchFunctionMode):
         if self.read is None and self._free(names):
             return [self._constant(t, names) for t in places]
         self._note(names, count=True)
-        # Any other number is an index out of range, not a wrong result.
+        # Any other number is an index out of range, not a wrong result: also where none is selected here.
         n, far = len(places[0]), torch.iinfo(torch.int64).max
-        found = torch.nonzero_static(mask, size=n, fill_value=far)
-        made = [*torch.where(mask.sum() == n, found, far).unbind(1)]
+        zero = torch.zeros(1, dtype=torch.int64, device=mask.device)[
+            torch.where(mask.sum()[None] == n, 0, far)
+        ]
+        made = [*(torch.nonzero_static(mask, size=n) + zero).unbind(1)]
         for t, own in zip(made, places, strict=True):
             self.known[t] = own, names
         return made

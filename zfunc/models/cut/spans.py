@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.graph_cuts import changed_by, mutates
 
@@ -134,9 +135,7 @@ def cut_graph(
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
     kept = _needed(nodes, outputs)
     for n in kept:
-        if n.op == "call_function" and isinstance(
-            n.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool
-        ):
+        if n.op == "call_function" and any(map(_of_value, tree_leaves(n.meta.get("val")))):
             raise ValueBranchError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
         known = isinstance(n.target, OpOverload) or n.target in REGIONS or n.target is operator.getitem
         if n.op == "call_function" and not known:  # part of it may stay open over several operations
@@ -175,6 +174,12 @@ def cut_graph(
         before[kind] = span
     alive = [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
     return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least)
+
+
+def _of_value(x: Any) -> bool:
+    """Whether a number or a dimension of a tensor of a trace is one that only values decide."""
+    numbers = x.shape if isinstance(x, Tensor) else (x,)
+    return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
 
 
 def _read(span: NodeSpan) -> set[Node]:
