@@ -13,14 +13,20 @@ from typing import Any
 import pytest
 import torch
 from any_models import MODELS, ids
+from attrs import evolve
 from safetensors.torch import load_file
+from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
-from zfunc.engine.trace.batches import unmarked
+from zfunc.engine.program.fit_to_memory import first_cut_that_fits
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.trace.batches import unmarked, unpacked
+from zfunc.errors import Message, OutOfMemory, RankError, marked, setting
 from zfunc.models.cut.called import CalledModel, call_of
+from zfunc.models.cut.modules import cuts
 
 HOST = {"params_on": "host", "activations_on": "host", "recompute": "all", "bucket_size": 2000}
 WAYS: dict[str, dict[str, Any]] = {
@@ -200,7 +206,7 @@ def test_batches_of_other_shapes_and_micro_batches_are_traced_anew() -> None:
 
 
 def _halves(model: nn.Module, x: dict[str, Tensor]) -> list[float]:
-    rows = len(x["labels"]) // 2
+    rows = len(next(iter(x.values()))) // 2
     return [model(**{k: t[i : i + rows] for k, t in x.items()}).item() for i in (0, rows)]
 
 
@@ -414,6 +420,58 @@ def test_numbers_in_slices_and_masks_that_select_as_many_as_the_example_or_none(
             zfunc.evaluate(program, state, given(other))
 
 
+class Longer(nn.Module):
+    """Rows beside as many more as an input says, which are alive at each cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        rows = torch.cat([x, torch.arange(1.0, 1 + int(more[0]))[:, None].expand(-1, 8)])
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
+
+
+@pytest.mark.parametrize(
+    "way", ["host", "ranks", *(pytest.param(x, marks=pytest.mark.slow) for x in WAYS if x != "host")]
+)
+def test_micro_batches_of_other_values_have_room_for_the_largest(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def given(*more: int) -> dict[str, Tensor]:
+        x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+        return {**x, "more": torch.tensor(more).repeat_interleave(2)}
+
+    torch.manual_seed(0)
+    model = Longer()
+    settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0), "micro_batches": 2}
+    own = WAYS.get(way, {"pp": 2})
+    make = lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings, **own)  # noqa: E731
+    programs = programs_of(1, make, pp=own.get("pp", 1))
+    states = on_every(programs, zfunc.init)
+    for more in ((3, 3), (1, 40), (40, 2), (2, 1)):
+        x = given(*more)
+        caplog.clear()
+        for program in programs:  # two threads must not trace at a time
+            specialize(program, unpacked(x, program.segments[-1]))
+        done = on_every(programs, zfunc.train_step, states, [x] * len(programs))
+        states = [state for state, _ in done]
+        expected = sum(_halves(model, x)) / 2
+        assert [metrics.loss for _, metrics in done] == pytest.approx([expected] * len(done), rel=CLOSE)
+        assert not caplog.messages
+    if way == "ranks":
+        apart = [x, {**x, "more": x["more"].flip(0)}]
+        assert all("got other rows" in text for text in on_every(programs, _refusal, states, apart))
+
+
+def _refusal(program: Any, state: Any, x: Any) -> str:
+    with pytest.raises(RankError) as error:
+        zfunc.train_step(program, evolve(state, batches=100), x)
+    return str(error.value)
+
+
 class Weighted(nn.Module):
     """Arguments of which one may be None, a frozen block first."""
 
@@ -584,6 +642,16 @@ def test_no_segment_is_larger_than_asked_or_than_what_one_operation_reads(
     )
 
 
+def test_what_refuses_each_cut_names_the_largest_part_and_keeps_its_settings() -> None:
+    def refused(_: Any) -> Any:
+        raise OutOfMemory(Message(said))
+
+    said, x = f"use {setting('tiles', 2)}", (torch.randn(4, 8), torch.randn(4, 8))
+    with pytest.raises(OutOfMemory, match="use tiles=2; .*the largest part is .*, of 288 elements") as error:
+        first_cut_that_fits(cuts(Deep(), x), refused, x)
+    assert marked(error.value).startswith(said)
+
+
 class Looped(nn.Linear):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for _ in range(3):
@@ -681,6 +749,8 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
             lambda: zfunc.segments(Tied(block=Noisy), batch()),
             r"number of a tensor's value at .*test_any_model.py",
         ),
+        (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
+        (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore
         (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
         (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),

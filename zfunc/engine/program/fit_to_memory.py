@@ -29,7 +29,7 @@ from zfunc.engine.program.program import Program, ProgramCache, make_plan, memor
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace.batches import Batch, unpacked
 from zfunc.engine.trace.segment import Segment
-from zfunc.errors import OutOfMemory
+from zfunc.errors import Message, OutOfMemory, marked
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
@@ -156,7 +156,8 @@ def first_cut_that_fits(
     )
     part = f"; no cut is finer: the largest part is {name!r} at {place}, of {numel:,} elements of parameters"
     if not tried:
-        raise OutOfMemory(f"{error}{part}") from error
+        assert error is not None
+        raise OutOfMemory(Message(f"{marked(error)}{part}")) from error
     program = min(tried, key=lambda x: x[0])[1]
     peaks = specialize(program, unpacked(example, program.segments[-1])).memory
     shortage = memory_shortage(program, peaks, allocated={}, action="compile")

@@ -17,7 +17,7 @@ from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.program.program import Program, ShapedProgram, make_plan, warn_once
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, check_aux_rows
-from zfunc.engine.trace.batches import CONSTANTS, Batch, layout_of_leaves, rows_in, split_batch
+from zfunc.engine.trace.batches import CONSTANTS, Batch, ByValue, layout_of_leaves, rows_in, split_batch
 from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
@@ -64,20 +64,20 @@ def specialize(
 ) -> ShapedProgram:
     """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
 
-    With `save` the step also writes a checkpoint, with `commit` it commits to the swap space. Raises ValueError
-    where a segment cannot take its input or the last segment returns no scalar.
+    Where the values of micro-batches decide shapes, each kind is traced, and the one with most bytes between the
+    segments is planned for all. With `save` the step also writes a checkpoint, with `commit` it commits to the swap
+    space. Raises ValueError where a segment cannot take its input or the last segment returns no scalar.
     """
-    micro = split_batch(batch, program.settings.micro_batches)[0]
-    key, costs = layout_of_leaves(micro), program.cache.costs
+    micro = split_batch(batch, program.settings.micro_batches)
+    by_value = any(isinstance(t, ByValue) for t in tree_leaves(batch))
     _check_values(program)
-    if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
-        program.cache.overflowed = True
-        log.warning(
-            "batches of more than %d shapes: each new one is traced and planned. Round lengths up to a few "
-            "(docs/quickstart.md)",
-            SHAPES,
-        )
-    spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+    kinds = {layout_of_leaves(x): x for x in (micro if by_value else micro[:1])}
+    if len(kinds) > SHAPES:
+        got = f"micro-batches of {len(kinds)} kinds of values that decide shapes"
+        raise ValueError(f"batch: got {got}, expected {SHAPES} at most: sort rows by these values")
+    specs = {key: _costs_of(program, key, x) for key, x in kinds.items()}
+    key = max(specs, key=lambda x: _size(specs[x][0]))  # whatever their order
+    spec, random = specs[key]
     if spec.aux_rows:
         check_aux_rows(
             program.segments[-1].name, spec.aux_rows, rows_in(batch) // program.settings.micro_batches
@@ -88,6 +88,23 @@ def specialize(
         lambda: _plan(program, evolve(spec, save=save, commit=commit), random, program.recipe),
         most=2 * SHAPES,
     )
+
+
+def _costs_of(program: Program, key: Any, micro: Batch) -> tuple[StepSpec, frozenset[int]]:
+    """What `traced_spec` returns for a micro-batch whose layout is `key`, cached."""
+    costs = program.cache.costs
+    if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
+        program.cache.overflowed = True
+        log.warning(
+            "batches of more than %d shapes: each new one is traced and planned. Round lengths up to a few "
+            "(docs/quickstart.md)",
+            SHAPES,
+        )
+    return _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+
+
+def _size(spec: StepSpec) -> tuple[int, int]:
+    return sum(x.input_bytes for x in spec.costs), sum(x.forward.flops for x in spec.costs)
 
 
 def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
@@ -259,7 +276,8 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
         """The segment's output, computed and checked once for each layout of its input."""
-        known, key = program.cache.checked, (segment.name, dtypes, layouts(tree_leaves(inputs)))
+        leaves, structure = tree_flatten(inputs)
+        known, key = program.cache.checked, (segment.name, dtypes, structure, layouts(leaves))
         if key not in known:
             params = {**weights.trained, **weights.fixed}
             y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)

@@ -34,7 +34,7 @@ from zfunc.engine.step.flush import run_on_state
 from zfunc.engine.step.release import check_state
 from zfunc.engine.step.save_load import begin_save
 from zfunc.engine.step.swap_state import commit_metadata
-from zfunc.engine.trace.batches import Batch, rows_in, split_batch, unmarked, unpacked
+from zfunc.engine.trace.batches import Batch, ByValue, Whole, rows_in, split_batch, unmarked, unpacked
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import NonFiniteError, RankError
 from zfunc.runtime.executor import Jitter, RunOptions
@@ -229,7 +229,8 @@ def _check_ranks_agree(
 def _check_rows(program: Program, batch: Batch) -> None:
     """Raise RankError, on every rank, unless the n-th ranks of all pipeline stages have the same batch rows."""
     ranks, digest = program.ranks, hashlib.blake2b(digest_size=16)
-    for t in (t for t in tree_leaves(batch) if isinstance(t, Tensor)):
+    leaves = [t.tensor if isinstance(t, ByValue | Whole) else t for t in tree_leaves(batch)]
+    for t in (t for t in leaves if isinstance(t, Tensor)):
         digest.update(byte_view(t.detach().cpu()).numpy())
     of_all, world = ranks.texts(digest.hexdigest()), ranks.world
     if apart := [n for n, own in enumerate(of_all) if own != of_all[n % world]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
@@ -243,7 +244,13 @@ def make_segment(
     refuse_inference_mode("segment")
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
     share = dict(share or {})
+    if any("_orig_mod" in m._modules for m in module.modules()):
+        do = f"pass its `_orig_mod`, and {setting('compile_segments', True)} to zfunc.compile"
+        refuse(f"segment {name!r}", "a module that torch.compile returned", "one as it was before", do)
     own = _slots(module, "_parameters")
+    if lazy := next((x for x, t in {**own, **_slots(module, "_buffers")}.items() if is_lazy(t)), ""):
+        got = f"{lazy!r} of a lazy module, which has no shape yet"
+        refuse(f"segment {name!r}", got, "one with a shape", "call the module with a batch first")
     check_hooks(name, own, module)
     check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
     for short, p in own.items():

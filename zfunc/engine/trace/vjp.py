@@ -525,7 +525,7 @@ def joint_graph(
         grads, below = pullback(tangents)
         return [*out, *grads.values(), *below]
 
-    with seeded(None), detect_fake_mode(leaves) or FakeTensors():
+    with seeded(None), detect_fake_mode(leaves) or FakeTensors(allow_non_fake_inputs=True):
         tangents = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
             for shape, strides, dtype, device in cotangents

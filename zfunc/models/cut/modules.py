@@ -279,7 +279,8 @@ class ModuleTraces:
     def by_key(self, key: int) -> ModuleTrace:
         """The module's trace under `key`, which the first segment passes on after it has looked the trace up."""
         with self.lock:
-            return self.known[key]
+            found = self.known[key] = self.known.pop(key)
+            return found
 
     def _made(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
         made = _in_thread(self._trace, key, x, dtype, training)
