@@ -39,10 +39,9 @@ class ForeignTensor:
 class ForeignRun:
     """A checkpoint of Adam or AdamW in another program's files, by the names of the model's parameters.
 
-    `weights` has buffers of modules, too; `moments` has by parameter those of MOMENTS that there are. `frozen`
-    names parameters that are known not to be trained, `tied` the owner of each other name of a tensor. `step`
-    counts updates, `sequences` what they were trained on, None if the files do not say. A run of `adapters` has no
-    frozen base.
+    `weights` includes buffers of modules; `moments` has exp_avg and exp_avg_sq by parameter, where the files do.
+    `frozen` names parameters known not to be trained, `tied` the owner of each other name of a tied tensor. `step`
+    counts updates, `sequences` what they trained on, None if unknown. With `adapters`, the frozen base is left out.
     """
 
     place: Path

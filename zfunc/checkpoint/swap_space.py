@@ -77,7 +77,8 @@ class _Bucket:
 
 @define(eq=False)
 class SwapSpace:
-    """An open swap space. Any thread may read and write; calls for one bucket, and `commit`, in order."""
+    """The optimizer state of one rank in preallocated files, one a folder, open for reading and writing. Any thread
+    may read and write; calls for one bucket, and `commit`, must come in order."""
 
     header: SwapHeader
     _files: list[DirectFile]

@@ -208,7 +208,7 @@ def _hidden_rows(step: RecordedStep) -> Iterator[Cells]:
 
 
 def _tables(run: RunHistory, recorded: RecordedStep | None) -> Iterator[str]:
-    """The measured step, memory, figures by step, events, settings, machine and plan."""
+    """Yield the HTML tables of `run`: the `recorded` step, memory, figures by step, events, settings, machine."""
     step = recorded.timeline if recorded is not None else None
     if recorded is not None:
         heads = ("", "in all", "planned", "measured")

@@ -135,16 +135,16 @@ def passes_in(
     hops: Sequence[int],
     tied: Sequence[Collection[int]] = (),
 ) -> list[tuple[int, bool, Pass]]:
-    """The beginnings and ends of the passes of each device, each with its time and whether it is a beginning, as
-    they come in time: a pass begins after those that it depends on have ended.
+    """The beginnings and ends of all passes, as (time, whether it begins, pass) in order of time. Each device runs
+    its own of `lists` in turn; a pass begins after the passes that it depends on have ended.
 
-    `work` is that of a pass through each segment, by its way, and `hops` that of sending its input to another
-    device, in any unit: lanes that all devices share, and those of what a device is sent, have this order.
+    `work[s][way]` is the time of a pass through segment `s`, and `hops[s]` that of sending its input to another
+    device, both in any unit. Lanes that all devices share, and lanes of what a device receives, keep this order.
 
-    Micro-batches pass a segment in ascending order, each way, and a device makes the gradients of one from the last
-    segment down, so that sums do not depend on the order; so do all devices of the last one, of segments that are
-    `tied`, whose sums are added up then. `trained` are the segments with gradients of weights. Raises PlanError
-    where devices wait for each other.
+    So that gradient sums do not depend on timing, micro-batches pass a segment in ascending order, each way, and a
+    device makes a micro-batch's gradients from the last segment down; for the last one, so do all devices for each
+    group of `tied` segments, whose sums are added up then. `trained` lists segments with gradients of weights.
+    Raises PlanError if devices wait for each other.
     """
     weights, expected = {*trained}, {x[:3] for own in lists for x in own}
     split = {(m, s) for way, m, s in expected if way in (I, W)}

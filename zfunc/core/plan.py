@@ -377,7 +377,7 @@ def _tick(
 
 
 def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
-    """The error text for a deadlock: follow blocked operations until one comes again, and name that cycle."""
+    """The error text for a deadlock of `plan`, with a cycle of `pending` operations that wait for one another."""
     op = next(iter(pending))
     path: list[int] = []
     while op not in path:

@@ -140,7 +140,7 @@ class KernelOptimizer(ABC):
 
     @abstractmethod
     def state_format(self, group: int = 0) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of the state of parameter group `group` in `zfunc.core.optimizer_state.STATE_FORMATS`."""
 
     @abstractmethod
     def checked_factors(self, decision: StepDecision, group: int) -> Any:
@@ -244,7 +244,7 @@ class Elementwise(KernelOptimizer):
         return cls.__name__.lower()
 
     def state_format(self, group: int = 0) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of the state of parameter group `group` in `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
         return f"{self.kind()}-{self.moments}"
 

@@ -286,7 +286,7 @@ class PlannedStep:
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:
-        """Bytes that the step needs beyond each tier's memory; if the step fits, bytes that `init` lacks."""
+        """Bytes, by tier, that the step needs beyond the tier's memory; if it fits, that filling the State does."""
         return self.hardware.lacking(self.memory) or self.hardware.lacking(
             bytes_by_tier(initial_memory(self.spec))
         )

@@ -33,8 +33,8 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 
 def work_of(step: PlannedStep) -> Work:
-    """Time in units of 1 ns of a pass of each kind through each segment, in any order. Backward includes
-    recomputation, which takes about as long as forward; gradients of weights alone take about as long, too."""
+    """The time in ns of a pass through each segment, by kind of pass, for any order of passes. Backward includes
+    recomputation, taken to last as long as forward, and so are gradients of weights alone."""
     work: list[dict[str, int]] = []
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)

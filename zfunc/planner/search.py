@@ -420,8 +420,8 @@ class SearchResult:
 
 @define(eq=False)
 class Watch:
-    """The caller who waits for a search. Before each candidate `tell` gets a line on how far the search is. Ctrl-C
-    ends the search with the best so far, and sets `stopped`."""
+    """The caller's side of a running search: before each candidate the search calls `tell` with a line on its
+    progress. Ctrl-C ends the search with the best candidate so far and sets `stopped`."""
 
     tell: Callable[[str], None]
     stopped: bool = False

@@ -121,8 +121,8 @@ class StageRanks(RankGroup):
 
 
 class _Message:
-    """A message under way to or from another stage, in parts. gloo waits for a part only to its end, and closes all
-    connections if given up: so a thread waits, and callers poll. After `limit` the message is given up."""
+    """A message on its way to or from another stage, in parts. A wait of gloo cannot be given up without closing
+    all connections, so a thread waits for the parts, and callers poll. After `limit` the message has failed."""
 
     def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], what: str, limit: timedelta) -> None:
         self.what = what

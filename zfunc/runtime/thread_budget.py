@@ -140,7 +140,7 @@ def default_nodes() -> tuple[frozenset[int], ...]:
 
 
 def bind_to_nodes() -> None:
-    """Keep the calling thread on `default_nodes`, and with it the OpenMP team that it opens from now on."""
+    """Bind the calling thread, and each OpenMP team that it opens later, to the CPUs of this rank's NUMA nodes."""
     if nodes := default_nodes():
         system_calls.bind({cpu for node in nodes for cpu in node})
 

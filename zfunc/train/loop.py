@@ -228,7 +228,7 @@ class _Loop:
         return every > 0 and step % every == 0
 
     def _evaluate(self) -> Iterator[Event]:
-        """Set `held_out`, to None if a signal interrupted the evaluation."""
+        """Evaluate the held-out data, and yield events; sets `held_out`, to None if a signal interrupted it."""
         yield Working("evaluation")
         self.held_out = evaluate_held_out(self.job, self.program, self.state, self.stop)
         self.cut = self.held_out is None

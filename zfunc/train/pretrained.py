@@ -66,9 +66,9 @@ class PretrainedModel:
 
 
 def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | None:
-    """The model of the flag `hf`, or without its `weights`, to be planned, of `hf_config` too.
+    """The model that the flag `hf` names, or None; with `weights` False its description alone, of `hf_config` too.
 
-    Raises ValueError for flags that do not go with it, and for a folder that `zfunc.hf.load` refuses.
+    Raises ValueError for flags that contradict the model, and for a folder that `zfunc.hf.load` refuses.
     """
     name = "hf" if flags.hf is not None else "hf_config"
     place: Path | None = getattr(flags, name, None)

@@ -456,7 +456,7 @@ class TrainSettings(StepFlags):
 
 
 def _check_stream(settings: TrainSettings) -> None:
-    """Raise ValueError for what a stream cannot have, as its end is not known, and for its settings without it."""
+    """Raise ValueError for settings that `stream` rules out, as `epochs`, and for `shuffle_buffer` without it."""
     if not settings.stream:
         if settings.shuffle_buffer is not None:
             refuse("shuffle_buffer", "it without `stream`", "both", "add `stream`")

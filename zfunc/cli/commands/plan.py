@@ -234,8 +234,8 @@ def _most(
     model: "SimulatedModel",
     watch: "Watch | None",
 ) -> tuple[int, str, StepSettings]:
-    """The largest model, batch or length (as `max` says) that fits with "auto" places anywhere, in any number
-    of tiles; the least if nothing fits. Then what else bounds it, if anything does, and the settings that fit."""
+    """The largest model, batch or length (`settings.max` names which) that fits, with any tier for "auto" and any
+    tile count, else the least; then what limits it besides memory, or ""; and the settings that fit."""
     from zfunc.planner.plan_step import most_that_fit, search_start
 
     placed = [
@@ -334,7 +334,7 @@ def _typed(suggestion: "Suggestion") -> str:
 
 
 def _found(p: "Planned") -> list[str]:
-    """The result of a search as options of zfunc train, which makes a schedule by its name alone."""
+    """Lines of text: the settings a search found, as options of `zfunc train`, a schedule by its name alone."""
     from zfunc.planner.planned import wrapped
     from zfunc.planner.search import SPACE
 

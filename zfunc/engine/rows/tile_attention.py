@@ -51,7 +51,7 @@ class View:
         return max(0, near, self.begins) // tile * tile
 
     def parts(self, tile: int) -> Iterator[Part]:
-        """Yield the parts of the keys: first the tile's own, of which every query sees one, then those before."""
+        """Yield ranges (start, stop) of keys: the tile's own, where every query sees a key, then earlier ones."""
         yield self.at, self.at + tile
         yield from ((i, min(i + tile, self.at)) for i in range(self.start(tile), self.at, tile))
 

@@ -102,8 +102,8 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
 
 
 def mark_values(call: BatchCall, names: Mapping[str, bool]) -> BatchCall:
-    """A call with `ByValue` in place of its tensors of the given names, which are those of its leaves; a name is
-    True where masks are counted alone."""
+    """`call` with its tensors at the pytree paths in `names` wrapped in `ByValue`. A path maps to True if a trace
+    depends only on how many elements of masks are set, not on all values."""
 
     def mark(path: Any, t: Any) -> Any:
         if (name := keystr(path)) not in names or not isinstance(t, Tensor | Whole):

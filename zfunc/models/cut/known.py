@@ -190,7 +190,7 @@ class KnownValues(TorchFunctionMode):
         return made
 
     def _free(self, names: frozenset[str]) -> bool:
-        """Whether numbers may be read that depend on the inputs of these names."""
+        """Whether a trace may read values made of the inputs `names`: always with `read`, else if no `BySample`."""
         return self.read is not None or names.isdisjoint(self.sampled)
 
     def _of(self, t: Tensor) -> Any:

@@ -236,7 +236,7 @@ class ModuleTrace:
     apart: bool = False
 
     def with_places(self, names: list[str]) -> "ModuleTrace":
-        """This trace with None in place of the pieces of `names` that it does not call, if the rest is `names`."""
+        """This trace with None as the piece of each of `names` it does not call; itself if its names do not fit."""
         if [x for x in names if x in self.names] != self.names or self.names[-1] != names[-1]:
             return self
         at = [self.names.index(x) if x in self.names else None for x in names]
@@ -537,7 +537,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 
 def data_dependent(error: Exception) -> str:
-    """The file and line where code branched on a tensor's value, if that is a trace's `error`; else ""."""
+    """The file and line where traced code branched on a tensor's value, if `error` says so; else ""."""
     text = f"{type(error).__name__}: {error}"
     return _place(error) if any(x in text for x in BRANCHES) else ""
 

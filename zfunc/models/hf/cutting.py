@@ -100,7 +100,7 @@ def cut_layers(
 
 
 class _Cut:
-    """A part of the model, as a module and as a segment under the part's own names. Layers alike share one."""
+    """A part of the model: its module, and its segment with the module's own names. Identical layers share one."""
 
     def __init__(self, name: str, part: nn.Module, buffers: Mapping[int, Tensor]) -> None:
         self.part, self.constants = part, _take_buffers(part, buffers)

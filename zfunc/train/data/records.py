@@ -118,7 +118,8 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
 def record_documents(
     record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:], *, pairs: bool = False
 ) -> list[Document]:
-    """The document of a record, or with `pairs` the two of a preference."""
+    """The document of a record, by its keys in `kinds`, or with `pairs` the two of a preference. Unread keys are
+    counted in `counts`; errors name the place `where`."""
     return preference_of(record, where, counts) if pairs else [document_of(record, where, counts, kinds)]
 
 

@@ -126,9 +126,9 @@ class PackedStream:
     def load_state_dict(self, state: Mapping[str, Any], *, exact: bool = True) -> None:
         """Go to the position `state`, which `state_dict` of a stream of the same records returned.
 
-        Raises CheckpointError for another dict, and ValueError if the source now has another record there: other
-        data or another tokenizer, or a shuffle buffer, of which `datasets` saves no content (by chance the record
-        is the same). Without `exact` the batches go on from the record that is there, which is logged.
+        Raises CheckpointError for a dict of another form, and ValueError if the source now has another record
+        there: its data or tokenizer differ, or it has a shuffle buffer, whose content `datasets` does not save. An
+        equal record goes unnoticed. With `exact` False, batches go on from there, with a warning.
         """
         position = JsonNode({**state}, "the position of a stream").read(StreamPosition)
         state_of_source = position.source

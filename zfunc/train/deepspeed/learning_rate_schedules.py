@@ -53,7 +53,7 @@ class LRSchedule:
 
 
 def range_test(p: Any, batch: int) -> float:
-    """LRRangeTest: the learning rate rises without end, to find the highest that trains (Smith 2018, section 3)."""
+    """LRRangeTest of parameters `p`: the rate of `batch`, rising to find the highest that trains (Smith 2018)."""
     interval = float(batch + 1) / p.lr_range_test_step_size
     if p.lr_range_test_staircase:
         interval = math.floor(interval)

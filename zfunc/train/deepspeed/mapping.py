@@ -302,9 +302,8 @@ def optimizer_params(name: str) -> list[str]:
 
 
 def named_optimizer(values: ConfigValues) -> tuple[str, dict[str, Any]]:
-    """The file's optimizer as one of `by_name.CLASSES`, AdamW without any; and its arguments, but for `decay` and
-    those that are left at "auto".
-    """
+    """The name in `by_name.CLASSES` and the arguments of the optimizer of a DeepSpeed config; AdamW if it has none.
+    Arguments left at "auto", and `decay`, are not among them."""
     kind: str = values["optimizer.type"] or "AdamW"
     name = "adamw" if kind == "Adam" else kind.lower()
     usual = OPTIMIZERS.get(name, {})

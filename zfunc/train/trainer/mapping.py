@@ -128,7 +128,7 @@ def _part_of_all(args: TrainerArgs) -> str:
 
 
 def _by_pass(args: TrainerArgs) -> dict[str, str]:
-    """The settings that are the steps of a pass over the data, each with the field that says so."""
+    """Those of `eval_every` and `save_every` that are one epoch, each with the field of `args` that says so."""
     fields = {"eval_every": "eval_strategy", "save_every": "save_strategy"}
     return {name: field for name, field in fields.items() if args[field] == EPOCH}
 
@@ -196,7 +196,7 @@ def _notes(settings: TrainSettings, args: TrainerArgs) -> Iterator[str]:
 
 
 def _unread(settings: TrainSettings, args: TrainerArgs) -> Iterator[tuple[str, str]]:
-    """The fields that others make mean nothing, each with the reason."""
+    """Yield each field of `args` that has no effect beside other fields or the optimizer, with the reason."""
     betas, eps = ("adam_beta1", "adam_beta2"), "adam_epsilon"
     taken = {"adamw": (*betas, eps), "lion": betas}.get(settings.optimizer, ())
     yield from ((x, f"not of the optimizer {settings.optimizer}") for x in (*betas, eps) if x not in taken)
