@@ -188,7 +188,7 @@ def compile(
 
 
 def products_are_tf32(tiles: int | str, devices: Iterable[torch.device]) -> bool:
-    """Whether fp32 products of attention in `tiles` on one of `devices` are TF32, by the setting of the process."""
+    """Whether attention of rows in `tiles` computes fp32 matmuls in TF32, by torch's process-wide CUDA setting."""
     on_cuda = any(x.type == "cuda" for x in devices)
     return tiles != 1 and on_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 

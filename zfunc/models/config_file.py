@@ -32,7 +32,7 @@ def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -
 
 
 def _advice(folder: Path) -> str:
-    """Advice for a folder without a model; its name may be one on the Hub."""
+    """Advice, for an error's text, on a `folder` without a model, whose name may be one on the Hugging Face Hub."""
     if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
         return NEXT
     return (

@@ -212,7 +212,7 @@ class _Passes:
         )
 
     def _lines(self) -> tuple[str, str]:
-        """The lines of forward and backward; a head's loss is whole, or in pieces if logits exceed LOGITS_BYTES."""
+        """The segment's lines of gpt2.toml for forward and backward; logits above LOGITS_BYTES pass in pieces."""
         own, loss, pieces = (TABLE[x] for x in (self.kind, "loss", "loss_in_pieces"))
         forward, backward, tokens, vocab = [], [], self.sizes["T"], self.sizes["V"]
         if self.kind == "head" and 4 * tokens * vocab <= LOGITS_BYTES:

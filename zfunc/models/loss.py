@@ -91,7 +91,7 @@ def next_token_loss(logits: Tensor, targets: Targets) -> Any:
 
 
 def summed_targets(targets: Targets) -> Targets:
-    """Labels and row weights, from labels alone, with which a row's loss is the sum of its parts' losses."""
+    """Labels and row weights, made from `targets`, with which a row's loss is the sum of its tiles' losses."""
     if isinstance(targets, Preferences):
         refuse("tiles", "preferences, whose loss is of whole rows", "a loss of tokens", "leave `tiles` out")
     labels, weights = _labels_and_weights(targets)

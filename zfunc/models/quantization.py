@@ -88,7 +88,7 @@ def _starts(count: int, step: int, *, fake: bool) -> Iterator[int]:
 
 
 def joined(*parts: Tensor) -> Tensor:
-    """The bytes of tensors, one after the other."""
+    """The bytes of the tensors `parts`, one after the other, as one uint8 tensor."""
     return torch.cat([byte_view(x) for x in parts])
 
 
@@ -104,7 +104,7 @@ class FourBit:
     nested: bool = True
 
     def _edges(self, numel: int) -> tuple[int, int]:
-        """Where the codes of nested scales begin in the bytes of a tensor, and where its own."""
+        """The byte offsets, in an encoded tensor, of the codes of nested scales and of the tensor's own codes."""
         blocks = -(-numel // BLOCK)
         if not self.nested:
             return 0, 4 * blocks
@@ -112,11 +112,11 @@ class FourBit:
         return first, first + blocks
 
     def nbytes(self, shape: Shape) -> int:
-        """Bytes of a tensor of this shape."""
+        """The size in bytes of a tensor of this shape in NF4, with its scales."""
         return self._edges(numel := prod(shape))[1] + -(-numel // 2)
 
     def encode(self, values: Tensor) -> Tensor:
-        """The bytes [nbytes] of a tensor."""
+        """Encode `values` in NF4: the bytes of scales and codes, uint8 [nbytes]."""
         codes, scales = _nearest(values.detach().flatten().float(), NF4, BLOCK)
         if len(codes) % 2:
             codes = torch.cat([codes, codes.new_tensor([NF4.index(0.0)])])
@@ -128,13 +128,13 @@ class FourBit:
         return joined(outer, mean, nested, packed)
 
     def tables(self) -> list[Tensor]:
-        """What `decode` looks up: the two values of each byte [256, 2], and those of the codes of scales [256]."""
+        """The lookup tables of `decode`: the two values of each byte [256, 2], and those of scale codes [256]."""
         code = torch.tensor(NF4, device="cpu")
         pairs = torch.stack([code.repeat_interleave(16), code.repeat(16)], 1)
         return [pairs, torch.tensor(dynamic_map(), device="cpu")]
 
     def decode(self, stored: Tensor, tables: Sequence[Tensor], into: Tensor) -> None:
-        """Decode bytes into a tensor, whose dtype rounds the fp32 values once."""
+        """Decode NF4 bytes `stored` into the tensor `into`, whose dtype rounds the fp32 values once."""
         flat, (first, begin) = into.view(-1), self._edges(into.numel())
         for start in _starts(len(flat), PIECE, fake=isinstance(stored, FakeTensor)):
             part = flat[start : start + PIECE]
@@ -144,7 +144,7 @@ class FourBit:
             part.copy_(_scaled(values, scales, BLOCK))
 
     def _scales(self, stored: Tensor, dynamic: Tensor, first: int, start: int, count: int) -> Tensor:
-        """The scales of `count` blocks from block `start`, a multiple of NESTED_BLOCK."""
+        """The fp32 scales of `count` blocks of an encoded tensor from block `start`, a multiple of NESTED_BLOCK."""
         if not self.nested:
             return stored.view(torch.float32)[start:][:count]
         outer = stored[:first].view(torch.float32)
@@ -158,11 +158,11 @@ class EightBit:
     largest magnitude of the row. The bytes are those of the scales, then those of the numbers."""
 
     def nbytes(self, shape: Shape) -> int:
-        """Bytes of a matrix of this shape."""
+        """The size in bytes of a matrix of this shape in LLM.int8, with its scales."""
         return 4 * shape[0] + prod(shape)
 
     def encode(self, values: Tensor) -> Tensor:
-        """The bytes [nbytes] of a matrix. Raises ValueError for a value that fp16 cannot hold."""
+        """Encode a matrix in LLM.int8: uint8 [nbytes]. Raises ValueError for a value that fp16 cannot hold."""
         rows = values.detach().half()  # as bitsandbytes reads them
         if not rows.isfinite().all():
             raise ValueError("got a weight beyond 65504, the most that int8 takes: quantize to nf4")
@@ -171,11 +171,11 @@ class EightBit:
         return joined(scales, numbers)
 
     def tables(self) -> list[Tensor]:
-        """What `decode` looks up: nothing."""
+        """The lookup tables that `decode` takes: none, as int8 needs none."""
         return []
 
     def decode(self, stored: Tensor, _: Sequence[Tensor], into: Tensor) -> None:
-        """Decode bytes into a matrix, whose dtype rounds the fp32 values once."""
+        """Decode LLM.int8 bytes `stored` into the matrix `into`, whose dtype rounds the fp32 values once."""
         edge, step = 4 * len(into), max(1, PIECE // into.shape[1])
         scales = stored[:edge].view(torch.float32).view(-1, 1)
         numbers = stored[edge:].view(torch.int8).view(into.shape)
@@ -193,7 +193,7 @@ FORMATS: dict[str, FourBit | EightBit] = {
 
 
 def encoded_name(name: str, kind: str) -> str:
-    """The name of the bytes of parameter `name` in format `kind`."""
+    """The name of the parameter that holds the bytes of parameter `name`, encoded in format `kind`."""
     return f"{name}.{kind}"
 
 

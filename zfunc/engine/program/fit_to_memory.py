@@ -121,8 +121,8 @@ def first_that_fits(
 def first_cut_that_fits(
     cuts: Iterable[Any], make: Callable[[Sequence[Segment]], Program], example: Batch | Mapping[str, Any]
 ) -> Program:
-    """The program that `make` compiles from the first of a model's `cuts`, each finer than the one before, whose
-    step on `example` fits the devices; from the first at all where they have no room for the model's state.
+    """Compile, by `make`, the first of a model's `cuts` (ever finer divisions into segments) whose step on
+    `example` fits the devices; just the first that compiles if the devices lack room for the model's state alone.
 
     Raises OutOfMemory, which names the model's largest part, if no cut fits.
     """
@@ -192,8 +192,8 @@ def fastest_shares(
 ) -> Sequence[str]:
     """The values of `update_on` to try for "auto", the fastest updates first, in the same order on all ranks.
 
-    The host sweeps its share of the state; copies move the other share both ways, and gradients and parameters of
-    the host's share: each at its measured rate, all at once, so the longest counts. On a CPU nothing is measured.
+    An update's time is the longer of two, at measured rates: the host's update of its share of the state, and the
+    copies (the device's share, gradients, parameters) that run meanwhile. On a CPU nothing is measured.
     """
     if settings.update_on != AUTO or not on_accelerator(device):
         return UPDATE_SHARES
@@ -216,7 +216,7 @@ def row_tokens(example: Batch) -> int:
 
 
 def measured_rates(device: torch.device) -> tuple[float, float]:
-    """Measure two rates in bytes a second: of the host's sweep in an update by Adam, and of copies to the device,
+    """Measure two rates in bytes a second: memory traffic of Adam's update on the host, and copies to the device,
     or back, while copies run both ways."""
     decision = StepDecision(False, 1.0, 1, AdamW().factors(1))
     state = {x.name: alloc_host(MEASURED, torch.float32) for x in STATE_FORMATS["fp32"]}
@@ -239,14 +239,14 @@ def measured_rates(device: torch.device) -> tuple[float, float]:
 
 
 def largest_share(fits: Callable[[float], bool]) -> float | None:
-    """The largest share, a multiple of 1 / STEPS from 0 to 1, for which `fits` holds; None without one."""
+    """The largest share, a multiple of 1 / STEPS from 0 to 1, for which `fits` holds; None if it never holds."""
     shares = [n / STEPS for n in range(STEPS, -1, -1)]
     first = bisect_left(shares, True, key=fits)
     return shares[first] if first < len(shares) else None
 
 
 def with_share(spec: StepSpec, share: float) -> StepSpec:
-    """The spec with a `share` of its optimizer state on the device, in the same buckets."""
+    """`spec` with a `share` (0 to 1) of the optimizer state resident on the device; the layout is unchanged."""
     return evolve(spec, resident=resident_buckets(spec.layout, share))
 
 

@@ -25,8 +25,8 @@ def segment_calls(
     devices: Sequence[torch.device],
     joints: dict[str, Joints] | None = None,
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with their passes, by the `options` of each. Equal segments with equal options share passes,
-    traced and compiled once; with `joints`, segments recomputed differently share traced joint graphs."""
+    """The segments with forward and backward passes by their `options`. Equal segments with equal options share
+    passes, traced and compiled once; with `joints`, segments recomputed differently share traced joint graphs."""
     trainable = {span.name for span in spec.layout.spans}
     pairs: list[tuple[Segment, PassOptions, tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
     calls: list[CompiledSegment] = []
@@ -65,16 +65,16 @@ def segment_calls(
 
 
 def _own(module: nn.Module | None, name: str) -> Any:
-    """The attribute `name` of a module or its own class, or None: an inherited one may not fit the class's loss."""
+    """The attribute `name` that `module` or its class itself defines, else None: an inherited loss may not fit."""
     return None if module is None else {**vars(type(module)), **vars(module)}.get(name)
 
 
 def checked(segment: Segment, last: bool) -> Callable[..., Any]:
     """The segment's function as its passes run it: outputs are checked, and only the output `y` is differentiated.
 
-    That of the `last` segment returns the loss or `(loss, Detached(names, values))` in fp32: a loss in fp16 would
-    overflow at a loss scale of 2**16. A third result is `Detached(names, tensors)` of rows. A function that changes
-    module buffers returns `(y, Detached buffers)`.
+    The function of the `last` segment returns the loss, or `(loss, Detached(names, values))` of auxiliary scalars,
+    in fp32: a loss in fp16 would overflow at a loss scale of 2**16. A third result has auxiliary tensors of rows. A
+    function that changes module buffers returns `(y, Detached buffers)`.
     """
 
     @wraps(segment.function)
@@ -87,8 +87,8 @@ def checked(segment: Segment, last: bool) -> Callable[..., Any]:
 
 
 def _with_detached_aux(segment: str, y: Any) -> Any:
-    """The last segment's output: its loss in fp32; scalar auxiliary outputs as one fp32 vector, in the order of
-    names; copies of those of rows in their own dtypes, which keep no larger tensor in memory."""
+    """The last segment's output `y`: its loss in fp32, its scalar auxiliary outputs as one detached fp32 vector,
+    copies of its auxiliary outputs of rows in their own dtypes, which keep no larger tensor in memory."""
     loss, aux = loss_and_aux(segment, y)
     if not aux:
         return loss.float()

@@ -88,12 +88,12 @@ class Program:
         return self.devices[0]
 
     def local(self, device: int) -> int:
-        """The position in `devices` of the plan's device of this number; 0 with pp, as a rank has one device."""
+        """The index in `devices` of device number `device` of the plan; 0 with pp, as a rank has one device."""
         return device if len(self.devices) > 1 else 0
 
     @property
     def memories(self) -> dict[Tier, torch.device]:
-        """The devices with memory apart from the host's, by the name of that memory, as `Region.place` has it."""
+        """The program's accelerators, by the name of their memory in plans (`Region.place`); none on a CPU."""
         apart = self.devices if on_accelerator(self.device) else ()
         return {Region("", device=n).place: device for n, device in enumerate(apart)}
 
@@ -147,7 +147,7 @@ class ShapedProgram:
 
 @define(eq=False)
 class ProgramCache:
-    """What a program creates on use: costs and plans for the last SHAPES sets of batch shapes, staging buffers."""
+    """What a program creates on first use: costs and plans for the last SHAPES batch shapes, staging buffers."""
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, ShapedProgram] = field(factory=dict)
@@ -272,7 +272,7 @@ def _lacks_slots(program: Program, shaped: ShapedProgram) -> bool:
 
 
 def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
-    """Bytes of a step's peaks that are allocated already, by memory: kept regions, activation slots as they are."""
+    """Bytes of a step's peaks that are already allocated, by memory: regions kept between steps, slots."""
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
     if _lacks_slots(program, shaped):
         for r in _slots(shaped.plan):
@@ -284,8 +284,8 @@ def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
 
 @contextmanager
 def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
-    """A context for the caller's work on devices, on the stream of each device's compute lane; `device` is current.
-    Torch keeps the memory of each stream apart, so memory that the caller frees serves the next step."""
+    """A context for the caller's work on devices, on the stream of each device's compute lane; `device` is the
+    current one. Torch keeps each stream's memory apart, so memory that the caller frees serves the next step."""
     with ExitStack() as working:
         for n in sorted(range(len(program.memories)), key=device.__eq__):  # it is the current one
             working.enter_context(in_turn(program.executor.stream(_computing(program.plan, n), n)))
@@ -341,8 +341,8 @@ def needed_bytes(
 def memory_shortage(
     program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
 ) -> str:
-    """The error's text if `peaks`, less the bytes already `allocated`, exceed this rank's free memory, with
-    settings marked; else ""."""
+    """The text of an OutOfMemory error if `peaks`, less the bytes already `allocated`, exceed this rank's free
+    memory; else ""."""
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
     apart = {place: room_for_tensors(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
@@ -361,7 +361,7 @@ def memory_shortage(
 
 
 def kept_in(program: Program, memory: str) -> str:
-    """A clause for errors: the marked settings that keep optional data in a memory, "host" or a device's, or ""."""
+    """A clause for error texts on the settings that keep optional data in `memory`, "host" or a device's; or ""."""
     spec, settings, usual = program.spec, program.settings, StepSettings()
     placed = (
         (x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host" and x != "state_on"

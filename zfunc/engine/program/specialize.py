@@ -160,7 +160,7 @@ def _check_values(program: Program) -> None:
 def traced_spec(
     program: Program, micro: Batch, *, of_accelerator: bool | None = None
 ) -> tuple[StepSpec, frozenset[int]]:
-    """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers.
+    """The StepSpec with costs traced for micro-batch `micro`, and the indices of segments that draw random numbers.
 
     The costs are of the program's device; `of_accelerator` chooses an accelerator's or the CPU's instead.
     """
@@ -250,7 +250,7 @@ def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
 
 
 def _mixed(program: Program, s: int) -> str:
-    """Marked advice for an error of segment `s` if some parameters of the program are kept in fp32, else ""."""
+    """Advice to append to an error of segment `s` if the program keeps some parameters in fp32, else ""."""
     if not any(x.in_fp32 for x in program.layout.all_buckets):
         return ""
     own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)

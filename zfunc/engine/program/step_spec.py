@@ -29,7 +29,7 @@ DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 @frozen(eq=False)
 class OptimizedParameters:
-    """The parameters of each segment on `world` ranks as `optimizer` has them, and the layouts made of these."""
+    """Each segment's parameters on `world` ranks, with what `optimizer` needs of each; caches the layouts."""
 
     segments: Sequence[Sequence[Parameter]]
     optimizer: Optimizer
@@ -38,7 +38,7 @@ class OptimizedParameters:
 
     @cached_property
     def parameters(self) -> list[list[Parameter]]:
-        """The parameters with group, state format and update work; refuses those that the optimizer cannot have."""
+        """The parameters with group, state format and update work; refuses any that the optimizer cannot update."""
         if isinstance(self.optimizer, GroupedOptimizer):
             self.optimizer.check_parameters(p for own in self.segments for p in own)
         return [[_in_group(p, self.optimizer, self.world) for p in own] for own in self.segments]
@@ -87,7 +87,7 @@ def make_spec(
 
 
 def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
-    """The parameter with its group, state format and update work, as `optimizer` says; refuses unfit parameters."""
+    """`p` with the group, state format and update work that `optimizer` gives it; refuses one it cannot update."""
     group = optimizer.group(p.name, p.shape)
     state_format, work = optimizer.state_format(group), ELEMENTWISE
     if p.trainable and world > 1 and updates_parameters(state_format):

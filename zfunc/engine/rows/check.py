@@ -77,7 +77,7 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
 
 
 def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
-    """Copies of a segment for trials, not checked themselves: `function` in one tile, `evaluate` in pieces."""
+    """Unchecked copies of `tiled` for trials: `function` in one tile; `evaluate` in counts that divide `few`."""
     counts = [n for n in SIZES if few % n == 0] or [few]
     how: dict[str, Any] = {"make_vjp": _eager, "wrt_input": True, "check": None}
     made = [(1, tiled.function), *((n, tiled.evaluate) for n in counts)]
@@ -86,7 +86,7 @@ def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
 
 
 def _opened(weight: Tensor) -> Tensor:
-    """Random values for `weight`, unlike initial ones: a gate of 0 is open, a mixing factor of 1 mixes two."""
+    """Random values like `weight`: in a trial, gates initialized to 0 and mixing factors of 1 have an effect."""
     one = sum(n > 1 for n in weight.shape) < 2
     made = torch.rand(weight.shape, generator=_generator(weight.device), device=weight.device)
     made = made * 0.6 + 0.2 if one else (made - 0.5) * (12 * weight.shape[0] / weight.numel()) ** 0.5
@@ -94,7 +94,7 @@ def _opened(weight: Tensor) -> Tensor:
 
 
 def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs: tuple[Any, ...]) -> bool:
-    """Whether the backward of a trace of forward is the backward of `function`: not if `function` has a custom
+    """Whether differentiating a trace of forward gives the backward of `function`: not if `function` has a custom
     backward or torch.no_grad, which a trace of forward loses."""
     leaves, structure = tree_flatten(inputs)
 
@@ -127,7 +127,7 @@ def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs
 
 
 def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
-    """A description of what differs if a few tokens pass in pieces, in the first of WAYS that runs, or ""."""
+    """Text on how results of a few tokens differ among the tile counts of `pieces`, by the first of WAYS to run."""
     tokens, few = _tokens(inputs), _few(inputs)
     # The loss of tokens of the whole row, as the first may have no labels.
     step = tokens // few if isinstance(pieces[0], TiledLoss) else 1
@@ -184,7 +184,7 @@ def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
 
 
 def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
-    """A description of tokens of a row that change others if made NaN, huge, large or zero, or ""."""
+    """Text that names tokens of a row which change others when set to NaN, huge, large or zero values, or ""."""
     weights = evolve(weights, trained={}, fixed={**weights.trained, **weights.fixed})
     parts = _of_loss if isinstance(whole, TiledLoss) else _of_halves
     while True:
@@ -234,7 +234,7 @@ def _of_loss(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]
 
 
 def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[int], where: str) -> str:
-    """A description of tokens of `rows` that change others, in results of `run` or in gradients pulled back, or "".
+    """Text that names tokens of `rows` which change others, in results of `run` or in gradients pulled back, or "".
     `dims` and `made` are the dimensions of tokens in each of `rows` and of the results."""
     tokens = rows[0].shape[dims[0]]
     places = [
@@ -270,8 +270,8 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
 
 
 class _Answered(TorchDispatchMode):
-    """Comparisons of floating-point numbers give what `answers` say of the number of the comparison, and the other
-    where a number is NaN: so what depends on a comparison of poisoned numbers changes, whatever the threshold."""
+    """A mode in which the n-th comparison of floats returns `answers(n)`, or the opposite where an operand is NaN:
+    whatever depends on a comparison of values set to NaN changes, whatever the threshold."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def _tokens(inputs: tuple[Any, ...]) -> int:
 
 
 def _few(inputs: tuple[Any, ...]) -> int:
-    """The number of tokens of the rows in `inputs` that are tried in pieces."""
+    """The number of tokens of each row in `inputs`, FEW at most, that a trial runs in tiles of several sizes."""
     tokens = _tokens(inputs)
     return min(tokens, FEW) // SIZES[-1] * SIZES[-1] or tokens
 

@@ -36,7 +36,7 @@ SHAPED = (operator.getitem, torch.ops.aten._to_copy.default)  # beside views
 
 @frozen(eq=False)
 class Constants:
-    """The nodes of a forward by what they depend on."""
+    """The nodes of a traced forward, by whether they depend on its input or are constants of a row."""
 
     depends: Set[Node]  # on an input, or in memory into which such a value is written
     free: Sequence[Node]  # of all others
@@ -49,7 +49,7 @@ class Constants:
 
 
 def constants_of(graph: Graph) -> Constants:
-    """The constants of a graph, into which copies of them are put where their memory is written."""
+    """Sort the nodes of `graph` into `Constants`; constants whose memory `graph` writes are copied first."""
     # 1. What depends on an input, and what has memory into which such a value is written.
     needs, depends = needs_of(graph), set[Node]()
     more = {x for x in needs if x.op == "placeholder"}

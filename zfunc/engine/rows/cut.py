@@ -159,7 +159,7 @@ def cut_at_attention(
 
 
 class _Marked(TorchFunctionMode):
-    """Keeps attention as one node of a trace: its kernels are chosen later, where it is differentiated or tiled."""
+    """Records each attention as one node of a trace: its kernels are chosen later, when differentiated or tiled."""
 
     def __init__(self, rows: tuple[int, int] | None) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
-    """The shape [batch, tokens] of rows, and the numbers of the input's `leaves` that are rows of tokens."""
+    """The shape [batch, tokens] of rows, and the indices of the input's `leaves` that are rows of tokens."""
     floats = floats_of(leaves)
     if any(t.dim() < 3 or t.shape[:2] != floats[0].shape[:2] for t in floats):
         shapes = [tuple(t.shape) for t in floats]
@@ -239,7 +239,7 @@ def _traces(
 def forward_graph(
     function: Function, arguments: tuple[Any, ...], rows: tuple[int, int] | None = None
 ) -> tuple[GraphModule, Any]:
-    """The graph of `function` of fake tensors, with attention as one node, and the pytree structure of its results.
+    """Trace `function` on fake tensors: the graph, with attention as one node, and the results' pytree structure.
     `rows` (batch, tokens) are given for tiles: then an attention that tiles cannot do raises ValueError."""
     leaves, spec = tree_flatten(arguments)
     out_spec: Any = None
@@ -272,8 +272,8 @@ def tile_of(tokens: int, tiles: int) -> int:
 
 
 def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
-    """Raise ValueError for random numbers that are no token's own, and for arguments computed of the number of
-    tokens: neither shows in evaluation, or in a few tokens."""
+    """Raise ValueError for random numbers that tokens share, and for arguments of operations that depend on the
+    number of tokens: a trial in evaluation mode or on a few tokens would show neither."""
     for a, b in of_row.items():
         x, y = a.meta.get("val"), b.meta.get("val")
         if is_draw_node(a) and (a not in depends or x.shape == y.shape):
@@ -292,7 +292,7 @@ def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
 
 
 def _refuse_bags(nodes: Sequence[Node]) -> None:
-    """Raise ValueError for bags: they begin at places in a whole row, so the slice of a tile has other ones."""
+    """Raise ValueError for an `embedding_bag`, whose offsets count from the start of a row, not of a tile."""
     if bag := next((x for x in nodes if "embedding_bag" in str(x.target)), None):
         got = f"{bag.target}, whose bags begin at places in a whole row"
         do = f"use embedding(numbers).sum(-2), or .mean or .amax, or {setting('tiles', 1)}"
@@ -302,8 +302,8 @@ def _refuse_bags(nodes: Sequence[Node]) -> None:
 def _refuse_noise(
     of_row: Mapping[Node, Node], apart: Sequence[Node], starts: Sequence[Node], depends: Set[Node]
 ) -> None:
-    """Raise ValueError unless operations on random numbers alone are known to keep tokens apart. Their sum along
-    tokens, for one, would begin anew in each tile, and no poisoned token shows that."""
+    """Raise ValueError unless each operation on random numbers alone is known to keep tokens independent. Their
+    cumulative sum along tokens, for one, would start anew in each tile, which no trial shows."""
     noise = {x for x in apart if is_draw_node(x)}
     draws, made = [*noise], list[Node]()
     for x in (x for x in apart if x not in noise):
@@ -317,7 +317,7 @@ def _refuse_noise(
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
-    """The dimension of tokens of a constant, `short` for a tile, `long` for a row; None if both have one shape."""
+    """The token dimension of a constant, node `short` of a tile's graph, `long` of a row's; None for one shape."""
     a, b = (x.meta["val"] for x in (short, long))
     if not isinstance(a, Tensor) or a.shape == b.shape:
         return None

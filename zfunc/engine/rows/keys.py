@@ -48,7 +48,7 @@ class DeviceKeys:
 
 
 def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
-    """Memory for `count` parts of keys and values like `made`: on the host within `keys_in`, else on the device."""
+    """Memory for `count` parts of keys and values like `made`: on the host within `keys_in`, else the device."""
     if (host := ON_HOST.get()) is not None:
         return HostKeys(host, made[0].device, made[0].dtype, [x.shape for x in made], count)
     return DeviceKeys(tuple(x.new_empty(*x.shape[:2], count * x.shape[2], x.shape[3]) for x in made))
@@ -132,7 +132,7 @@ class HostKeys:
     def _fetch(
         self, part: Part, slot: Sequence[Tensor], up: torch.Stream | None, down: torch.Stream | None
     ) -> torch.Event | None:
-        """Copy `part` from the host to a `slot` on the device; returns the event of the arrival."""
+        """Copy keys, values and sums of `part` from the host to `slot`; returns the event of their arrival."""
         if self.kept is None:
             return None
         here = self.still_here(part)
@@ -161,6 +161,6 @@ class HostKeys:
         return torch.empty(self._numel, dtype=dtype, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Views of slot `flat` as keys and values, or their sums, [batch, key heads, tokens, features]."""
+        """Views of the slot `flat` as keys and values, or their sums, each [batch, key heads, tokens, features]."""
         parts = flat.split([x.numel() for x in self.shapes])
         return [x.view(shape) for x, shape in zip(parts, self.shapes, strict=True)]

@@ -106,7 +106,7 @@ def _pull(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Te
 
 
 def _results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    """Empty tensors for attention's result, with a token's features together in memory, and its log-sum-exp."""
+    """Empty tensors for `_attend`: its result, a token's features contiguous in memory, and its log-sum-exp."""
     batch, heads, tokens, _features = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
@@ -123,7 +123,7 @@ Tile = tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...], View]
 def _tiles(
     q: Tensor, keys: tuple[Tensor, ...], first: Tensor | None, window: int | None, scale: float
 ) -> Iterator[Tile]:
-    """Yield the parts of attention: a function that slices the queries; the keys, values and sums; what is seen."""
+    """Yield the tiles of attention: a function that slices queries; keys, values and sums; which keys are seen."""
     whole, tokens = View(0, scale, first, window), q.shape[2]
     if by_ranges(q, DeviceKeys(keys), whole):
         yield (lambda x: x), keys, whole

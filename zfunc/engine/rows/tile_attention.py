@@ -46,7 +46,7 @@ class View:
         return self.first is not None or self.window is not None
 
     def start(self, tile: int) -> int:
-        """The first key of the first part, of `tile` keys each, of which a query of this tile may see one."""
+        """The first key that queries of the tile may see, rounded down to a multiple of `tile` keys."""
         near = 0 if self.window is None else self.at - self.window + 1
         return max(0, near, self.begins) // tile * tile
 
@@ -69,7 +69,7 @@ class Attended:
 
 @frozen(eq=False)
 class Pair:
-    """The queries of a tile, and one part of the keys and values."""
+    """The operands of one call of attention: the queries of a tile, and one part of the row's keys and values."""
 
     q: Tensor  # [batch, heads, tile, features]
     k: Tensor  # [batch, key heads, keys, features]
@@ -118,8 +118,8 @@ def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
 
 
 def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[tuple[Pair, list[Tensor]]]:
-    """Yield queries `q` with each part of the keys, and with `sums` the part's gradient sums. Of fake tensors the
-    third part stands for all later parts, which cost the same."""
+    """Yield queries `q` with each part of the keys, and with `sums` the part's gradient sums. For fake tensors the
+    third part counts for all later parts, which cost the same."""
     parts = list(view.parts(q.shape[2]))
     times = _times(len(parts), fake=isinstance(q, FakeTensor))
     parts = parts[: len(times)]
@@ -131,8 +131,8 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
 
 
 def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
-    """The numbers of the tiles. Of `fake` tensors a few, counted as all: after the first `grown` tiles
-    costs grow evenly, but for the last tile."""
+    """Yield the numbers of a row's tiles. For `fake` tensors, yield a few, each counted for tiles of similar cost:
+    after the first `grown` tiles costs grow evenly, but for the last tile."""
     between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
     if between > FEW and fake:
         ends = {grown: between // 2, tiles - 2: between // 2}
@@ -274,7 +274,7 @@ class _OnCudnn:
 def _fits(q: Tensor, v: Tensor) -> bool:
     """Whether CUDA's flash attention takes `q` and `v`; for 193 to 224 features only large GPUs have a backward.
 
-    Raises ValueError where the process has another implementation of it, which may differ in windows and ranges.
+    Raises ValueError where the process has replaced torch's flash attention, as windows and ranges may differ then.
     """
     alike = (size := q.shape[-1]) == v.shape[-1] <= 256 and not size % 8
     if not alike or runs_on_cpu(q.device) or not fuses_grouped_queries(q.device, q.dtype):
@@ -311,7 +311,7 @@ def _kernel(pair: Pair) -> Any:
 
 
 def by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
-    """Whether CUDA's kernel of ranges takes queries `q` and the keys of `row`, of all documents, at once."""
+    """Whether CUDA's flash attention of variable-length ranges takes queries `q` and keys of `row` at once."""
     return isinstance(row, DeviceKeys) and view.hides and _fits(q, row.kept[1])
 
 
@@ -323,8 +323,8 @@ AT_ONCE = 2048  # tokens, at most, of blocks that are attended in torch at a tim
 
 @frozen(eq=False)
 class Ranges:
-    """Ranges of queries and keys of a tile, in one row: of each block, the document that goes on from the block
-    before, and the tokens between two such documents. A range may be empty, so no shape depends on data."""
+    """Ranges of queries and keys in a tile of one row, for a variable-length kernel. Each block of tokens has two,
+    the document continued from the block before and the rest; one may be empty, so shapes depend on no data."""
 
     queries: Tensor  # int32 [2 blocks + 1], where ranges begin in the tile, and the end of the last
     keys: Tensor  # int32 [2 blocks + 1], where ranges begin in the row, and the end of the last
@@ -332,7 +332,7 @@ class Ranges:
 
 
 def _ranges(first: Tensor, at: int, block: int) -> Ranges:
-    """The ranges of a tile whose queries begin at token `at`, and their documents at the keys `first` [tile].
+    """Ranges of a tile whose queries begin at token `at` of the row; `first` [tile] is the first key each sees.
 
     >>> found = _ranges(torch.tensor([3, 3, 6, 7, 7, 7]), at=4, block=2)
     >>> found.queries.tolist(), found.keys.tolist()
@@ -355,7 +355,7 @@ def _block(tile: int) -> int:
 
 
 def _in_blocks(view: View, first: Tensor, *tensors: Tensor) -> Iterator[tuple[View, list[Tensor]]]:
-    """Yield tensors [tile, heads, ...] as [blocks, heads, block, ...], some at once, and their view in a block."""
+    """Yield tensors [tile, heads, ...] as [blocks, heads, block, ...], AT_ONCE tokens in each, and their View."""
     tile = len(first)
     block = _block(tile)
     begins = torch.arange(view.at, view.at + tile, block, device=first.device)

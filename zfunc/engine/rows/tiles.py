@@ -32,7 +32,7 @@ from zfunc.runtime.rng import seeded_part
 
 @define(eq=False)
 class Tiled:
-    """Forward and backward of a segment by tiles of its rows [batch, tokens, ...]; `make_vjp` makes both of a half.
+    """Forward and backward of a segment whose rows [batch, tokens, ...] pass in tiles. `make_vjp` makes a half.
 
     Raises ValueError for a number of tiles that does not divide the tokens, and for a segment in which a token
     depends on others but through attention.
@@ -65,7 +65,7 @@ class Tiled:
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of both halves of a tile now, not in the first step. Returns the paths."""
+        """Trace forward and backward of both halves of a tile before the first step. Returns the output's paths."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
         split, leaves = self.split(weights, inputs)
@@ -185,7 +185,7 @@ class TiledLoss:
         return _rounded(sums, weights.trained), below
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of a tile now, not in the first step. Returns the paths."""
+        """Trace forward and backward of a tile ahead of the first step. Returns the paths to the loss."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
     def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
@@ -201,8 +201,8 @@ class TiledLoss:
 
 
 def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
-    """Raise ValueError if tokens depend on others, tried once for each shape of rows and segment name. `checked`
-    has what `check` returned by shape (None: no trial is needed), and True by shape and name."""
+    """Raise ValueError if tokens of a row depend on others; tried once per row shape and segment name.
+    `tiled.checked` caches what `check` returned by shape (None: no trial is needed), and True by shape and name."""
     row = floats_of(inputs)[0]
     done, key = tiled.checked, (row.shape, weights.name)
     if tiled.check is None or isinstance(row, FakeTensor) or key in done or done.get(row.shape, ()) is None:
@@ -258,7 +258,7 @@ class TiledRow:
         return slice(*self.part(i))
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
-        """Yield the numbers of the tiles; of fake tensors a few (`tile_numbers`): a window ends growth of costs."""
+        """Yield the indices of the row's tiles; for fake tensors, a few that count for all tiles of equal cost."""
         window, fake = self.split.window, isinstance(self.leaves[self.split.rows[0]], FakeTensor)
         grown = 1 if window is None else 1 + -(-window // self.split.tile)
         return tile_numbers(self.tiles, grown, fake=fake, backward=backward)

@@ -46,14 +46,14 @@ Places = tuple[int, int]  # outer, inner: the longer dimension is [outer, tokens
 
 
 class _UnknownError(Exception):
-    """An operation that is not known to keep tokens apart."""
+    """Raised for an operation that may mix tokens: none known to compute each token of a row on its own."""
 
 
 def unknown_operation(
     of_row: Mapping[Node, Node], nodes: Iterable[Node], given: Iterable[Node], results: Iterable[Node]
 ) -> str:
-    """The first operation of `nodes`, in a tile's graph, that is not known to keep tokens apart, or "". `of_row`
-    has the same nodes in a row's graph. In nodes `given` and `results` tokens have a dimension of their own."""
+    """The first of `nodes`, in a tile's graph, not known to compute each token on its own, as text, or "". `of_row`
+    maps nodes to a row's graph. In nodes `given` and `results` tokens have a dimension of their own."""
     known: dict[Node, Places | None] = {x: (1, 1) if _longer(x, of_row[x]) else None for x in given}
     try:
         for x in (y for y in nodes if y not in known):
@@ -64,7 +64,7 @@ def unknown_operation(
 
 
 def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | None]) -> Places | None:
-    """The places of tokens in the result of operation `x`, None if the result has no tokens."""
+    """How the longer dimension of the result of `x` holds the tokens: (outer, inner) sizes; None without tokens."""
     having = [y for y in x.all_input_nodes if known[y] is not None]
     places, longer = {known[y] for y in having}, _longer(x, of_row[x])
     if not having and not longer:
@@ -87,7 +87,7 @@ def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | 
 
 
 def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node, int], longer: Any) -> bool:
-    """Whether operation `x` is known to keep tokens apart; `at` has the dimension of tokens of each argument."""
+    """Whether operation `x` is known to compute each token on its own; `at` has each argument's token dimension."""
     dims = lambda y: next(t for t in tree_leaves(y.meta["val"]) if isinstance(t, Tensor)).dim()  # noqa: E731
     from_last = {dims(y) - n for y, n in at.items()}
     if torch.Tag.pointwise in x.target.tags or name in ELEMENTS:
@@ -114,7 +114,7 @@ def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node,
 
 
 def _regrouped(before: Any, after: Any, old: int, new: int, places: Places) -> Places:
-    """The places of tokens after a view of shape `before` as `after`; `old` and `new` are their dimensions."""
+    """The (outer, inner) sizes around tokens after a view, from dimension `old` of `before` to `new` of `after`."""
     outer, rest = divmod(prod(before[:old]) * places[0], prod(after[:new]))
     inner, left = divmod(prod(before[old + 1 :]) * places[1], prod(after[new + 1 :]))
     tokens = before[old] // prod(places)

@@ -83,7 +83,7 @@ def _means(op: Op, mem: Memory) -> list[float]:
 
 def _write_rows(op: Op, mem: Memory, step: StepContext) -> None:
     """Write auxiliary outputs of rows to host memory: those of all micro-batches, then of all ranks, in order. With
-    pp the stage of the last segment has made them, and all get them."""
+    pp, all ranks get them from the last segment's pipeline stage."""
     if not op.touches("all_rows"):
         return
     spec, ranks = step.spec, step.ranks

@@ -12,7 +12,7 @@ from zfunc.runtime.torch_dtypes import byte_view
 
 
 def _compared(aux: dict[str, Any]) -> dict[str, Any]:
-    """What two `aux` are compared by: floats, and of a tensor its type, shape and bytes."""
+    """The auxiliary outputs `aux` in a form for `==`: floats, and of a tensor its type, shape and bytes."""
     return {
         name: (x.dtype, x.shape, byte_view(x).numpy().tobytes()) if isinstance(x, Tensor) else x
         for name, x in aux.items()

@@ -39,7 +39,7 @@ def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _check_aux(segment: str, name: str, value: Any) -> None:
-    """Raise ValueError unless an auxiliary output is a number or a real tensor, and no metric's namesake."""
+    """Raise ValueError unless the auxiliary output `name` is a number or real tensor, not named as a metric."""
     what = f"segment {segment!r}: auxiliary output {name!r}"
     if name in RESERVED:
         raise ValueError(f"{what}: got the name of a metric that every step has, expected another: rename it")
@@ -82,7 +82,7 @@ def aux_rows(y: Any) -> tuple[RowsOutput, ...]:
 
 
 def outputs_of_rows(aux: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those auxiliary outputs that have dimensions, which have to be rows."""
+    """The auxiliary outputs in `aux` that have dimensions, so must have one entry for each row of the batch."""
     return {name: x for name, x in aux.items() if isinstance(x, Tensor) and x.dim()}
 
 

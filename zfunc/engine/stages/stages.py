@@ -152,7 +152,7 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one segment's gradients into its bucket's slot; the first segment of a delivery zeroes the padding
+    """Copy one segment's gradients into its bucket's slot; the first segment that a bucket gets zeroes the padding
     between parameters."""
     _, b, _ = op.index
     bucket, slot, grads = step.spec.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]

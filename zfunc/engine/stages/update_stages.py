@@ -115,7 +115,7 @@ def _prepared(
     *,
     by_parameter: bool,
 ) -> PreparedUpdate:
-    """The update of a bucket with `state`: that of the last step where its buffers are the very same tensors.
+    """The update of a bucket with `state`: that of the last step if its buffers are the same tensor objects.
 
     A State or slot with other memory has other tensors, and its update is prepared, so checked, anew. An update is
     not kept if it uses memory of the step alone, which has to be freed."""
@@ -141,7 +141,7 @@ def _prepared(
 
 
 def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The runs of one parameter group in this rank's slice: start, stop (elements), the optimizer's arguments."""
+    """Yield the runs of elements of one parameter group in this rank's slice: start, stop, optimizer arguments."""
     for start, stop, group in bucket.runs_within(shard.start, shard.stop, unused):
         yield start - shard.start, stop - shard.start, {"group": group}
 
@@ -149,7 +149,7 @@ def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tup
 def _parameters(
     bucket: Bucket, shard: slice, unused: Collection[str]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The runs of single parameters in this rank's slice: start, stop (elements), the optimizer's arguments."""
+    """Yield the elements of each parameter in this rank's slice of a bucket: start, stop, optimizer arguments."""
     for start, stop, span in bucket.spans_within(shard.start, shard.stop):
         group = LEFT if span.name in unused else span.group
         yield start - shard.start, stop - shard.start, {"group": group, "shape": span.shape}

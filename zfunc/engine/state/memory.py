@@ -62,7 +62,7 @@ class Flat:
 
 
 def flat_of(held: Flat | Tensor) -> Tensor:
-    """The flat tensor of a State's region."""
+    """The flat tensor of `held`, the memory of one region of a State: a `Flat`, or the tensor itself."""
     return held.flat if isinstance(held, Flat) else held
 
 

@@ -103,8 +103,8 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
 
 
 def kept_frozen(manifest: Manifest, spec: StepSpec) -> dict[str, frozenset[int]]:
-    """Frozen buckets of which a State keeps more, by field of `StepSpec`: fp32 weights, where a step reads them
-    rounded from the checkpoint's; moving averages, where the checkpoint has them and the program keeps any."""
+    """Indices of frozen buckets of which a State keeps more than parameters, by field of `StepSpec`: fp32 weights,
+    if these are rounded for the device; moving averages, if the checkpoint has them and the program keeps any."""
 
     def rounded(entry: ParameterEntry, dtype: Dtype) -> bool:
         pieces = entry.pieces.get(FROZEN, ())

@@ -260,7 +260,7 @@ def _vector_flops(*tensors: Any, **_: Any) -> int:
 
 
 def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of a grouped product: each row times one matrix, or groups of columns times rows, or matrix pairs."""
+    """FLOPs of torch's grouped_mm: each row times one matrix, or groups of columns times rows, or matrix pairs."""
     pairs = len(rows) if rows.dim() == matrices.dim() == 3 else 1
     return 2 * pairs * math.prod(rows.shape[-2:]) * matrices.shape[-1]
 
@@ -278,7 +278,7 @@ OWN_FLOPS: dict[Any, Callable[..., int]] = {
 
 @cache
 def _made_of(func: Any) -> Callable[..., Any] | None:
-    """The function whose operations are counted instead of a composite operation, None for any other."""
+    """The function whose operations are counted in place of the composite operation `func`; else None."""
     has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     composite = func.namespace == "aten" and has("CompositeImplicitAutograd") and not has("CPU")
     return MADE_OF.get(func, func.decompose if composite else None)
@@ -323,9 +323,9 @@ def trace(
     of_accelerator: bool = False,
     fake: FakeTensors | None = None,
 ) -> Trace:
-    """Trace the passes of one segment that there are by `options`, on tensors of which only shape, strides and
-    dtype matter: forward, and unless nothing is differentiated, backward. `guess(weights, inputs)` is the output,
-    by which the passes are prepared: tracing happens once and is no cost.
+    """Trace the passes that one segment has by `options`, on tensors of which only shape, strides and dtype matter:
+    forward, and unless nothing is differentiated, backward. `guess(weights, inputs)` returns the output, or None;
+    with the output the passes are traced to graphs once, ahead of the run whose costs are counted.
 
     `buffers` are the module buffers that forward changes; backward reads their old values. `of_accelerator`: the
     trace, on the CPU, stands for an accelerator. Traces that share graphs share the mode `fake`.
@@ -377,7 +377,7 @@ def trace(
 
 
 def _moved(t: Tensor) -> tuple[int, int]:
-    """The identity of the storage of `t`, and the bytes of its elements, at most those of the storage."""
+    """The identity of the storage of `t`, and the bytes that a kernel moves for `t`, at most the storage's."""
     storage = t.untyped_storage()
     return storage._cdata, min(t.numel() * t.dtype.itemsize, storage.nbytes())
 

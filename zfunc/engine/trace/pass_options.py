@@ -30,7 +30,7 @@ class PassOptions:
 
     @property
     def priced(self) -> "PassOptions":
-        """These options, but `moving` only with min-cut or a backward in parts: others cost the same."""
+        """These options for costs: `moving` is set only with min-cut or a split backward; else it costs nothing."""
         parts = self.split or self.ahead
         return evolve(self, moving=self.moving and (parts or self.recompute == "min-cut"))
 

@@ -65,7 +65,7 @@ def version_of(t: Tensor) -> int:
 
 
 def _itself(x: Any) -> Any:
-    """`x` for a comparison: itself if hashable, so of permanent equality; a tensor or unhashable by identity."""
+    """The key by which `x` is compared: `x` if hashable, else, and for a tensor, the identity of the object."""
     return _Same(x) if isinstance(x, Tensor) or type(x).__hash__ is None else x
 
 
@@ -189,7 +189,7 @@ class _Log(AllocationTracker):
         self.ops.append((name, [self._token(x) for x in leaves], structure))
 
     def _token(self, x: Any) -> Any:
-        """The key of an argument of an operation, to compare: its origin, its values, or its identity if large."""
+        """A key of `x`, an operation's argument, to compare two calls: its origin, values, or identity if large."""
         if not isinstance(x, Tensor):
             return repr(x) if isinstance(x, float) else x
         if id(x) in self._results:

@@ -53,7 +53,7 @@ MOST_RUN = 1 << 22  # elements of all arguments of a kernel that is run while a 
 
 
 def counted_times(items: Iterable[tuple[T, int]]) -> Iterator[T]:
-    """Yield each first element; until the next is asked for, operations on fake tensors count so many times."""
+    """Yield `x` of each pair `(x, times)`; until the next, each operation on fake tensors counts `times` times."""
     for x, times in items:
         before = COUNTED.set(COUNTED.get() * times)
         yield x

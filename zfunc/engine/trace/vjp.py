@@ -118,7 +118,7 @@ class SegmentVJP:
     def run(
         self, way: str, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Any
     ) -> Any:
-        """Run the pass of kind `way` (F, R, B, I, W); of W, `residuals` are `(run, pending)` of backward_input."""
+        """Run pass `way` (F, R, B, I, W of PASSES); for W, `residuals` is `(run, pending)` of `backward_input`."""
         if way == W:
             run, pending = residuals
             return run(*pending)
@@ -162,8 +162,8 @@ def make_vjp(
 
 
 def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
-    """`(weights, inputs) -> (y, pullback)` of `function`, by `vjp`: of weights and, if `wrt_input`, of the input.
-    With a list `paths` as third argument, the paths to each output are appended to the list.
+    """`(weights, inputs) -> (y, pullback)` of `function`, by torch's `vjp`: of weights and, if `wrt_input`, of the
+    input. With a list `paths` as third argument, the paths to each output are appended to the list.
 
     Raises ValueError for a function without a floating-point output, and for the `last` segment's, which returns
     the loss, if the loss depends on no tensor that is differentiated.
@@ -225,7 +225,7 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
 
 
 def paths_of(pull: Pull, weights: SegmentWeights, inputs: tuple[Any, ...], _: Any = None) -> Paths:
-    """The paths to the output of a segment, of an eager call of its `pull`."""
+    """The paths from a segment's trained weights and input to its output, found in an eager call of its `pull`."""
     paths = Paths()
     pull(weights, inputs, paths)
     return paths
@@ -407,7 +407,7 @@ class _LeafView:
 
 
 def moving_passes(passes: SegmentVJP) -> SegmentVJP:
-    """`passes` whose results are copied out of memory that is filled anew: of weights, inputs or residuals."""
+    """`passes` with each result copied out of the memory of weights, inputs or residuals, overwritten later."""
 
     def moved(weights: SegmentWeights, inputs: tuple[Any, ...], made: tuple[Any, Any]) -> tuple[Any, Any]:
         # Slots hold bytes, which do not say that they are meant conjugated or negated.
@@ -441,7 +441,7 @@ def moving_passes(passes: SegmentVJP) -> SegmentVJP:
 
 
 def with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
-    """`passes` whose gradients of the input are in memory of their own: a segment in tiles below writes into it."""
+    """`passes` with input gradients in memory of their own, as a tiled segment below writes into that memory."""
 
     def backward(
         weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
@@ -555,7 +555,7 @@ def joint_graph(
 
 
 def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
-    """`graph` as a function, without dead code, with random numbers of the pass that runs; compiled on request."""
+    """`graph` as a callable without dead code that draws the running pass's random numbers; compiled on request."""
     # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
     # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
@@ -572,8 +572,8 @@ def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
 
 
 def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass that a CUDA graph may launch. Its results are copied out of the graph's memory, which the next launch
-    fills."""
+    """Wrap the compiled pass `run`, which a CUDA graph may replay: its results are copied out of the graph's
+    memory, which the next replay overwrites."""
 
     def call(*tensors: Any) -> list[Any]:
         if any(isinstance(x, Tensor) and on_accelerator(x.device) for x in tensors):
@@ -585,7 +585,7 @@ def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_device_graphs(beside: bool) -> None:
-    """Raise ValueError if passes launched as CUDA graphs run `beside` the main thread, where torch has none."""
+    """Raise ValueError for CUDA graphs in a thread `beside` the main one, if torch has them in the main only."""
     if beside and not GRAPHS_IN_THREADS:
         got = f'"reduce-overhead" beside the main thread with torch {torch.__version__}'
         got += ", whose graphs of a device are the main thread's"

@@ -194,7 +194,7 @@ def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensor(layer: Any) -> bool:
-    """Whether a module is a layer of peft that adapts a tensor of the module it wraps, and no module. Layers of
+    """Whether `layer` is a layer of peft that adapts one tensor of the module it wraps, not the module. Layers of
     several tensors of one module wrap each other."""
     if not is_adapted(layer):  # peft need not be installed
         return False

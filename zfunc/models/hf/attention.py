@@ -49,7 +49,7 @@ class AttentionSettings:
 
 
 def register() -> None:
-    """Register zfunc's attention, masks and experts with transformers as NAME, once or several times."""
+    """Register zfunc's attention, masks and experts with transformers as NAME; calling it again does no harm."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface
 

@@ -55,8 +55,8 @@ def kept_in_16_bits(config: Any, weight: str) -> bool:
 def encoded_weights(
     reads: Mapping[str, Read], shapes: Mapping[str, tuple[int, ...]], file: Path | str
 ) -> dict[str, tuple[str, tuple[int, ...], Read, list[str]]]:
-    """The quantized weights among the tensors of a folder, by name: format, shape, what makes their bytes, and the
-    names of the tensors that these are made of. `reads` reads a tensor by name, `shapes` has their shapes.
+    """The quantized weights among the tensors of a folder, by name: format, shape, a function that reads their
+    bytes, and the names of the tensors that hold them. `reads` reads a tensor by name, `shapes` has their shapes.
 
     Raises CheckpointError for a weight in another format, and for one without a tensor that belongs to it.
     """

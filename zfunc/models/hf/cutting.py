@@ -108,7 +108,7 @@ class _Cut:
 
 
 class _Cutter:
-    """Makes the parts of a model that become segments."""
+    """Makes the parts of a transformers model, its embeddings, layers and head, that become segments."""
 
     def __init__(self, model: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> None:
         self.model, self.implementation = model, implementation_for(model)
@@ -222,8 +222,8 @@ class _Cutter:
     def _part(
         self, kind: Any, place: int, kept: Set[int], *, layer: nn.Module | None = None, **given: Any
     ) -> Any:
-        """A copy of the model, of class `kind`, with places for layers, and only the parameters `kept`, by id.
-        Dropout before the layers is the first segment's."""
+        """A copy of the model as a part of class `kind`, with a LayerPlace for each layer, and only the parameters
+        `kept`, by id. Dropout before the layers is the first segment's."""
         as_tuple = self.recording.as_tuple
         places = [LayerPlace(x, as_tuple) for x in self.layers]
         places[place] = LayerPlace(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
@@ -244,7 +244,7 @@ def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def _signature(layer: nn.Module, around: Set[int]) -> list[Any]:
-    """What tells layers of equal modules apart: tensors, which of them are one, and those used `around` it."""
+    """A key by which equal layers share a segment: their tensors, which are tied, and those used `around` it."""
     found: list[Any] = []
     firsts: dict[int, str] = {}
     for path, module in layer.named_modules():

@@ -34,7 +34,7 @@ def check_transformers() -> None:
 
 
 def check_package(name: str, oldest: tuple[int, int], missing: str) -> None:
-    """Raise ImportError, with this text, unless a package is there, and in no older version."""
+    """Raise ImportError, with the text `missing`, unless package `name` is there in version `oldest` or later."""
     try:
         version: str = importlib.import_module(name).__version__
     except ImportError as error:
@@ -49,7 +49,7 @@ def is_tested(model: Any) -> bool:
 
 
 def check_supported(model: Any, *, loss: bool) -> None:
-    """Raise ValueError for what cannot be cut, whatever its layers are; `loss` is whether the user has one."""
+    """Raise ValueError for a model that no cut into segments fits; `loss` is whether the user passes a loss."""
     from transformers import PreTrainedModel
 
     name, config = type(model).__name__, getattr(model, "config", None)
@@ -91,9 +91,8 @@ def in_fp32(model: Any, name: str) -> tuple[str, ...]:
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether transformers has it as a causal language model. Looked up by the model's config: all classes of that
-    mapping would take seconds to import.
-    """
+    """Whether transformers has `model` as a causal language model. Looked up by the model's config: all classes of
+    that mapping would take seconds to import."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     classes = MODEL_FOR_CAUSAL_LM_MAPPING

@@ -211,13 +211,13 @@ class _Contents:
                 refuse("config", got, str(trained.get(name)), do)
 
     def _decoded_shape(self, name: str, shape: Shape, expected: dict[str, Shape]) -> Shape:
-        """The shape of a weight of which `name` has the bytes, where they are as many as it has; else `shape`."""
+        """The shape of the weight that parameter `name` holds encoded, if the byte counts agree; else `shape`."""
         own, kind = decoded_name(name)
         there = expected.get(own)
         return there if kind and there and (FORMATS[kind].nbytes(there),) == shape else shape
 
     def _decode(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The names and values of `weights`, of which some are bytes of encoded weights."""
+        """Yield names and values of `weights`; parameters that hold encoded weights become the decoded weights."""
         for name, values in weights:
             own, kind = self.encoded.get(name, (name, ""))
             yield own, decode(values.to(torch.uint8), kind, self.decoded[name]) if kind else values

@@ -173,8 +173,8 @@ def describe(
     """`(config, segments)` of a model from its config alone, without memory: for `zfunc.plan`, or to train it anew.
 
     `config` is a config of transformers, a config.json, or a folder with one; no weights are looked for. Initial
-    values are drawn as transformers draws them. `lora`, `text_only` and `quantize` are as for `load`. Where weights
-    are in a format that is not read, the segments are those of the model without: what a training holds.
+    values are drawn as transformers draws them. `lora`, `text_only` and `quantize` are as for `load`. For weights
+    quantized in a format that `load` does not read, the segments are those of the unquantized model.
 
     Raises CheckpointError for a missing file, and ValueError for one that is no config, or of a model that
     `segments` refuses.
@@ -199,7 +199,7 @@ def describe(
 
 
 def unquantized(config: Any) -> Any:
-    """A copy of a config without what it says of quantized weights."""
+    """A copy of a model's config without its settings of quantized weights."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -420,7 +420,7 @@ def _conversions(model: Any) -> list[Any]:
 
 
 def _stored_tensors(folder: Path) -> list[_StoredTensor]:
-    """Every tensor in the folder's files; the single file comes before shards, as in transformers."""
+    """Every tensor in a folder's weight files; one model.safetensors goes before shards, as in transformers."""
     from safetensors import SafetensorError, safe_open
 
     files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob(SHARDS))

@@ -25,7 +25,7 @@ BY_HAND = (
 
 @frozen(eq=False)
 class Recording:
-    """The places at which a model can be cut. Modules have the model's names; parameters are known by their ids."""
+    """The places at which a transformers model can be cut into segments: modules by name, parameters by id."""
 
     call: Call
     layers: str  # the list of layers
