@@ -99,7 +99,7 @@ class Program:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the model's parameters in buckets."""
+        """The layout of the parameters of the program's model in buckets."""
         return self.spec.layout
 
     @property
@@ -125,7 +125,7 @@ class Program:
         return self.spec.swaps and committed % self.settings.commit_every == 0
 
     def close_swap(self) -> None:
-        """Close the program's swap space, if one is open: of its State only the last commit is left."""
+        """Close the program's swap space, if one is open. Of the State in it only the last commit stays."""
         former = self.cache.swap
         if former is not None:
             former.close()
@@ -183,7 +183,7 @@ def check_program(program: Any, action: str) -> None:
 
 
 def check_owner(program: Any, state: Any, action: str) -> None:
-    """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`."""
+    """Raise TypeError, ValueError or DonatedStateError, for the call `action`, unless `program` may use `state`."""
     check_program(program, action)
     of_type(f"{action}: state", state, State, "the State that zfunc.init or the last step returned: pass it")
     if state.program != program.identity:
@@ -229,8 +229,8 @@ def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
 
 
 def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> dict[Region, Any]:
-    """The program's staging buffers by region: slots, sums and squares, allocated once; and activation slots large
-    enough for the plan of `shaped`, allocated anew for a larger batch.
+    """The program's staging buffers by region: slots, gradient sums and sums of squares, allocated once; activation
+    slots large enough for the plan of `shaped`, allocated anew for a larger batch.
 
     A collective if some buffers are on the disk: ranks that make one step need new buffers together.
     """
@@ -262,7 +262,7 @@ def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tens
 
 
 def _slots(plan: Plan) -> list[Region]:
-    """The regions of all activation slots in a plan."""
+    """The regions of all activation slots in `plan`, in which passes keep inputs and residuals for backward."""
     return [r for r in plan.graph.regions if r.role == "act"]
 
 

@@ -44,7 +44,7 @@ class OptimizedParameters:
         return [[_in_group(p, self.optimizer, self.world) for p in own] for own in self.segments]
 
     def layout(self, settings: StepSettings) -> Layout:
-        """The layout of the parameters under `settings`; equal ones are made once."""
+        """The layout of the parameters in buckets under `settings`; layouts that are equal are made once."""
         return lay_out(self.parameters, settings, self.world, self._layouts)
 
 
@@ -111,7 +111,7 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
-    """The optimizer, AdamW by default, and the settings with its `moments`, or with those that a plan has varied.
+    """The optimizer, AdamW by default, and the settings with the optimizer's `moments` unless they name a format.
 
     Raises TypeError for what is no optimizer, ValueError if optimizer and settings have different moments.
     """

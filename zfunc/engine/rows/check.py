@@ -171,7 +171,7 @@ def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) ->
 
 
 def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
-    """The largest difference of `x` and `y`, relative to the largest of `y`; NaN in both counts as equal."""
+    """The largest difference of `x` and `y` over the largest finite value in `y`; NaN in both counts as equal."""
     if not y.numel() or torch.equal(x, y):
         return 0.0
     both = x.isnan() & y.isnan()

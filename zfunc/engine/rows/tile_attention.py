@@ -146,7 +146,7 @@ def _times(count: int, *, fake: bool) -> list[int]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """`x` [batch, heads, tile, features] with a token's features together in memory, as of fused kernels."""
+    """`x` [batch, heads, tile, features] with a token's features contiguous in memory, as fused kernels return."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -178,7 +178,7 @@ class _InTorch:
 
 
 def _scores(pair: Pair) -> Tensor:
-    """Scores of a pair, fp32 [batch, key heads, group, tile, keys]; minus infinity for hidden keys."""
+    """Attention scores of a pair, fp32 [batch, key heads, group, tile, keys]; minus infinity for hidden keys."""
     grouped = pair.q.unflatten(1, (pair.k.shape[1], -1)).float()  # [batch, key heads, group, tile, features]
     scores = grouped @ pair.k.float().transpose(2, 3)[:, :, None] * pair.view.scale
     return scores.masked_fill_(_hidden(pair)[:, None, None], -torch.inf)

@@ -65,7 +65,7 @@ class Tiled:
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of both halves of a tile before the first step. Returns the output's paths."""
+        """Trace forward and backward of a tile's halves before the first step. Returns what outputs depend on."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
         split, leaves = self.split(weights, inputs)
@@ -185,7 +185,7 @@ class TiledLoss:
         return _rounded(sums, weights.trained), below
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of a tile ahead of the first step. Returns the paths to the loss."""
+        """Trace forward and backward of a tile before the first step. Returns what the loss depends on."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
     def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:

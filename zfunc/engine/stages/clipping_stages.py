@@ -124,7 +124,7 @@ def wait_for_copies(step: StepContext) -> None:
 
 
 def wait_for_device(step: StepContext, device: torch.device, what: str) -> None:
-    """Wait for `device` if there are several ranks, and watch these: a collective may wait for one that is gone."""
+    """Wait for `device` if there are several ranks, and watch for ranks that die: a collective may wait for one."""
     if step.ranks.several and on_accelerator(device):
         synchronize(torch.accelerator.current_stream(device), step.patience, what, step.ranks.watch)
 

@@ -299,7 +299,7 @@ def is_launched(func: Any) -> bool:
 @frozen
 class Trace:
     """Costs of a segment's passes for one micro-batch, and its output `out` on the meta device, of `output_bytes`.
-    `paths` lead to the output from weights and inputs.
+    `paths` has the weights and input leaves on which each output depends.
 
     `cost.input_bytes` is 0 here, and the workspace of backward includes the gradients that backward returns.
     """

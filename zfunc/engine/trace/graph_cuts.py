@@ -306,7 +306,7 @@ def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[G
 
 
 def _multiplies(node: Node) -> bool:
-    """Whether the operation of a graph's node multiplies matrices."""
+    """Whether the operation of a graph's node is a matrix product or made of such, as torch counts FLOPs."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet in flop_registry or packet is torch.ops.aten._grouped_mm
 

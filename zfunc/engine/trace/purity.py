@@ -163,7 +163,7 @@ def first_change(before: Facts, after: Facts) -> str:
 
 
 class _InPlaceError(Exception):
-    """An operation writes into a tensor that the function did not make; `args` are the operation and the tensor."""
+    """Raised where an operation writes into a tensor that the function did not make; `args` are both."""
 
 
 class _Log(AllocationTracker):

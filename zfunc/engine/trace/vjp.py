@@ -225,7 +225,7 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
 
 
 def paths_of(pull: Pull, weights: SegmentWeights, inputs: tuple[Any, ...], _: Any = None) -> Paths:
-    """The paths from a segment's trained weights and input to its output, found in an eager call of its `pull`."""
+    """For each output of a segment, which trained weights and input leaves it depends on, by a call of `pull`."""
     paths = Paths()
     pull(weights, inputs, paths)
     return paths
@@ -484,15 +484,15 @@ def _copy(t: Tensor) -> Tensor:
 
 
 class _NoGradientError(ValueError):
-    """A segment returns nothing that can be differentiated."""
+    """Raised for a segment whose output has no tensor that can be differentiated."""
 
 
 class _OtherOutputError(Exception):
-    """A segment's output has other cotangents than its trace assumed; `args[0]` is what `cotangents_of` gives."""
+    """Raised if a segment's output has other cotangents than its trace assumed; `args[0]` are those it has."""
 
 
 def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
-    """Shape, strides, dtype and device of each cotangent of `y`."""
+    """Shape, strides, dtype and device of the cotangent of each differentiable tensor in a segment's output `y`."""
     return [(t.shape, dense_strides(t), t.dtype, t.device) for t in differentiated(y)]
 
 

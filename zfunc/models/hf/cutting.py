@@ -68,7 +68,7 @@ def cut_model(
 
 
 def _tokens(model: Any) -> Tensor:
-    """Token ids [2, RECORDED] with which a model is recorded."""
+    """Token ids [2, RECORDED] on which a model is run once to find its layers."""
     vocabulary = min(model.config.get_text_config().vocab_size, 1000)
     return torch.randint(3, vocabulary, (2, RECORDED), generator=torch.Generator().manual_seed(0))
 
@@ -330,7 +330,7 @@ def _compute_buffers(model: Any) -> dict[int, Tensor]:
 
 
 def _unset(t: Tensor) -> float | int:
-    """A value that no buffer of the dtype of `t` has."""
+    """The value that marks a buffer like `t` as not yet set: NaN, or the least integer of its dtype."""
     return torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).min
 
 

@@ -25,7 +25,7 @@ def run_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Ten
 
 
 def run_all_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The experts' output, computed by every expert for every token."""
+    """The weighted sum of the experts' outputs [tokens, hidden], with every expert computed for every token."""
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     y = _products(experts, x.expand(experts.num_experts, *x.shape), first)
     y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)

@@ -44,12 +44,12 @@ def check_package(name: str, oldest: tuple[int, int], missing: str) -> None:
 
 
 def is_tested(model: Any) -> bool:
-    """Whether the class of a model is in FAMILIES."""
+    """Whether the class of a model is in FAMILIES, the models that zfunc's tests cut and compare."""
     return type(model).__name__ in FAMILIES and type(model).__module__.startswith("transformers.")
 
 
 def check_supported(model: Any, *, loss: bool) -> None:
-    """Raise ValueError for a model that no cut into segments fits; `loss` is whether the user passes a loss."""
+    """Raise ValueError for a model that can never be cut into segments; `loss` is whether the user passes one."""
     from transformers import PreTrainedModel
 
     name, config = type(model).__name__, getattr(model, "config", None)
