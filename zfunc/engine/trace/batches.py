@@ -39,14 +39,14 @@ class Whole:
 @frozen(eq=False)
 class ByValue:
     """A tensor of a batch on whose values, not on its shape alone, a trace depends; `whole` if it has no rows. If
-    `counted`, it depends on how many elements of masks are set alone, as batches of equal shapes have to share."""
+    `counted`, it depends only on how many elements of masks are set, which batches of equal shapes must share."""
 
     tensor: Tensor
     whole: bool = False
     counted: bool = False
 
     def read(self) -> "Values | BySample":
-        """The tensor as what a trace gets."""
+        """The tensor as a trace takes it: a `BySample` if it is `counted`, else its `Values`."""
         return BySample(self.tensor, Values(self.tensor)) if self.counted else Values(self.tensor)
 
 
@@ -70,14 +70,14 @@ class Values:
 
 @frozen(eq=False)
 class BySample:
-    """A tensor with values of one batch, which are no part of the structure of a pytree: all are equal there."""
+    """A tensor and its values in one batch. Pytree structures of two `BySample` are equal whatever their values."""
 
     tensor: Tensor
     sample: Values
 
 
 class _AnySample(list[Values]):
-    """The context of a `BySample` in a pytree, with its sample."""
+    """The context of a `BySample` in a pytree: it has the sample's values, and equals any other such context."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _AnySample)

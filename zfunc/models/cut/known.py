@@ -139,7 +139,7 @@ class KnownValues(TorchFunctionMode):
         return y
 
     def _output_size(self, x: Tensor, repeats: Any = None, dim: int | None = None) -> dict[str, int]:
-        """The `output_size` of torch.repeat_interleave with these arguments, where it is known."""
+        """The argument `output_size` for this torch.repeat_interleave, if its values are known; else {}."""
         times = x if repeats is None else repeats
         found = self._of(times) if isinstance(times, Tensor) else None
         if not found or not self._free(found[1]):
@@ -159,7 +159,7 @@ class KnownValues(TorchFunctionMode):
             return found[0].item()
 
     def _known_index(self, index: Any) -> Any:
-        """An index of a tensor with places in place of each known mask, and numbers of known tensors in slices."""
+        """`index`, of a tensor, with integer indices for each known mask, and numbers for known tensors in slices."""
         parts = index if isinstance(index, tuple) else (index,)
         made = list[Any]()
         for x in parts:
@@ -173,7 +173,7 @@ class KnownValues(TorchFunctionMode):
         return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
 
     def _places(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
-        """The places of a mask by dimension: constants, or of as many elements as the mask of `value` selects."""
+        """Indices that `mask` selects, by dimension: constants, or as many as the known mask `value` selects."""
         with _outside():
             places = value.nonzero(as_tuple=True)
         if self.read is None and self._free(names):
@@ -194,12 +194,12 @@ class KnownValues(TorchFunctionMode):
         return self.read is not None or names.isdisjoint(self.sampled)
 
     def _of(self, t: Tensor) -> Any:
-        """The values of a tensor and the names of the inputs behind them, or None."""
+        """The known values of `t` and the names of the inputs that they come from; None if unknown."""
         found = self.known.get(t)
         return None if found is None or found[0].untyped_storage()._cdata in self.written else found
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
-        """A tensor of a trace that has the given values, in memory of its own."""
+        """A tensor of the trace with the values of `value`, in memory of its own, known if small."""
         with _outside():
             own, kept = value.clone(), value.clone()
         t = kept.to(self.device, copy=True)
@@ -208,7 +208,7 @@ class KnownValues(TorchFunctionMode):
         return t
 
     def _real(self, func: Any, args: Any, kwargs: Any, shapes_alone: bool = False) -> Any:
-        """What `func` returns for the values of its arguments, or for any in their shapes."""
+        """What `func` returns, on the CPU, for its arguments' known values; for empty ones if `shapes_alone`."""
 
         def value(x: Any) -> Any:
             if isinstance(x, torch.device):

@@ -118,7 +118,7 @@ def segments(
 
 @frozen(eq=False)
 class ModuleCut:
-    """A module as `segments`; `places[s]` is where segment `s` first reads a parameter, as "file:line"."""
+    """A module cut into `segments`; `places[s]` is where segment `s` first reads a parameter, as "file:line"."""
 
     segments: tuple[Segment, ...]
     places: list[str]
@@ -200,7 +200,7 @@ def _inputs_read(traces: "ModuleTraces", call: BatchCall) -> dict[str, bool]:
 
 
 def _file_of(model: nn.Module) -> str:
-    """The file of a model's class, or its module's name where that is none of a file."""
+    """The file that defines the class of `model`; the name of its module if that has no file."""
     home = type(model).__module__
     return getattr(sys.modules.get(home), "__file__", None) or home
 
@@ -218,9 +218,9 @@ class _HooksRefused(TorchFunctionMode):
 
 @frozen(eq=False)
 class ModuleTrace:
-    """The pieces of a module for one set of shapes, by `key`; `given` are the numbers of the input leaves used.
+    """The pieces of a module traced for one set of shapes, by `key`; `given` are indices of the input leaves used.
 
-    `first_alike[s]`: the first piece with the text of piece `s`. `apart`: segments alike in the first trace differ.
+    `first_alike[s]` is the first piece equal to piece `s`; `apart`: segments equal in the first trace differ here.
     """
 
     key: int
@@ -311,7 +311,7 @@ class ModuleTraces:
         return self._pieces(key, cut_in(blocks, starts=starts, most=self.most))
 
     def _uncut(self, x: Any, dtype: torch.dtype, training: bool) -> Any:
-        """The module's graph for inputs like `x`, as the function `cut_graph` of blocks, starts and most."""
+        """A function that cuts the module's graph for inputs like `x`: `cut_graph` of blocks, starts and most."""
         # 1. The module with weights that have no memory, on an input without any.
         mode, fakes, inputs = self._without_memory(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}
@@ -489,14 +489,14 @@ class ModuleTraces:
 
 
 def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns in a thread without the modes of this one, of whose graphs it is no part."""
+    """What `function` returns in a thread of its own, which has none of this thread's modes and autograd graphs."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(contextvars.copy_context().run, function, *arguments).result()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which torch logs and prints nothing of an error of a trace, which is raised with its reason."""
+    """A context in which torch neither logs nor prints about a failed trace; the error raised has the reason."""
     loggers = [logging.getLogger(x) for x in _LOUD]
     levels = [x.level for x in loggers]
     with patch("torch.export._trace.print", lambda *_, **__: None, create=True):

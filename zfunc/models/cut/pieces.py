@@ -121,12 +121,12 @@ def _with_device(module: GraphModule) -> GraphModule:
 
 
 def _one_hot(t: Tensor, num_classes: int) -> Tensor:
-    """`F.one_hot`, which looks at the values of `t` first, as a trace without values cannot."""
+    """`F.one_hot` in operations that read no values of `t` on the host, as a trace without values needs."""
     return (t[..., None] == torch.arange(num_classes, device=t.device)).long()
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *args: Any) -> Tensor:
-    """Batch norm of `x` in 16 bits too, whose running statistics, weight and bias are in fp32 then."""
+    """`torch.batch_norm` for `x` in 16 bits too, with running statistics, weight and bias in fp32."""
     if mean is not None and mean.dtype != x.dtype:
         weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
     return torch.batch_norm(x, weight, bias, mean, var, *args)

@@ -252,7 +252,7 @@ def _bonds(
 
 
 def _said(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Iterator[str]:
-    """Why spans are joined by `bonds` of their nodes, as text for the log."""
+    """Yield text for the log on why `bonds` between nodes join two of `spans`."""
     of = [span for span in spans for _ in span.nodes]
     for i, j, why in bonds:
         if why and of[i] is not of[j]:
