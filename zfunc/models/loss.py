@@ -293,7 +293,7 @@ def collated_batch(collated: Mapping[str, Any], *, typed: bool = False, counts: 
 
 
 def _places(position_ids: Tensor, mask: Tensor) -> Tensor:
-    """`position_ids` counted on into the padding. Raises ValueError unless they count from 0 in each document."""
+    """`position_ids` continued into the padding. Raises ValueError unless they count from 0 in each document."""
     at = torch.arange(position_ids.shape[1], device=position_ids.device)
     places = at - torch.where((position_ids == 0) & (mask != 0), at, 0).cummax(1).values
     if not bool(((places == position_ids) | (mask == 0)).all()):

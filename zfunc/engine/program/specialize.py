@@ -108,7 +108,7 @@ def _size(spec: StepSpec) -> tuple[int, int]:
 
 
 def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
-    """The program of a `recipe` that needs a State but no batch, such as a checkpoint's; planned at first use."""
+    """The program planned, at first use, for a `recipe` that needs a State but no batch, such as a checkpoint's."""
     make = partial(_plan, program, program.spec, frozenset[int](), recipe)
     return _cached(program.cache.specialized, recipe, make, most=2 * SHAPES)
 

@@ -143,7 +143,7 @@ def _tiles(
 
 
 def _documents(first: Tensor | None, tokens: int) -> Iterator[tuple[slice, int, int]]:
-    """Yield rows of the batch, first token and end of each document; without data one document of all tokens.
+    """Yield batch rows, first token and end of each document; without `first`, or data, one of all tokens.
 
     >>> [(start, stop) for _, start, stop in _documents(torch.tensor([[0, 0, 2, 2, 2]]), 5)]
     [(0, 2), (2, 5)]

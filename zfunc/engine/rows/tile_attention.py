@@ -185,7 +185,7 @@ def _scores(pair: Pair) -> Tensor:
 
 
 def _hidden(pair: Pair) -> Tensor:
-    """Bool [batch or 1, tile, keys]: the keys of a pair that a query does not see."""
+    """Bool mask [batch or 1, tile, keys], true for the keys of a pair that a query does not see."""
     view, device = pair.view, pair.q.device
     rows = torch.arange(view.at, view.at + pair.q.shape[2], device=device)[:, None]
     columns = torch.arange(*pair.part, device=device)

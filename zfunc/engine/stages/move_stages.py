@@ -32,7 +32,7 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 def weights(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a bucket's parameters, or this rank's slice of them, from the disk to a page, or to a device's slot."""
+    """Copy a bucket's parameters, or this rank's slice of them, from the disk to a host page or a device's slot."""
     _, b = op.index
     (source,), (target,) = op.reads, op.writes
     if source.tier == "disk":
@@ -182,7 +182,7 @@ def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the part of a bucket's state that is in memory to its places in the slot that a commit writes out."""
+    """Copy the part of a bucket's state that lives in memory into the slot that a commit writes to the disk."""
     on_disk: StateOnDisk = mem[op.read("extent")]
     slot: Flat = mem[op.write("state_slot")]
     for name, place in on_disk.views(slot.flat).items():

@@ -95,7 +95,7 @@ def described(rows: Mapping[str, Tensor]) -> tuple[RowsOutput, ...]:
 
 
 def check_aux_names(segment: str, names: tuple[Any, ...], before: tuple[Any, ...]) -> None:
-    """Raise ValueError unless the last segment's auxiliary outputs `names` equal those of the call `before`."""
+    """Raise ValueError unless the last segment's auxiliary outputs `names` equal an earlier call's, `before`."""
     if names != before:
         raise ValueError(
             f"segment {segment!r}: got the auxiliary outputs {names} after {before}, expected the same names "

@@ -87,7 +87,7 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
 
 @frozen(eq=False)
 class UpdateRun:
-    """One call of the optimizer in the update of a bucket: slices of its buffers, and the arguments beside them."""
+    """One call of the optimizer in the update of a bucket: slices of the bucket's buffers, and other arguments."""
 
     state: CheckedState
     grad: Tensor
@@ -97,7 +97,7 @@ class UpdateRun:
 
 @frozen(eq=False)
 class PreparedUpdate:
-    """The calls of a bucket's update over buffers that were cut and, with the first call, checked once."""
+    """The optimizer calls that update a bucket: its buffers are sliced once, and checked once, in the first run."""
 
     of: tuple[Any, ...]  # the tensors that were cut, and the parameters that the loss does not reach
     grad: Tensor
@@ -205,7 +205,7 @@ def _gradient_memory(op: Op, mem: Memory) -> Tensor:
 
 
 def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
-    """The optimizer state of the bucket that `op` touches, by name: in memory, and in the slot it is paged to."""
+    """The optimizer state of the bucket that `op` touches, by name: in memory, and in the slot it is copied to."""
     state = {r.buffer: mem[r] for r in op.operands("state")}
     for r in op.operands("paged"):
         state |= mem[r].views

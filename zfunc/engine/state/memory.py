@@ -209,7 +209,7 @@ class StateOnDisk:
 
     @property
     def in_memory(self) -> list[str]:
-        """The names of the bucket's state buffers that memory has as well, and only a commit writes to the disk."""
+        """The names of the bucket's state buffers that stay in memory; only a commit writes these to the disk."""
         return self.all[self.extent.moved :]
 
     @property

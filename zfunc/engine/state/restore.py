@@ -87,7 +87,7 @@ def fill_state(
 
 
 def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
-    """Read a checkpoint's module buffers into `buffers`, by full name. CheckpointError for other dtypes, damage."""
+    """Read a checkpoint's module buffers into `buffers`, by name; CheckpointError for other dtypes or damage."""
     manifest = checkpoint.manifest
     with CheckpointReader(checkpoint) as reader:
         for name, into in buffers.items():

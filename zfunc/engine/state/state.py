@@ -249,7 +249,7 @@ class State:
 
     @property
     def position(self) -> TrainingPosition:
-        """The State's counters, as a checkpoint stores them beside the bytes."""
+        """The State's counters, such as step and sequences, in the form that a checkpoint stores."""
         return TrainingPosition(self.step, self.batches, self.sequences, self.seed, self.loss_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":

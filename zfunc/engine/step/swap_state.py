@@ -127,7 +127,7 @@ def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, 
 
 
 def masters_in(swap: SwapSpace, spec: StepSpec, ranks: RankGroup) -> frozenset[int]:
-    """The indices of frozen buckets of which a swap space has fp32 weights too, on any rank: a collective."""
+    """The indices of frozen buckets whose fp32 weights a swap space also has, on any rank: a collective."""
     frozen, extents = [x.index for x in spec.layout.frozen_buckets], swap.header.extents
     own = [b for b in frozen if b in extents and any(part.name == MASTER for part in extents[b].parts)]
     return frozenset(b for text in ranks.texts(json.dumps(own)) for b in json.loads(text))

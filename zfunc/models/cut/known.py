@@ -150,7 +150,7 @@ class KnownValues(TorchFunctionMode):
             return {"output_size": int(found[0].sum()) * each}
 
     def _number(self, t: Tensor) -> Any:
-        """The number of a tensor without dimensions where it is known, else the tensor."""
+        """The Python number in `t`, a tensor without dimensions, if its value is known; else `t`."""
         found = None if t.dim() or t.is_floating_point() else self._of(t)
         if found is None or not self._free(found[1]):
             return t
@@ -248,7 +248,7 @@ def _small(tensors: list[Tensor]) -> bool:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """A context without the modes and transforms around it, in which operations of real tensors are just that."""
+    """A context that suspends surrounding modes and transforms, so that operations on real tensors just run."""
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),

@@ -20,7 +20,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}
 @frozen(eq=False)
 class ModulePiece:
     """The part of a module's graph between two cuts: `run(device, *parameters and buffers, *tensors alive before)`
-    returns the tensors alive behind. `short` has the module's names of parameters and buffers by short name."""
+    returns the tensors alive after it. `short` has the module's names of parameters and buffers by short name."""
 
     run: GraphModule
     short: dict[str, str]

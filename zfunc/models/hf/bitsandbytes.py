@@ -112,7 +112,7 @@ def _in_8_bits(
 
 
 def check_sizes(name: str, kind: str, shape: tuple[int, ...], stored: Tensor, file: Path | str) -> Tensor:
-    """The bytes of a weight; CheckpointError unless they are as many as the format has for its shape."""
+    """`stored`, the bytes of weight `name`; CheckpointError unless format `kind` has as many for its shape."""
     if stored.numel() != (expected := FORMATS[kind].nbytes(shape)):
         _refuse(file, f"{stored.numel()} bytes of {name!r}", f"{expected} of a {kind} of shape {shape}")
     return stored

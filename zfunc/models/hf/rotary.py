@@ -26,7 +26,7 @@ def follows_length(module: nn.Module) -> bool:
 
 
 def replace_forward(module: Any) -> None:
-    """Make the forward of a rotary module that follows row lengths pure. LongRoPE's frequencies become a buffer."""
+    """Make the forward of a rotary embedding with length-dependent frequencies pure; LongRoPE's become a buffer."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for layers in module.rope_type if isinstance(module.rope_type, dict) else (None,):
