@@ -85,8 +85,8 @@ class MeasuredStep:
 
 @frozen(eq=False)
 class Machine:
-    """A machine before any step was measured: the `figures` of a Profile that no step gives; figures of the node
-    are for all its ranks. `grouped` and `unified` are as in Profile."""
+    """What `calibrate` knows of a machine before it measures steps: those `figures` of a Profile that need no step;
+    figures of the node are totals over its ranks. `grouped` and `unified` are as in Profile."""
 
     title: str
     precision: Precision
@@ -98,7 +98,8 @@ class Machine:
 
 
 def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
-    """The Profile of this machine, by `turns` steps of `program` on `batch`, and as many with its lanes overlapped.
+    """Measure this machine's Profile by `turns` steps of `program` on `batch`, and as many with its lanes
+    overlapped.
 
     The program's schedule has to be Serial. The profile's memory is what is free before the program takes any.
     `folder` is on the drive that is measured: half a GiB is written there and removed. All ranks have to call
@@ -127,8 +128,8 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
 
 
 def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[MeasuredStep]]:
-    """`turns` measured steps of each of `programs`, which take turns at training one new State. A turn in which a
-    gradient overflowed does not count."""
+    """Measure `turns` steps of each of `programs`, which take turns at training one new State. A turn, of one step
+    of each program, does not count if a gradient overflowed."""
     plans = [specialize(program, batch).plan for program in programs]
     state, skipped, counted = init(programs[0]), 0, list[list[MeasuredStep]]()
     while len(counted) < WARM_UP + turns:
@@ -180,8 +181,8 @@ def operation_costs(steps: Iterable[MeasuredStep]) -> tuple[Measured, ...]:
 
 
 def handoff(steps: Iterable[MeasuredStep]) -> float | None:
-    """Seconds from the end of an operation to the start of an operation on another lane that waits for nothing
-    else: the mean of the middle half of such pairs in `steps`; None without a pair."""
+    """Seconds of a hand-over between lanes: from the end of an operation to the start of one on another lane that
+    waits for nothing else; the mean of the middle half of these gaps in `steps`, None without a gap."""
     gaps: list[float] = []
     for step in steps:
         ops, events = step.plan.graph.ops, {e.op: e for e in step.timeline.events}
@@ -198,7 +199,7 @@ def handoff(steps: Iterable[MeasuredStep]) -> float | None:
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> Line:
-    """Latency (s) and rate (bytes/s), 0 or more, of the line through (bytes, seconds) of least relative error.
+    """Latency (s) and rate (bytes/s), 0 or more, of the line fitted to `points` (bytes, seconds) by relative error.
 
     >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
     (2e-06, 1000000000.0)
@@ -221,8 +222,8 @@ def _rounded(value: float, digits: int = 6) -> float:
 
 
 def clocked(program: Program) -> tuple[Program, list[tuple[Op, float]]]:
-    """A copy of `program` whose stages append each operation, with the CPU seconds of its thread, to the returned
-    list: the time in which Python issues the operation. On the CPU, where stages compute, `program` itself."""
+    """A copy of `program` whose stages append each operation, with the CPU seconds that Python took to issue it, to
+    the returned list. On the CPU, where these seconds would include the compute: `program`, and an empty list."""
     spent: list[tuple[Op, float]] = []
     if not on_accelerator(program.device):
         return program, spent
@@ -240,8 +241,9 @@ def clocked(program: Program) -> tuple[Program, list[tuple[Op, float]]]:
 
 
 def issue_seconds(spent: Iterable[tuple[Op, float]]) -> dict[str, float]:
-    """Median seconds in which Python issues an operation of a kind, by the name of the Profile's figure. Host
-    updates also sweep memory in that time: the host's figure is the line through all sizes, at 0 bytes."""
+    """Median seconds that Python takes to issue an operation, by the name of the Profile's figure for its kind,
+    from the list `spent` of `clocked`. For host updates, which also sweep memory, the fitted line's seconds at 0
+    bytes."""
     found: dict[Kind, dict[int, list[float]]] = {}
     for op, seconds in spent:
         if op.nbytes and not op.flops:
@@ -256,8 +258,8 @@ def issue_seconds(spent: Iterable[tuple[Op, float]]) -> dict[str, float]:
 
 
 def measure_handoff(num_ops: int = 1000) -> float:
-    """Seconds to wake a lane: by how much longer `num_ops` empty operations take on two lanes that wait for each
-    other than on one lane, an operation."""
+    """Seconds to wake a lane, per operation: how much longer `num_ops` empty operations take on two lanes that wait
+    for each other than on one lane."""
     x = Region("x")
     graph = Graph(tuple(Op(f"nothing{i}", (), "host", reads=(x,), writes=(x,)) for i in range(num_ops)))
     executor, device = Executor(torch.device("cpu")), torch.device("cpu")
@@ -275,7 +277,7 @@ def measure_handoff(num_ops: int = 1000) -> float:
 
 
 def measure_beside(program: Program, folder: Path) -> Machine:
-    """The machine as the system describes it before the program takes memory, with arithmetic and drives timed."""
+    """Describe this machine before `program` takes memory, and time its arithmetic and the drive of `folder`."""
     device, precision = program.device, program.settings.precision
     has_own_memory, ranks = on_accelerator(device), min(local_ranks(), program.ranks.world)
     cores, host, callers = physical_cores(allowed_cpus()), available_host_bytes(), torch.get_num_threads()
@@ -319,8 +321,8 @@ def measured(how: str, values: Mapping[str, float]) -> dict[str, Figure]:
 
 
 def measure_disk(folder: Path) -> dict[Kind, Line]:
-    """Latency (s) and rate (bytes/s) of a drive's reads past the page cache, and synced writes. Raises
-    DiskError."""
+    """Latency (s) and rate (bytes/s) of the drive that has `folder`, for "read" past the page cache and for synced
+    "write". Raises DiskError where `folder` cannot be used."""
     speeds = measure(folder)
     with (
         closing(DirectFile.unnamed(folder, ALIGNED)) as file,
@@ -343,9 +345,9 @@ def _median_seconds(call: Callable[[], Any]) -> float:
 
 
 def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of `device` in a product of square matrices, and in causal attention, both ways, of 16 heads of 128.
+    """FLOP/s of `device` in products of square matrices, and in attention (causal, 16 heads of 128) with backward.
 
-    Sizes double from 512 until the work takes `ENOUGH_SECONDS`, beside which a launch is nothing."""
+    The size doubles from 512 until the work takes `ENOUGH_SECONDS`, so that the launch does not count."""
 
     def product(side: int) -> tuple[float, Callable[[], Any]]:
         a = torch.randn(side, side, device=device, dtype=dtype)  # zeros would be faster
@@ -376,7 +378,7 @@ def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float,
 
 
 def measure_launch(device: torch.device) -> float | None:
-    """Seconds of the host for one launch on `device`, from forward and backward of a block so small that the device
+    """Host seconds of one kernel launch on `device`, from forward and backward of a block so small that the device
     waits for its host. None on the CPU, where nothing is launched."""
     if not on_accelerator(device):
         return None
@@ -412,9 +414,9 @@ def make_profile(
     how: str,
     spent: Sequence[tuple[Op, float]] = (),
 ) -> Profile:
-    """The Profile of `machine`, from the measured `operations` of its steps and the seconds of a `handoff`; `how`
-    says how both were measured. `spent` is the list of `clocked`: unless it is empty, a hand-over between lanes is
-    measured apart, as the lanes of a step also wait for Python's lock.
+    """Make the Profile of `machine` from the measured `operations` of its steps and the seconds of a `handoff`
+    between lanes; `how` says how both were measured. `spent` is the list of `clocked`: unless it is empty,
+    `handoff` is replaced by a measurement without a step, as lanes of a step also wait for Python's lock (GIL).
 
     A rate of the node is the rate of one of its ranks, while all run, times their number. Raises ValueError where
     no operation gives the rate of a kind.

@@ -76,15 +76,15 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @frozen(eq=False, slots=False)
 class Repetition:
-    """A step of many micro-batches: the step `small` of few, plus `more` times what the step `large`, of two groups
-    more, adds to `small`."""
+    """A step of many micro-batches, extrapolated from two of few: the step `small`, plus `more` times what the step
+    `large`, which has two more groups of micro-batches, adds to `small`."""
 
     small: "PlannedStep"
     large: "PlannedStep"
     more: int
 
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """Sums for the step of many micro-batches, by key, of what `measure` sums over a step's operations."""
+        """Sums by key for the step of many micro-batches, extrapolated from what `measure` returns for a step."""
         few, many = measure(self.small), measure(self.large)
         added = {key: many.get(key, 0) - few.get(key, 0) for key in {**few, **many}}
         return {key: few.get(key, 0) + self.more * nbytes for key, nbytes in added.items()}
@@ -95,19 +95,19 @@ class Repetition:
         return self.large.seconds - self.small.seconds
 
     def settled(self) -> bool:
-        """Whether two more groups repeat the last two, and add as many seconds as to a step of many groups."""
+        """Whether every lane repeats with two more groups of micro-batches, and later groups add equal seconds."""
         repeats = all(map(self._repeats, self.large.timeline.lanes))
         return repeats and abs((longest := self._longest()) - self.grown) <= 2 * CLOSE * longest
 
     def peaks_stay(self) -> bool:
-        """Whether the peak memory of each device stays at its operation, and grows by equal bytes with each further
-        group of micro-batches."""
+        """Whether each device's peak memory stays at the same operation as groups of micro-batches are added, and
+        grows by equal bytes with each group."""
         small, large = (transient_bytes(step.plan) for step in (self.small, self.large))
         return all(self._stays(at, few, large[at]) for at, few in small.items() if "device" in at)
 
     def _stays(self, tier: Tier, few: list[list[int]], many: list[list[int]]) -> bool:
-        """Whether the lane that bounds a device's peak remains that one, and no moment of it grows by more bytes
-        than the peak does; `few` and `many` have by lane the bytes alive at each of its moments."""
+        """Whether the lane that bounds the peak bytes of `tier` stays the same as groups are added, and no moment
+        of that lane grows by more than the peak; `few` and `many` have, by lane, the bytes alive at each moment."""
         lanes, bounding = self.small.plan.lanes, self.small.peaks[tier].moment[0]
         grown = [max(after) - max(before) for before, after in zip(few, many, strict=True)]
         bounds = {n: max(few[n]) + self.more * grown[n] for n, lane in enumerate(lanes) if lane.ops}
@@ -122,13 +122,13 @@ class Repetition:
 
     @cached_property
     def _grows(self) -> set[str]:
-        """The verbs of which two more groups of micro-batches add operations."""
+        """The verbs of the operations that two more groups of micro-batches add to the step."""
         large, small = (Counter(op.verb for op in step.graph) for step in (self.large, self.small))
         return {*(large - small)}
 
     def _repeats(self, lane: str) -> bool:
-        """Whether lane `lane` repeats. Operations without predecessors may run ahead, if operations behind them on
-        the lane would not wait for all of them either."""
+        """Whether the operations of lane `lane` repeat with each group. Operations without predecessors may run
+        ahead, if operations behind them on the lane would not wait for all of them either."""
         few, many = ([*step.on(lane)] for step in (self.small, self.large))
         if self._even(few, many):
             return True
@@ -139,9 +139,9 @@ class Repetition:
         return enough and self._even(*([x for x in of if x[2]] for of in (few, many)))
 
     def _even(self, few: list[Placed], many: list[Placed]) -> bool:
-        """Whether a lane's operations in the large step are those of the small one with more of them in one place,
-        and those of the last group but one start as long after their like of two groups before as two groups add:
-        the end of the step does not change that group."""
+        """Whether `many`, a lane of the large step, is `few`, that lane of the small step, with more operations in
+        one place, and each operation of the last group but one starts as long after its like of two groups before
+        as two groups add: the end of the step does not change that group."""
         if _alike(few, many) + _alike(few[::-1], many[::-1]) < len(few):
             return False
         starts = [(verb, e.start) for e, verb, _ in many if verb in self._grows]
@@ -154,7 +154,7 @@ class Repetition:
         )
 
     def _longest(self) -> float:
-        """Seconds two groups add to a step of many: only operations that repeat and have predecessors count."""
+        """Simulated seconds that two groups add if only operations that repeat and have predecessors take time."""
         grows = self._grows
 
         def seconds(step: "PlannedStep") -> float:
@@ -176,7 +176,7 @@ def _alike(few: Sequence[Placed], many: Sequence[Placed]) -> int:
 class PlannedStep:
     """The step of a spec on `hardware`; graph, plan, seconds and memory are computed when first read.
 
-    Raises PlanError for a schedule whose plan is wrong, when asked.
+    Raises PlanError, when the plan is first read, for a schedule that makes a wrong plan.
     """
 
     spec: StepSpec
@@ -199,7 +199,7 @@ class PlannedStep:
 
     @cached_property
     def kept(self) -> dict[Tier, int]:
-        """Bytes of the step's kept regions by tier, the same for every schedule."""
+        """Bytes, by tier, of the regions that the whole step keeps allocated, the same for every schedule."""
         return self._sum(persistent_bytes)
 
     @cached_property
@@ -248,11 +248,11 @@ class PlannedStep:
 
     @cached_property
     def work(self) -> dict[Kind, float]:
-        """Seconds of all operations of each kind on the device that has most of that kind."""
+        """Seconds of all the step's operations of each kind, on the device that has most of that kind."""
         return by_kind(self.work_of)
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """Sums, by key, that `measure` takes over the graph of all micro-batches."""
+        """Sums by key of what `measure` returns for the step's graph, extrapolated if micro-batches are many."""
         for few in self._few:
             return few.total(lambda step: measure(step.graph))
         return measure(self.graph)
@@ -286,14 +286,14 @@ class PlannedStep:
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:
-        """Bytes, by tier, that the step needs beyond the tier's memory; if it fits, that filling the State does."""
+        """Bytes that the step needs beyond each tier's memory; if the step fits, bytes that `init` lacks."""
         return self.hardware.lacking(self.memory) or self.hardware.lacking(
             bytes_by_tier(initial_memory(self.spec))
         )
 
     @property
     def fits(self) -> bool:
-        """Whether step and `init` fit on every tier whose size is known."""
+        """Whether the step and `zfunc.init` fit in the memory of every tier whose size is known."""
         return not self.lacking
 
     @cached_property
@@ -305,7 +305,7 @@ class PlannedStep:
         return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
 
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
-        """Sums, by key, that `measure` takes over the operations of the step, or over their seconds."""
+        """Sums by key of what `measure` returns for this step, extrapolated if the step has a `repetition`."""
         return measure(self) if self.repetition is None else self.repetition.total(measure)
 
     @cached_property
@@ -319,7 +319,7 @@ class PlannedStep:
         return simulate(self.plan, self.hardware)
 
     def on(self, lane: str) -> Iterator[Placed]:
-        """The events of a lane, each with its operation's verb and whether that has predecessors."""
+        """The events of lane `lane`, each with its operation's verb and whether the operation has predecessors."""
         for e in self.timeline.on(lane):
             i = self.graph.position[e.op]
             yield e, self.graph.ops[i].verb, bool(self.graph.predecessors[i])
@@ -335,7 +335,7 @@ class PlannedStep:
         return simulate(self.plan, self.hardware, [*free]).seconds
 
     def without_operations(self) -> "PlannedStep":
-        """Simulate the step, then drop its operations, which are many and can be made again; returns it."""
+        """Simulate the step, drop its operations, which are many and can be made again, and return the step."""
         _ = self._figures, self.work
         self.forget_operations()
         return self
@@ -349,17 +349,17 @@ class PlannedStep:
 
     @property
     def repetition(self) -> Repetition | None:
-        """The steps of few micro-batches that this step repeats; None if it has not settled."""
+        """The Repetition that gives this step's figures from few micro-batches; None if groups do not repeat."""
         return self._from_few[0]
 
     @property
     def unsettled_seconds(self) -> float:
-        """Lower bound in seconds of a step that has not settled, from few micro-batches; else 0."""
+        """Lower bound of the step's seconds, from few micro-batches, if it has no `repetition`; else 0."""
         return self._from_few[1] if self.repetition is None else 0.0
 
     @cached_property
     def _from_few(self) -> tuple[Repetition | None, float]:
-        """Repetition and seconds of the step; if it has not settled, None and the least seconds."""
+        """The step's Repetition and its seconds; without a Repetition, None and a lower bound of the seconds."""
         least: list[float] = []
         for few in self._few:
             least.append(few.small.seconds + few.more * few.grown)
@@ -370,7 +370,7 @@ class PlannedStep:
 
     @cached_property
     def _few(self) -> list[Repetition]:
-        """Candidates of Repetition for the step: a few micro-batches, and two groups more."""
+        """Repetitions to try for the step, each of a few groups of micro-batches and of two groups more."""
         settings = self.settings
         # Of a pipeline as many as there are devices: by then all are busy, and each has what waits for backward.
         total, group = (
@@ -389,18 +389,18 @@ class PlannedStep:
 
 
 def step_of(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> PlannedStep:
-    """The planned step of `spec` with other settings, laid out anew; costs stay those of the old micro-batches."""
+    """The PlannedStep of `spec` under `settings`, laid out anew; costs of a micro-batch stay those of `spec`."""
     laid_out = in_buckets(lay_out(spec.layout.parameters, settings, spec.world), settings)
     return PlannedStep(evolve(spec, **laid_out), hardware)
 
 
 def by_kind(work: WorkOf) -> dict[Kind, float]:
-    """Seconds of each kind of operation on the device that has most of that kind."""
+    """For each kind of operation in `work`, the seconds on the device that has most of that kind."""
     return {kind: max([0.0, *(x for (k, _), x in work.items() if k == kind)]) for kind in KINDS}
 
 
 def least_seconds(work: WorkOf, hardware: Hardware) -> float:
-    """Lower bound in seconds for any schedule: the work of a kind on a device, or of all that share a resource.
+    """Lower bound of a step's seconds under any schedule: the most `work` of a kind on a device, or of a resource.
 
     >>> from zfunc.core.hardware import ROUND
     >>> least_seconds({("read", 0): 2.0, ("write", 0): 3.0, ("compute", 0): 4.0}, ROUND)

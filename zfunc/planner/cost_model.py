@@ -51,9 +51,9 @@ Tracer: TypeAlias = Callable[[StepSpec, bool, bool], StepCosts]
 
 @frozen(eq=False)
 class SegmentCosts:
-    """A model's segments by their `parameters`, an optimizer, and one rank's batch of `rows` rows, whose targets
-    have `tokens` elements. `trace` returns the costs of passes; the bytes are as in `make_spec`; `tile_counts` are
-    numbers of tiles to try; `resized(rows)` has the costs of a batch of another size, where these can be known."""
+    """What planning needs of a model: its segments' `parameters`, an optimizer, and one rank's batch of `rows`
+    rows, whose targets have `tokens` elements. `trace` returns the costs of passes, `resized(rows)` the
+    SegmentCosts of another batch size, or is None; bytes are as in `make_spec`, `tile_counts` are to try."""
 
     parameters: Sequence[Sequence[Parameter]]
     optimizer: Optimizer
@@ -134,7 +134,7 @@ class CostModel:
         return not self.hardware(settings).unified
 
     def _traced(self, settings: StepSettings, options: Sequence[PassOptions]) -> StepSpec:
-        """StepSpec with the costs of passes by `options`, all of one mode of recomputation. Cached."""
+        """The StepSpec with traced costs of passes under `options`, all of one mode of recomputation. Cached."""
         priced = (x.priced for x in options)
         key = settings.precision, settings.fp32_params, settings.micro_batches, *priced
         if key not in self._costs:

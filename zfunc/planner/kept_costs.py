@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 
 @cache
 def code_digest(folder: Path, *packages: str) -> str:
-    """Hash of the code that an answer depends on: versions of Python and `packages`, sources in `folder`."""
+    """Hash of the code that a cached result depends on: versions of Python and `packages`, sources in `folder`."""
     digest = hashlib.sha256(sys.version.encode())
     for name in packages:
         with suppress(metadata.PackageNotFoundError):
@@ -52,7 +52,7 @@ def code_digest(folder: Path, *packages: str) -> str:
 
 
 def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
-    """`answer()`, of type `kind`, or from the disk the value it had for the same `question` in an earlier run."""
+    """The result of `answer()`, of type `kind`, cached on the disk; read from there for an equal `question`."""
     if os.environ.get(VARIABLE) == OFF:
         return answer()
     asked = json.dumps([*question, code_digest(SOURCES, "torch", "transformers", "peft")])

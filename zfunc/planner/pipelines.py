@@ -33,8 +33,8 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 
 def work_of(step: PlannedStep) -> Work:
-    """The time in ns of a pass through each segment, by kind of pass, for any order of passes. Backward includes
-    recomputation, taken to last as long as forward, and so are gradients of weights alone."""
+    """The time in ns of a pass through each segment of `step`, by kind of pass, for any order of passes. Backward
+    includes recomputation, taken to last as long as forward, and so are gradients of weights alone."""
     work: list[dict[str, int]] = []
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)
@@ -81,8 +81,8 @@ def best_orders(
 
 
 def shifted(step: PlannedStep) -> list[str]:
-    """Up to two orders, the fastest first, like that of `step` but with one segment moved to the next stage, from a
-    device that lacks memory, if there is one."""
+    """Up to two pipeline orders, the fastest first, like that of `step` but with one segment moved to a
+    neighbouring stage: from a device that lacks memory, if there is one."""
     name, _, cut = str(step.settings.order).partition(":")
     if not cut or "/" in cut:
         return []
@@ -100,7 +100,8 @@ def shifted(step: PlannedStep) -> list[str]:
 
 
 def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
-    """Names of published orders with stages cut by cost in `work`; also by number if copies outlast compute."""
+    """Names of published pipeline orders with stages cut by cost in `work`; by name alone, which cuts evenly, too
+    if copies outlast compute."""
     devices, costs = step.settings.devices, [x[F] + x[B] for x in work]
     if step.work["compute"] < max(step.work.values()):
         yield from STAGES
@@ -135,7 +136,7 @@ def _largest(costs: Sequence[float], cut: Sequence[int]) -> float:
 
 
 def _allowed(step: PlannedStep, there: Mapping[str, str], order: str, micro_batches: int) -> bool:
-    """Whether `order` is valid with the settings of `step`, changed to the places `there` and `micro_batches`."""
+    """Whether `order` is valid with `micro_batches` and the settings of `step` after the changes `there`."""
     with suppress(ValueError):
         settings = evolve(step.settings, **there, order=order, micro_batches=micro_batches)
         evolve(step.spec, order=make_order(settings.order), settings=settings)
@@ -144,7 +145,7 @@ def _allowed(step: PlannedStep, there: Mapping[str, str], order: str, micro_batc
 
 
 def _least_makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
-    """A lower bound, in units, of the time of `order`: the largest, over the devices, of a device's passes plus the
+    """A lower bound, in ns, of the time of `order`: the largest, over the devices, of a device's passes plus the
     passes of one micro-batch before its first pass and after its last; infinite for an invalid order."""
     with suppress(PlanError):
         listed, one, trained, _ = _passes(step, order, micro_batches, work)
@@ -162,7 +163,7 @@ def _least_makespan(step: PlannedStep, order: str, micro_batches: int, work: Wor
 
 
 def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
-    """The time of all passes under `order`, in units; infinite for an order that is invalid for the segments."""
+    """The time of all passes under `order`, in ns; infinite for an order that is invalid for the segments."""
     with suppress(PlanError):
         listed, one, trained, hops = _passes(step, order, micro_batches, work)
         return passes_in(listed, trained, one, hops)[-1][0]
@@ -172,9 +173,8 @@ def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> 
 def _passes(
     step: PlannedStep, order: str, micro_batches: int, work: Work
 ) -> tuple[list[list[Pass]], list[dict[str, int]], list[int], list[int]]:
-    """By device the passes under `order`, by segment the times of a pass, trained segments, times of hops.
-
-    The time of a pass is taken to be in proportion to the rows of a micro-batch.
+    """The passes under `order` by device, the times of a pass by segment, the trained segments, and the times of
+    hops between stages. Times are in ns; that of a pass is taken to be in proportion to the rows of a micro-batch.
     """
     settings, spec, count = step.settings, step.spec, step.spec.num_segments
     trained = [x for x in range(count) if spec.layout.buckets_of(x)]

@@ -164,8 +164,8 @@ def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSet
 
 
 def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
-    """The suggestion `lacking` plus the least host memory, or drives, on sale with which the step fits; None where
-    the step lacks memory of another tier."""
+    """The suggestion `lacking` plus the smallest host memory, or drives, of those sold (SOLD) with which the step
+    fits; None where the step lacks memory of another tier."""
     step, profile = lacking.step, model.machine
     for tier, sizes in SOLD.items() if isinstance(profile, Profile) else ():
         for size in sizes if {*step.lacking} == {tier} else ():
@@ -181,7 +181,7 @@ def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
 
 
 def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """Advice beyond settings: a larger batch for a `step` that fits and whose device waits, else another card."""
+    """Suggestions beyond settings: a larger batch where `step` fits and its device waits, else another GPU."""
     if step.fits:
         yield from _larger_batch(model, step)
     if isinstance(model.machine, Profile) and not step.fits:
@@ -199,14 +199,14 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
 
 
 def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """Suggest a larger batch, doubled while tokens/s grow: by larger micro-batches, or more of them where those do
-    not fit; with activations, then parameters too, on the host where the device has no room."""
+    """Suggest a larger batch, doubled while tokens/s grow: by larger micro-batches, or by more micro-batches where
+    larger ones do not fit; activations, then parameters too, go to the host where the device has no room."""
     settings, segments = step.settings, model.segments
     if _same_for_any_rows(step) <= WORTH_SAYING * step.seconds:
         return
 
     def larger(times: int, gain: float) -> Iterator[PlannedStep]:
-        """Steps with `times` the batch that fit and may train `gain` times the tokens/s; the fastest last."""
+        """Planned steps of `times` the batch that fit and may train `gain` times the tokens/s; the fastest last."""
         ways = [(model, times * settings.micro_batches)]
         if segments.resized is not None:
             bigger = CostModel(segments.resized(times * segments.rows), model.machine)
@@ -230,7 +230,7 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
                     most = new.seconds * (1 - WORTH_SAYING)
 
     def most_gained(times: float) -> float:
-        """Upper bound of the gain in tokens/s of `times` the batch, from the step's time and its compute."""
+        """Upper bound of the gain in tokens/s from `times` the batch, by the step's seconds and compute."""
         return times * step.seconds / max(step.seconds, times * step.work["compute"])
 
     # First the largest up to which each may gain on what the one before it gains at most; if it does, none of them
@@ -251,8 +251,8 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
 
 
 def _same_for_any_rows(step: PlannedStep) -> float:
-    """Upper bound of the seconds of `step` that do not grow with the rows of a micro-batch: the device waits,
-    launches kernels, or reads and writes parameters and other kept memory."""
+    """Upper bound of the seconds of `step` that do not grow with the rows of a micro-batch: in which the device
+    waits, launches kernels, or reads and writes parameters and other memory that the step keeps."""
     spec, kept = step.spec, step.kept["device"]
     kept += sum(x.numel * x.element_bytes for x in spec.places)
     passed = step.settings.micro_batches * PASSED * kept / step.hardware.rates["compute"]
@@ -269,8 +269,8 @@ def most_that_fit(
     If `watch` is stopped, the largest that was found to fit; `told(count)` is the watch's text for a count.
 
     The step of the result was planned and fits; the step of one more was planned and does not, or is above `most`.
-    A step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count is
-    read off the line through two that are known.
+    A step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count to
+    try is read off the line through two planned steps.
     """
     known: dict[int, PlannedStep] = {}
 

@@ -37,15 +37,14 @@ WIDTH = 118  # columns of a sentence
 
 @frozen
 class DiskTraffic:
-    """The traffic of one rank's step with its share of the drives. Bytes, and bytes a second, are by direction,
-    "read" and "write".
+    """The drive traffic of one rank's step. Bytes, and bytes a second, are by direction, "read" and "write".
 
-    - `step_bytes`, `commit_bytes`: of the planned step, which commits if all do, and of one that commits, which
-      also writes what memory has of the state.
-    - `needed`, `available`: what hides the planned step's transfers behind the busiest other kind of work, and what
-      the hardware has. Directions share the drives, so a step whose `busy` is above 1 waits for them.
+    - `step_bytes`, `commit_bytes`: bytes of the planned step, which commits if every step does, and of a step that
+      commits, which also writes the part of the state that is in memory.
+    - `needed`, `available`: bytes/s that would hide the planned step's transfers behind the busiest other kind of
+      work, and bytes/s of the hardware. Directions share the drives: a step whose `busy` is above 1 waits for them.
     - `space`: bytes of two generations of the state, of frozen parameters, and of gradients and activations that
-      wait. `written`: bytes of an average step.
+      wait on the disk. `written`: bytes that an average step writes.
     """
 
     step_bytes: Mapping[Kind, int]
@@ -63,8 +62,8 @@ class DiskTraffic:
 
 @frozen
 class ReleaseCost:
-    """Bytes that `zfunc.release` copies off a rank's device, bytes that come back, and seconds of both at the rates
-    of the bus, and of the drives if these have the masters."""
+    """Bytes that `zfunc.release` copies off a rank's device, bytes copied back, and the seconds of each at the
+    rates of the bus, and of the drives if these have the master weights."""
 
     bytes_out: int
     bytes_back: int
@@ -76,10 +75,10 @@ class ReleaseCost:
 class Planned:
     """A step that was planned. Its `str` is one screen of text: what fits, how fast, why, and what would help.
 
-    `step` has the simulated plan and the settings, what was chosen among them. `tokens` are those of one rank's
-    batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes that
-    were planned too, and `advised` tells whether any were tried; `reasons` and `tried` are of the search, if there
-    was one. `profile` is what `hardware` was made from, or None.
+    `step` has the simulated plan and the settings, those that were chosen included. `tokens` are those of one
+    rank's batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes
+    that were planned too, and `advised` tells whether any were tried; `reasons` and `tried` are those of the
+    search, if there was one. `profile` is what `hardware` was made from, or None.
     """
 
     hardware: Hardware
@@ -96,7 +95,7 @@ class Planned:
         return report(self)
 
     def html(self) -> str:
-        """The plan as text on one HTML page, with the picture of the step."""
+        """The plan's report on one HTML page, with a picture of the step's timeline."""
         return report_html(self)
 
     def __repr__(self) -> str:
@@ -106,7 +105,7 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether the step and `init` fit on every tier of the hardware whose size is known."""
+        """Whether the step and `zfunc.init` fit on every tier of the hardware whose size is known."""
         return not self.lacking
 
     @property
@@ -126,10 +125,10 @@ class Planned:
 
     @property
     def tflops(self) -> float:
-        """The model's products, attention among them, on each GPU in 1e12 FLOP/s: forward, and twice as much for
-        backward.
+        """TFLOP/s (1e12) of the model's matrix products, attention among them, on each GPU: forward, and twice as
+        much for backward.
 
-        For frozen parameters backward counts once: they have no gradient. Recomputation is not counted.
+        Backward of frozen parameters counts once: they have no gradient. Recomputation is not counted.
         """
         forward = sum(cost.forward.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
         layout = self.step.spec.layout
@@ -148,10 +147,10 @@ class Planned:
 
     @property
     def bus_bytes(self) -> dict[str, int]:
-        """Bytes that a step of one rank moves over each bus and the network, and from and to the disk; over the bus
-        from the second of several devices as "d2h:1".
+        """Bytes that a step of one rank moves: "d2h" and "h2d" over the bus ("d2h:1" for a second device),
+        "network", "read" and "write" with the disk.
 
-        For "host": that its updates read and write in host memory.
+        "host" counts what the step's updates read and write in host memory.
         """
 
         def moved(step: PlannedStep) -> dict[str, int]:
@@ -165,7 +164,7 @@ class Planned:
 
     @property
     def bubble(self) -> float:
-        """Share (0 to 1) of the time of all devices in which they do not compute."""
+        """Share (0 to 1) of the step in which a device does not compute, averaged over the rank's devices."""
         busy = self.step.total(_compute_seconds)
         whole = self.devices * self.step_seconds
         return 1 - sum(busy.values()) / whole if whole else 0.0
@@ -192,7 +191,7 @@ class Planned:
 
     @property
     def release(self) -> ReleaseCost | None:
-        """The cost of lending the device out between two steps; None where the device's memory is the host's."""
+        """The cost of `zfunc.release` between two steps; None where the device's memory is the host's."""
         spec, rates = self.step.spec, self.hardware.rates
         if self.hardware.unified:
             return None
@@ -283,7 +282,7 @@ def report(
 
 
 def report_html(p: Planned, text: str = "") -> str:
-    """The report, or this text of it, as one HTML page with the picture of the step, if that is not too large."""
+    """The report of `p`, or `text` in its place, as one HTML page with the picture of the step if not too large."""
     # The operations of a step that was made from a few micro-batches would have to be made first.
     drawn = p.step.repetition is None and len(p.plan.graph.ops) <= MOST_DRAWN
     picture = svg(p.timeline, plan=p.plan, title="One simulated step") if drawn else ""
@@ -305,9 +304,8 @@ def wrapped(sentence: str, indent: int = 2) -> list[str]:
 
 
 def _nodes(p: Planned) -> Iterator[str]:
-    """A line on the nodes that the profile says the step has, the devices used of each node, and the link: between
-    ranks, of one rank that between host and device.
-    """
+    """The report's line on nodes: how many there are, the devices used of each, and the rate of the link, which is
+    the network between ranks, or for one rank the bus from host to device. Nothing without a profile."""
     if p.profile is not None:
         local = min(p.world, int(p.profile.value("count", "devices")) // p.devices)
         nodes = -(-p.world // local)
@@ -416,7 +414,7 @@ def _ranges(segments: Sequence[int]) -> str:
 
 
 def launch_seconds(step: PlannedStep) -> dict[str, float]:
-    """Seconds, by "launch", of the operations for which the host's launches take as long as their work."""
+    """Seconds, by "launch", of operations of `step` whose launch by the host takes as long as their work."""
     launch, on = step.hardware.launch, step.hardware
     return {"launch": sum(x for op in step.graph if 0 < (x := op.launches * launch) >= on.seconds(op))}
 

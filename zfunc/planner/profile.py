@@ -159,7 +159,7 @@ class Profile:
         return self._figure(table, key).value
 
     def reached(self, table: str, key: str) -> float:
-        """The peak `key` of `table` times the share of it that is counted on, in the table's unit."""
+        """The peak `key` of `table` times the share of it that work is counted to reach, in the table's unit."""
         share = f"{key}_bytes" if table == "bytes" else key
         return self.value(table, key) * self.value("reached", share)
 
@@ -171,7 +171,7 @@ class Profile:
 
     @property
     def device_bytes(self) -> float:
-        """Bytes of a device that tensors may use: its counted-on memory less the context of the process."""
+        """Bytes of a device that tensors may use: the memory counted on, less the context of the process."""
         context = self.figures["bytes"].get("context")
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
@@ -393,7 +393,7 @@ class _File:
 
 
 def parse_profile(text: str, name: str) -> Profile:
-    """The profile that `profile_text` wrote; `name` is its name, also in errors. Raises ValueError.
+    """The Profile in `text`, the TOML of a profile's file; errors, too, call it `name`. Raises ValueError.
 
     >>> parse_profile("titel = 'mine'", "mine.toml")
     Traceback (most recent call last):

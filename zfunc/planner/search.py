@@ -65,10 +65,10 @@ SPACE: Space = {name: values for name, values in VALUES.items() if name not in N
 
 
 def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | None:
-    """`settings` with `changes` and what these require beside them; None where settings exclude each other.
+    """`settings` with `changes` and further changes that these require; None where settings exclude each other.
 
-    Parameters that leave the devices of several ranks are in slices, stage 3; what is on the disk is beside the
-    state there.
+    Of several ranks, parameters off the device require ZeRO stage 3; parameters or gradients on the disk require
+    the state there.
 
     >>> differing(moved(StepSettings(state_on="device,host"), 1, params_on="disk"), StepSettings())
     {'params_on': 'disk', 'state_on': 'disk'}
@@ -108,7 +108,7 @@ def beside(values: tuple[int, ...], value: int) -> list[int]:
 
 
 def may_gain(step: PlannedStep) -> bool:
-    """Whether a step may gain from data in a nearer tier: its device waits, or its drives wear."""
+    """Whether `step` may gain from data in a nearer tier: its device waits, or it uses the drives, which wear."""
     return step.spec.uses_disk or step.work["compute"] < step.seconds * (1 - WORTH)
 
 
@@ -121,7 +121,7 @@ def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> li
     """Values of the place setting `name` that may be better than the present one: the disk where the host is full,
     where the disk is in use, or where memory was not enough in the first round.
 
-    Where the device is the host, only the disk, and the way back from it.
+    Where device and host share one memory, only the disk, and the way back from the disk.
     """
     now: str = getattr(best.settings, name)
     there, elsewhere = DISK in words_of(now), name == "state_on" or not best.hardware.unified
@@ -151,12 +151,12 @@ def _farther(best: PlannedStep, activations_on: str) -> bool:
 
 
 def _distances(activations_on: str, count: int) -> list[int]:
-    """For each of `count` shares of the segments, the number of the tier of its activations, the nearest 0."""
+    """The tier of the activations of each of `count` shares of the segments, as its index, 0 for the nearest."""
     return [TIERS_OF["activations_on"].index(word_of(activations_on, s, count)) for s in range(count)]
 
 
 def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes that place the state in memory, or on the disk with streamed parameters and waiting gradients."""
+    """Changes that place the state in memory, or on the disk with parameters streamed and gradients kept there."""
     now = best.settings
     waits = [x for x in space.get("grads_on", ()) if x != "host"] if best.spec.barrier else ()
     for state_on in (x for x in _worth_trying(best, space, "state_on", first) if x not in NEARER):
@@ -172,8 +172,8 @@ def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 
 def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Changes that move activations of a quarter of the segments a tier nearer, or further if the step lacks
-    memory."""
+    """Changes that move the activations of a quarter of the segments one tier nearer to the device, or one further
+    if the step lacks memory."""
     known = {place for places in space.get("activations_on", ()) for place in words_of(places)}
     if len(known) > 1 and (not best.fits or may_gain(best)):
         count = min(QUARTERS, best.spec.num_segments)
@@ -198,8 +198,7 @@ def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterat
 def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes of `recompute`, with activations where they are now, and in the first round elsewhere too.
 
-    `recompute` changes what devices compute: not tried where a step that fits gains nothing if compute took no
-    time.
+    None where `best` fits and would be no faster if compute took no time: `recompute` changes compute alone.
     """
     if best.fits and best.seconds_without_compute > best.seconds * (1 - WORTH):
         return
@@ -211,7 +210,7 @@ def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes
 
 
 def most_persistent(step: PlannedStep) -> int:
-    """The largest size, in elements, such that all parameters up to it fit the device; 0 if all parameters fit."""
+    """The largest size, in elements, such that all parameters up to it can stay on the device; 0 if all can."""
     capacity, spec = step.hardware.memory.get("device"), step.spec
     if capacity is None:
         return 0
@@ -236,18 +235,18 @@ def _persistent(best: PlannedStep, space: Space, first: bool) -> Iterator[Change
 
 
 def open_share(settings: StepSettings) -> str:
-    """The value of `state_on` that leaves open how much of the state is in the nearer of its two places."""
+    """The value of `state_on` with the share of the state in the nearer of two places left to a search."""
     return DISK_SHARE if settings.pages_state else DEVICE_SHARE
 
 
 def with_farther_share(opened: str, share: float) -> str:
-    """The value of `state_on` that has a `share` of the state in the place further away, of those of `opened`."""
+    """The value of `state_on` with a `share` (0 to 1) of the state in the farther place of `opened`."""
     nearer, further, _ = NEARER[opened]
     return two_tiers(nearer, 1 - share, further)
 
 
 def _shares(opened: str) -> Coordinate:
-    """A coordinate: where the space has `opened`, the shares of the state that fit; after round one the least."""
+    """A coordinate of the search: shares of the state that fit, if the space has `opened`; later the least two."""
 
     def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
         searched = opened in space.get("state_on", ()) and opened == open_share(best.settings)
@@ -260,7 +259,7 @@ def _shares(opened: str) -> Coordinate:
 
 
 def giving_way(step: PlannedStep, lacking: Mapping[Tier, int], space: Space) -> Iterator[StepSettings]:
-    """Settings of a step that lacks memory, with enough more of the state in the tier further away to fit."""
+    """Settings with more of the state in the farther tier, enough for `step`, which lacks memory, to fit."""
     opened = open_share(step.settings)
     if may_give_way(step.settings, lacking, space):
         enough = shares_that_fit(step, opened)[-2:][0]
@@ -269,7 +268,7 @@ def giving_way(step: PlannedStep, lacking: Mapping[Tier, int], space: Space) -> 
 
 
 def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: Space) -> bool:
-    """Whether the only full tier is one from which more of the state may be moved away."""
+    """Whether only one tier lacks memory, and the search may move more of the state away from that tier."""
     opened = open_share(settings)
     nearer, further, _ = NEARER[opened]
     searched = lacking.keys() == {nearer} and opened in space.get("state_on", ())
@@ -277,11 +276,11 @@ def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: Spa
 
 
 def shares_that_fit(best: PlannedStep, opened: str) -> tuple[float, ...]:
-    """Shares of the state in the place of `opened` further away, from 1 down to where the nearer tier, which has
-    the rest, is full; and half way.
+    """Shares (0 to 1) of the state in the farther place of `opened`, from 1 down to where the nearer tier, which
+    has the rest, is full; and half way.
 
-    What is kept there grows linearly from a share of 1 to one of 0. The last value is the lowest by arithmetic: it
-    may be too low by a bucket, by which the one before is higher. 1 alone where the device is the host.
+    Bytes there grow linearly as the share falls from 1 to 0. The last value is the lowest by arithmetic: it may be
+    too low by a bucket, by which the one before is higher. 1 alone where the device is the host.
     """
     nearer, _, tiers = NEARER[opened]
     unified, capacity = best.hardware.unified, best.hardware.memory.get(nearer)
@@ -333,7 +332,7 @@ def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
 def _values(
     name: str, useful: Callable[[PlannedStep], bool] = lambda _: True, least: Any = None
 ) -> Coordinate:
-    """A coordinate: each value of setting `name` in the space from `least` on; of slots one fewer and one more."""
+    """A coordinate: the space's values of setting `name`, `least` or more; of slots one fewer and one more."""
 
     def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
         if useful(best):
@@ -345,7 +344,7 @@ def _values(
 
 
 def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Changes of the order of one device to other sizes of groups of micro-batches."""
+    """Changes of `order`, on one device, to orders that run other numbers of micro-batches as a group."""
     known, several = {best.settings.group_size}, best.settings.micro_batches > 1 == best.settings.stages
     for x in space.get("order", ()) if several else ():
         settings = moved(best.settings, best.spec.world, order=x)
@@ -355,7 +354,7 @@ def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
 
 
 def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Each schedule in the space; where Python's lock is known to bound lanes, those with fewer threads as well."""
+    """Changes to each schedule in the space, and, if Python's issue times are known, to those of few threads."""
     if "schedule" in space:
         yield from (
             {"schedule": x} for x in (*space["schedule"], *(FEW_THREADS if best.hardware.issue else ()))
@@ -366,7 +365,7 @@ def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Change
 
 
 def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes to orders with stages cut by cost, and other numbers of micro-batches; later by one moved segment."""
+    """Changes to pipeline orders with stages cut by cost, and of `micro_batches`; later moves of one segment."""
     if best.settings.devices > 1 and AUTO in space.get("order", ()):
         # Where weights and activations are decides which orders there are.
         places = ({"params_on": "device"}, {"params_on": "host", "activations_on": "host"}) if first else ()
@@ -427,7 +426,7 @@ class Watch:
     stopped: bool = False
 
     def begins(self, tried: int, about: int, best: str) -> None:
-        """Call `tell` with a line: candidate `tried` of `about` so many begins, and the `best` so far."""
+        """Call `tell` with a line: candidate `tried` of about `about` begins; `best` is text on the best so far."""
         self.tell(f"searching: {tried} of about {max(tried, about)} candidates; the best so far: {best}")
 
 
@@ -477,7 +476,7 @@ class _Walk:
     watch: Watch | None = None
 
     def descend(self) -> None:
-        """Vary one setting after the other, until no single change helps."""
+        """Vary one setting of the best step after the other, until no single change improves the step."""
         for number in range(ROUNDS):
             before = self.best
             for coordinate in COORDINATES:
@@ -491,7 +490,7 @@ class _Walk:
     def weigh(self, settings: StepSettings) -> None:
         """Try `settings`, unless arithmetic says that their step cannot win; the better step stays the best.
 
-        What does not fit is tried again with less of the state where memory is short.
+        A step that does not fit is tried again with less of its state in the tier that lacks memory.
         """
         step = self._try(settings)
         if step is not None and not step.fits:
@@ -499,7 +498,7 @@ class _Walk:
                 self._try(smaller)
 
     def _try(self, settings: StepSettings) -> PlannedStep | None:
-        """The step of `settings` if simulated now; None if it was tried before or arithmetic excludes it."""
+        """The step of `settings`, simulated now; None if tried before, invalid, or by arithmetic no winner."""
         if settings in self.seen:
             return None
         self.seen[settings] = None
@@ -521,7 +520,7 @@ class _Walk:
         return self._simulated(step)
 
     def _enough(self, work: Mapping[Kind, float]) -> float:
-        """Seconds that a step with this work may take and still beat the best one."""
+        """Seconds that a step with `work` (seconds by kind) may take and still beat the best step so far."""
         gains = not self.best.fits or _spares_drives(work, self.best.work)
         return math.inf if gains else self.best.seconds * (1 - WORTH)
 
@@ -561,8 +560,8 @@ class _Walk:
             yield f"{change}: {gains_and_costs(self.best, back)}{shortage}"
 
     def _backs(self) -> Iterator[tuple[str, PlannedStep]]:
-        """By setting that differs from the start's, the best step with the start's value, unless other changes
-        exclude that value; simulated even where it cannot win."""
+        """For each setting of the best step that differs from the start's: its name, and the best step with the
+        start's value, simulated even where it cannot win; left out where other changes exclude that value."""
         for name in differing(self.best.settings, self.first.settings):
             settings = moved(
                 self.best.settings, self.best.spec.world, **{name: getattr(self.first.settings, name)}

@@ -96,7 +96,7 @@ class _Advisor:
 
     @cached_property
     def space(self) -> Space:
-        """Values to try by setting: a search's values, and values with less memory or time that alter numbers."""
+        """Values to try by setting: a search's, and those that save memory or time but alter training results."""
         now, fits = self.settings, self.step.fits
         formats, moments = {b.state_format for b in self.step.spec.layout.buckets}, dict[Any, Any]()
         for x in VALUES["moments"][VALUES["moments"].index(now.moments) :]:
@@ -112,7 +112,7 @@ class _Advisor:
         return {x: of for x, of in space.items() if self.settable is None or x in self.settable}
 
     def moves(self) -> dict[str, list[Any]]:
-        """For each setting that a single move of a search's first round changes, its new values in order."""
+        """By setting, in order, the values that a search's first round tries in changes of that setting alone."""
         values: dict[str, list[Any]] = {"order": [*shifted(self.step)]}
         for changes in (x for coordinate in COORDINATES for x in coordinate(self.step, self.space, True)):
             new = [(name, value) for name, value in changes.items() if value != getattr(self.settings, name)]
@@ -143,7 +143,7 @@ class _Advisor:
     # --- to make it faster ---------------------------------------------------------------------------------
 
     def faster(self) -> list[Suggestion]:
-        """For each setting the fastest value that fits and speeds up the step, activations on the host or not."""
+        """For each setting the fastest value that fits and speeds up the step, activations moved if needed."""
         found: list[Suggestion] = []
         waits = self.step.work["compute"] < self._enough
         for name, values in self.moves().items():
@@ -181,7 +181,7 @@ class _Advisor:
         return [x for x in fitting if x.changes]
 
     def _searched(self) -> Suggestion:
-        """The needed changes of a search's result; results of training change only where nothing else fits."""
+        """A search's result without unneeded changes; training results change only where nothing else fits."""
 
         def planned(settings: StepSettings) -> PlannedStep:
             if self.settable is not None and not differing(settings, self.settings).keys() <= {
@@ -198,7 +198,7 @@ class _Advisor:
         return self._needed(Suggestion(changes, best, effect(changes, best, self.step)))
 
     def _needed(self, found: Suggestion) -> Suggestion:
-        """Take back each change of `found` that the step fits without: those to the disk and of numbers first."""
+        """`found` without unneeded changes: the step fits without them. Those to the disk are taken back first."""
         names = sorted(found.changes, key=lambda x: (DISK not in str(found.changes[x]), x not in NUMBERS))
         for name in 2 * names if len(names) > 1 else ():
             back = moved(found.step.settings, found.step.spec.world, **{name: getattr(self.settings, name)})
@@ -213,7 +213,7 @@ def _shortage(suggestion: Suggestion) -> tuple[int, float]:
 
 
 def _once(found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Of suggestions that change the same settings only the fastest; the fastest of all first."""
+    """Of suggestions that change the same settings the fastest alone, ordered with the fastest of all first."""
     by_speed = sorted(found, key=lambda x: x.step.seconds)
     return [*{frozenset(x.changes): x for x in reversed(by_speed)}.values()][::-1]
 

@@ -42,8 +42,8 @@ def traced_costs(
     programs: dict[tuple[Any, ...], Program] = {}
 
     def program_of(options: tuple[PassOptions, ...], kernels: bool | None) -> Program:
-        """The segments, checked, with passes by `options`. Programs for the same kernels share what is traced,
-        however they recompute."""
+        """The Program of the checked segments, with passes under `options`. Programs for the same `kernels` share
+        what is traced, however they recompute."""
         if (key := (kernels, options)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")
@@ -84,7 +84,7 @@ def traced_costs(
 
 
 def local_hardware(program: Program) -> Hardware:
-    """One rank's share of this machine's free memory, as Hardware with round rates, which do not matter."""
+    """One rank's share of this machine's free memory, as Hardware with placeholder rates, which do not matter."""
     ranks = min(local_ranks(), program.ranks.world)
     free = {"host": max(1, available_host_bytes() // ranks)}
     if not on_accelerator(program.device):
