@@ -29,9 +29,9 @@ def best_saved(evaluations: Sequence[Evaluation]) -> Evaluation | None:
 
 
 def num_without_improvement(evaluations: Sequence[Evaluation], threshold: float = 0.0) -> int:
-    """How many of the last evaluations were not lower, by more than `threshold`, than the least before them.
+    """How many of the last evaluations were not lower, by more than `threshold`, than the least loss before them.
 
-    As transformers' EarlyStoppingCallback counts.
+    transformers' EarlyStoppingCallback counts in the same way.
 
     >>> num_without_improvement([Evaluation(n, x) for n, x in enumerate([3.0, 2.0, 2.5, 1.9])], threshold=0.2)
     2

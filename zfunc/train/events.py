@@ -32,7 +32,7 @@ ENDINGS = {  # how a training may end, in words
 
 @frozen
 class Started:
-    """The event of a training that is ready, and continues after `step` from `checkpoint`."""
+    """The event of a training that is ready to run, either from the start or after `step` from `checkpoint`."""
 
     job: "TrainingJob"
     step: int = 0
@@ -43,7 +43,7 @@ class Started:
 
 @frozen
 class Evaluated:
-    """An evaluation on held-out data before the first step or after the last."""
+    """The event of an evaluation on held-out data apart from a step, such as before the first or after the last."""
 
     held_out: float  # bits per byte or per token; of preferences, their loss
     step: int = 0
@@ -51,7 +51,7 @@ class Evaluated:
 
 @frozen
 class Stepped:
-    """A step ended, and the evaluation after it, if there was one."""
+    """The event of a step that ended, together with the evaluation after the step, if there was one."""
 
     step: int
     metrics: "Metrics"  # what the step itself measured
@@ -65,7 +65,7 @@ class Stepped:
 
 @frozen
 class Saved:
-    """A checkpoint of the state after `step` was saved, or failed."""
+    """The event of a checkpoint of the state after `step` that was saved, or could not be."""
 
     step: int
     path: Path | None  # None if it failed
@@ -81,7 +81,7 @@ class Working:
 
 @frozen
 class Traced:
-    """The measured timeline of one step, and the plan it ran."""
+    """The event of a step that was measured: its timeline, and the plan that the step ran."""
 
     step: int
     timeline: Timeline
@@ -90,7 +90,7 @@ class Traced:
 
 @frozen
 class Finished:
-    """The event of a training that ended. After SIGTERM, evaluation and sampling are skipped."""
+    """The event of a training that ended. After SIGTERM, its last evaluation and its sample are skipped."""
 
     ended: str  # of ENDINGS
     steps: int
@@ -104,7 +104,7 @@ class Finished:
 
 @frozen
 class Sampled:
-    """A sample that the trained model wrote."""
+    """The event of a sample, text that the trained model generated."""
 
     tokens: tuple[int, ...]
     text: str

@@ -72,8 +72,8 @@ def train_events(
     """Train the job from `start` on and yield its events; `stop` is called after every step.
 
     Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. With a swap
-    space that is the checkpoint, of which each commit says how far the run is; it is closed at the end. Raises
-    CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
+    space that is the checkpoint: each commit records the run's progress, and the swap space is closed at the end.
+    Raises CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
     """
     host_before = resident_bytes()
     for device in job.program.memories.values():
@@ -110,7 +110,7 @@ class _Loop:
     cut: bool = False  # a signal interrupted an evaluation: no other follows
 
     def begin(self) -> Iterator[Event]:
-        """Make or load the training's State, and evaluate if an evaluation is due before the next step."""
+        """Initialize or load the training's State, and evaluate if an evaluation is due before the next step."""
         checkpoint, job = self._load(), self.job
         self.first = at = self.state.batches
         if checkpoint is None or self.start.own:
@@ -134,7 +134,7 @@ class _Loop:
         self.ended = signal if signal == TERMINATED else self.ended or signal
 
     def step(self) -> Iterator[Event]:
-        """Train one step, and yield its event and those of the evaluation and the save that follow."""
+        """Train one step; yield its event, and those of the evaluation after and the checkpoint before the step."""
         settings, number = self.job.settings, self.state.batches + 1
         traced = number == min(self.first + TRACED_STEP, settings.steps or self.first + TRACED_STEP)
         start = time.perf_counter()
@@ -162,7 +162,7 @@ class _Loop:
             yield Traced(number, metrics.timeline, metrics.plan)
 
     def _pass_over(self, number: int) -> Iterator[Event]:
-        """The step of a batch without a label: nothing to learn, and no update of any weight."""
+        """Count step `number`, whose batch has no label, without training on the batch or updating any weight."""
         if self.swap is None and (due := self._due()) is not None:
             yield self._save(due.folder)
         if not self.job.ranks.rank:
@@ -174,7 +174,7 @@ class _Loop:
             yield Evaluated(self.held_out, number)
 
     def _settle(self, number: int) -> Iterator[Event]:
-        """After a step, find whether it is the last one, and evaluate if that is due."""
+        """After step `number`, find whether training ends here; if not, evaluate if an evaluation is due."""
         self._stepped(number)
         self.held_out = None
         if not self.ended and self._due_to_evaluate(number):
@@ -182,7 +182,7 @@ class _Loop:
             self._stepped(number)  # again: the evaluation's time belongs to this step
 
     def _stepped(self, number: int) -> None:
-        """Set the seconds trained after step `number`, and whether it was the last."""
+        """Set `elapsed`, the seconds trained up to step `number`, and `ended`, why that step is the last, or ""."""
         self.elapsed, signal = self._elapsed_and_signal()
         self.ended = signal if signal == TERMINATED else self._end_reason(number, signal)
 
@@ -190,13 +190,13 @@ class _Loop:
         return end_reason(self.job.settings, number, self.elapsed, self.evaluations, stopping=signal)
 
     def _seconds_left(self, number: int, pace: float) -> float | None:
-        """Seconds until training ends: until `seconds` are over, or all steps at the speed of the last one."""
+        """Seconds until training ends: until `settings.seconds` are over, or all steps at `pace` seconds each."""
         steps, seconds = self.job.settings.steps, self.job.settings.seconds
         left = [] if seconds is None else [max(0.0, seconds - self.elapsed)]
         return min([*left, *([] if steps is None else [(steps - number) * pace])], default=None)
 
     def end(self, host_before: int) -> Iterator[Event]:
-        """End the training: save, evaluate, sample. In this order a kill on the way loses nothing."""
+        """End the training: save, evaluate, sample. In this order a kill at the end does not lose the state."""
         job, state, at = self.job, self.state, self.state.batches
         folder = self.swap or self.start.folder
         if folder is not None and job.settings.save_every != 0 and self.saved_step != at:
@@ -228,14 +228,14 @@ class _Loop:
         return every > 0 and step % every == 0
 
     def _evaluate(self) -> Iterator[Event]:
-        """Evaluate the held-out data, and yield events; sets `held_out`, to None if a signal interrupted it."""
+        """Evaluate the held-out data and yield events; sets `held_out`, the loss, or None after a signal."""
         yield Working("evaluation")
         self.held_out = evaluate_held_out(self.job, self.program, self.state, self.stop)
         self.cut = self.held_out is None
         self._note_evaluation()
 
     def _note_evaluation(self) -> None:
-        """Add rank 0's held-out loss to the run's evaluations, so that all ranks decide the same."""
+        """Add rank 0's held-out loss to the run's evaluations on every rank, so that all ranks decide alike."""
         at, ranks, loss = self.state.batches, self.job.ranks, self.held_out
         total, num_cut = ranks.sums([0.0 if ranks.rank or loss is None else loss, float(loss is None)])
         if not num_cut:
@@ -250,7 +250,7 @@ class _Loop:
             yield Evaluated(self.held_out, self.state.batches)
 
     def _load(self) -> Path | None:
-        """Set the training's State and progress. Returns the checkpoint that was loaded, if any."""
+        """Initialize or load the training's State and progress. Returns the loaded checkpoint, or None."""
         job, start = self.job, self.start
         if start.origin is None:
             self.state = init(self.program, seed=job.settings.seed, loss_scale=job.extras.loss_scale)
@@ -276,16 +276,16 @@ class _Loop:
 
     @property
     def swap(self) -> Path | None:
-        """The first folder of the swap space."""
+        """The first folder of the program's swap space on disk; None if the program has no swap space."""
         return next(iter(self.program.swap_folders), None)
 
     def _commit(self) -> None:
-        """Write into the swap space, if there is one, which run owns it."""
+        """Commit to the swap space, if there is one, the progress and the run that owns the swap space."""
         if self.swap is not None:
             save(self.swap, self.program, self.state, extra=self._extra())
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
-        """Run the next step, which writes a checkpoint of the step before it if one is due."""
+        """Run the next step, which writes a checkpoint of the state before the step if one is due."""
         due, at = self._due(), self.state.batches
         step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
         try:
@@ -302,7 +302,7 @@ class _Loop:
         return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure)
 
     def _due(self) -> Save | None:
-        """The write of the next step: a commit of the swap space, or a checkpoint, if one is due."""
+        """What the next step has to write: a commit of the swap space, or a checkpoint; None if neither is due."""
         settings, at = self.job.settings, self.state.batches
         if self.swap is not None:
             return Save(self.swap, extra=self._extra()) if self.program.commits(self.state.step) else None
@@ -319,7 +319,7 @@ class _Loop:
         return any(x.step == at and x.held_out < (math.inf if best is None else best.held_out) for x in last)
 
     def _spare(self) -> str:
-        """The name of the checkpoint that is kept whatever its age; "" for none."""
+        """The name of the best checkpoint, kept whatever its age with `keep_best`; "" for none."""
         best = best_saved(self.evaluations) if self.job.settings.keep_best else None
         return "" if best is None or self._is_best(self.state.batches) else best.saved
 
@@ -331,7 +331,7 @@ class _Loop:
             return self._saved(at, None, str(error))
 
     def _saved(self, at: int, path: Path | None, failure: str = "") -> Saved:
-        """The event of a save at batch `at`; a `path` is the newest checkpoint from now on, None a failure."""
+        """The event of a save after step `at`; a `path` becomes the newest checkpoint, None means a failure."""
         if path is not None:
             self.checkpoint, self.saved_step = path, at
             same = [evolve(x, saved=path.name) if x.step == at else x for x in self.evaluations]
@@ -339,7 +339,7 @@ class _Loop:
         return Saved(at, path, failure)
 
     def _extra(self) -> dict[str, Any]:
-        """The progress to save beside a State; seconds of a step that is under way do not count yet."""
+        """The progress to save beside a State; the seconds of a step in progress do not count yet."""
         folder = self.start.folder
         run = None if self.swap is None or folder is None else folder.parent
         stream = self.job.corpus.stream
@@ -362,8 +362,8 @@ class _Loop:
 def evaluate_held_out(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> float | None:
-    """The mean loss on the held-out windows, in bits per byte or token, of preferences as it is; None if a signal
-    arrived meanwhile."""
+    """The mean loss on the held-out sequences, in bits per byte or token, or for preferences DPO's own loss; None
+    if a signal arrived meanwhile."""
     losses, before = list[float](), stop()
     for inputs, targets in job.held_out:
         more = [*[()] * (len(program.segments) - 1), (targets,)]
@@ -379,7 +379,7 @@ def evaluate_held_out(
 def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda: "") -> tuple[int, ...]:
     """The tokens that the model generates after the `first_prompt` of the held-out data.
 
-    They are fewer if a signal arrives in the meantime, or where the answer to a prompt ends. Keys and values are
+    Fewer tokens are generated if a signal arrives, or where the answer to a prompt ends. Keys and values are
     cached. A full sequence is continued in a new one that starts with its second half.
     """
     seq_length, before = job.settings.seq_length, stop()
@@ -407,7 +407,7 @@ def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda
 
 
 def _peaks(program: Program, before: int) -> dict[str, int]:
-    """Measured peaks of the process: in all, and on the host since `before`, when torch was already loaded."""
+    """Measured peak bytes: of the process, of its host memory beyond `before`, and of devices; keyed by place."""
     highest = peak_resident_bytes()
     peaks = {"process": highest, "host": max(0, highest - before)}
     if on_accelerator(program.device):

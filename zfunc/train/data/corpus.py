@@ -34,10 +34,10 @@ class TokenStream:
     """A memory-mapped stream of tokens. Sequences are windows of the stream, or whole documents in the order of the
     data, as many in a sequence as fit, the rest padding.
 
-    A document longer than a sequence is cut into pieces, each like a document of its own, or dropped, or its end is
-    kept. Pieces without a label are left out. `bounds` [pieces + 1] are the edges of the pieces, joined together,
-    `starts` [pieces] the beginnings of pieces in `tokens`; sequence r has the pieces from `firsts[r]` up to
-    `firsts[r + 1]`. The place of a sequence is the position of its window, or its number r.
+    A document longer than a sequence is cut into pieces, each treated as a document, or dropped, or its end is
+    kept. Pieces without a label are left out. With the pieces joined together, `bounds` [pieces + 1] are the edges
+    between them; `starts` [pieces] are the beginnings of pieces in `tokens`; sequence r has the pieces from
+    `firsts[r]` up to `firsts[r + 1]`. The place of a sequence is the position of its window, or its number r.
 
     >>> stream = TokenStream(np.arange(1000, dtype=np.uint16))
     >>> inputs, targets = stream.read(stream.order(10, 4, seq_length=8, seed=0), seq_length=8)
@@ -66,12 +66,12 @@ class TokenStream:
 
     @property
     def weighted(self) -> bool:
-        """Whether sequences of the stream may differ in the number of tokens of which the loss counts."""
+        """Whether the stream's sequences may differ in the number of tokens that count in the loss."""
         return not self.pairs and (self.loss_mask is not None or self.firsts is not None)
 
     @property
     def digest(self) -> str:
-        """A digest of the tokens of all rows, and of what is learned of them."""
+        """A hash of the stream's tokens, of its loss mask, and of how documents are cut into sequences."""
         parts = (self.tokens, self.loss_mask, self.bounds, self.starts)
         found = hashlib.blake2b(digest_size=16)
         for part in (x for x in parts if x is not None):
@@ -82,8 +82,8 @@ class TokenStream:
         self, ends: np.ndarray, seq_length: int, long: str = "cut", pairs: bool = False
     ) -> "TokenStream":
         """A copy of the stream with sequences of whole documents, which end at `ends` [documents], ascending;
-        `long`, one of LONG, is the treatment of documents longer than `seq_length`. With `pairs`, each is a row, of
-        longer ones "cut" keeps the beginning, and pairs without a label in both are left out."""
+        `long`, one of LONG, is the treatment of documents longer than `seq_length`. With `pairs`, each document is
+        a row; `long` "cut" keeps its beginning, and both rows of a pair are left out unless both have a label."""
         starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
         fits = ends - starts <= seq_length
         if long == "refuse" and not fits.all():
@@ -122,7 +122,7 @@ class TokenStream:
         return evolve(self, bounds=bounds, starts=starts, firsts=np.array(firsts, np.int64))
 
     def _labels(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The number of labels in each piece from `starts` to `stops`: one for each token but the first."""
+        """The number of labels in each piece from `starts` to `stops`: its learned tokens after the first token."""
         if self.loss_mask is None or not len(starts):
             return stops - starts - 1
         edges = np.stack([starts, stops], axis=1).ravel()[:-1]
@@ -130,7 +130,7 @@ class TokenStream:
         return sums - self.loss_mask[starts]
 
     def unlearned(self, seq_length: int) -> int:
-        """The number of sequences without a label among an epoch's windows; 0 for whole documents."""
+        """The number of windows in an epoch without a label, so with nothing to learn; 0 for whole documents."""
         if self.loss_mask is None or self.firsts is not None:
             return 0
         starts = np.arange(self.num_sequences(seq_length)) * seq_length
@@ -151,7 +151,7 @@ class TokenStream:
         return max(1, (len(self) - seq_length) // seq_length)
 
     def order(self, position: int, count: int, *, seq_length: int, seed: int) -> list[int]:
-        """The places of `count` sequences from `position` on, in sequences since the start of training.
+        """The places of `count` sequences from `position` on, which counts sequences since the start of training.
 
         An epoch visits each sequence once; each epoch has its own order, and its own offset of the windows. Raises
         ValueError for too few tokens.
@@ -172,7 +172,7 @@ class TokenStream:
         return places
 
     def spread(self, limit: int, *, seq_length: int) -> list[int]:
-        """The places of at most `limit` evenly spaced sequences. Raises ValueError for too few tokens."""
+        """The places of up to `limit` sequences, evenly spaced. Raises ValueError if the stream is too short."""
         total, unit = self.num_sequences(seq_length), 1
         if self.firsts is None:
             total, unit = (len(self) - 1) // seq_length, seq_length
@@ -215,7 +215,7 @@ class TokenStream:
         starts: np.ndarray,
         firsts: np.ndarray,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Inputs and labels of the sequences of whole documents `numbers`; no label after a document's end."""
+        """Inputs and labels of the sequences `numbers` of whole documents; no label follows a document's end."""
         shape = (len(numbers), seq_length)
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions = np.zeros(shape, np.int64)
@@ -250,7 +250,7 @@ class TokenStream:
 
 
 def permute(index: int, size: int, *key: int) -> int:
-    """A permutation of range(size), drawn by `key`, of `index`: a Feistel network, walked into the range."""
+    """Where a permutation of range(size), drawn by `key`, puts `index`; by a cycle-walking Feistel network."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     while True:
@@ -291,7 +291,7 @@ class Corpus:
         return "byte" if self.train.tokens.dtype.itemsize == 1 else "token"
 
     def evaluated_on(self, other: "Corpus") -> "Corpus":
-        """This corpus, with all of `other`, or the held-out split that `other` has, as held-out tokens."""
+        """This corpus, with the tokens of `other` (of its held-out split, if it has one) as held-out tokens."""
         if self.unit != other.unit:
             got = f"{other.name}, which is read as {other.unit}s, with `data` that is {self.unit}s"
             refuse("eval_data", got, "the same of both", "give both as text, or both as tokens")
@@ -325,13 +325,13 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
 def preferences(
     settings: TrainSettings, stream: TokenStream, places: Sequence[int], labels: Tensor
 ) -> Preferences:
-    """The targets of the rows `places` of a stream of pairs; a reference that is not known yet is zeros."""
+    """The DPO targets of the rows `places` of a stream of pairs; unknown reference log-probabilities are zeros."""
     known = np.zeros(len(places), np.float32) if stream.reference is None else stream.reference[places]
     return Preferences(labels, torch.from_numpy(known), settings.beta, settings.dpo_type == "ipo")
 
 
 def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) -> tuple[Batch, ...]:
-    """The held-out sequences, the same for any batch size, micro-batches and ranks, in batches of micro-batch size.
+    """The held-out sequences to evaluate, the same for any batch size, micro-batches and ranks, in micro-batches.
 
     So an evaluation fits in memory where training does. The last batch may be smaller: losses are weighted by rows.
     """
@@ -360,7 +360,7 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
 
 
 def held_out_places(settings: TrainSettings, corpus: Corpus) -> list[int]:
-    """The places of the held-out sequences that are evaluated."""
+    """The places in the held-out stream of the sequences that an evaluation reads."""
     most = max(1, corpus.held_out_tokens // settings.seq_length)
     return corpus.held_out.spread(most, seq_length=settings.seq_length)
 
@@ -372,6 +372,6 @@ def _tokens_per_row(labels: Sequence[Tensor]) -> float:
 
 
 def without_labels(batch: Batch) -> bool:
-    """Whether `batch` has no label in the rows of any rank, known from the weight of the whole batch."""
+    """Whether `batch` has no label in the rows of any rank, known from its weights, which count the whole batch."""
     weighted = isinstance(batch[1], tuple) and not isinstance(batch[1], Preferences)
     return weighted and not batch[1][1].any()

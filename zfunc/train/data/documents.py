@@ -68,9 +68,8 @@ Parts = Iterator[tuple[bool, Iterator[Document]]]
 
 @frozen(eq=False)
 class DocumentSource:
-    """The documents of some data. `parts(counts)` yields the documents of each file or split, held-out ones last,
-    and counts in `counts` what is left out.
-    """
+    """The documents of a file, folder or dataset. `parts(counts)` yields the documents of each file or split,
+    held-out ones last, and counts in `counts` what is left out."""
 
     files: list[File]  # which are as they were where their sizes and times are
     parts: Callable[[Counter[str]], Parts]
@@ -120,7 +119,7 @@ def is_held_out(name: str) -> bool:
 def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool = False) -> DocumentSource:
     """The documents of one file, or of a folder: of its files of records, if there are any, else of its text files.
 
-    Held out is a split, where names of files name one, or a share of the files. With `text` a text file must be
+    Held out is a split, where file names name one, else a share of the files. With `text` a text file must be
     UTF-8, else its document is bytes. With `pairs` records are preferences, two documents each; texts are refused.
     """
     holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in files}
@@ -248,8 +247,8 @@ def holds_tokens(path: Path) -> bool:
 
 
 def open_saved(path: Path, *, pairs: bool = False) -> DocumentSource:
-    """The documents of the saved dataset at `path`, with `pairs` of preferences. Raises ValueError for unknown
-    columns or splits, or damage."""
+    """The documents of the saved dataset at `path`; with `pairs`, two documents of each preference. Raises
+    ValueError for unknown columns or splits, or damage."""
     splits = _splits(path)
     train = TRAIN if TRAIN in splits else next(iter(splits), None)
     if train is None or (train != TRAIN and len(splits) > 1):
@@ -308,9 +307,8 @@ def _splits(path: Path) -> dict[str, Any]:
 
 @frozen(eq=False)
 class _ParquetRows:
-    """The rows of a dataset's split in Parquet files, a few in memory at a time, without other columns (`datasets`
-    itself reads a whole group of rows, which may be a whole file).
-    """
+    """The rows of one split of a dataset in Parquet files, read a few at a time and without unread columns
+    (`datasets` itself reads a whole group of rows, which may be a whole file)."""
 
     files: list[str]
     features: Any
@@ -333,7 +331,7 @@ class _ParquetRows:
         return self.after(0)
 
     def after(self, first: int) -> Iterator[dict[str, Any]]:
-        """The rows from row `first` of the first file on."""
+        """The rows from row `first` on, counted from the first row of the first file."""
         from pyarrow.parquet import ParquetFile
 
         for path in self.files:
@@ -352,7 +350,7 @@ class _ParquetRows:
 
 
 def stream_files(path: Path) -> list[File]:
-    """The files of lines and the Parquet files at `path`, a file, a folder or a pattern of names, by name. Raises
+    """The JSONL and Parquet files at `path`, a file, a folder or a pattern of names, sorted by name. Raises
     ValueError if there is none, or if the file is of another format."""
     names = [Path(x) for x in glob(str(path), recursive=True)]
     found = walk(path) if path.is_dir() else sorted((str(x), x) for x in names if x.is_file())
@@ -365,7 +363,7 @@ def stream_files(path: Path) -> list[File]:
 
 
 def parquet_rows(path: Path, first: int) -> Iterator[dict[str, Any]]:
-    """The documents' columns of the rows of a Parquet file from row `first` on, a few in memory at a time."""
+    """The rows of a Parquet file from row `first` on, with columns that zfunc reads; few are in memory at once."""
     with _reading(path):
         rows = _ParquetRows.of([str(path)])
     if not (columns := read_keys(rows.column_names)):

@@ -59,7 +59,7 @@ def is_packed(content: bytes) -> bool:
 
 
 def holds_records(path: Path) -> bool | None:
-    """Whether the records of a file are documents; None for a table, or an array of objects, with other keys."""
+    """Whether the records of a file are documents; None for a table, or an array of objects, without known keys."""
     if (suffix := suffix_of(path)) not in FORMATS or suffix in LINES:
         return suffix in LINES
     where, first = "", None
@@ -84,8 +84,8 @@ def _lines(path: Path, file: BinaryIO) -> Placed:
 
 
 def lines_after(path: Path, offset: int, line: int) -> Generator[tuple[str, bytes, int, int]]:
-    """The lines of a file from byte `offset` on, before which there are `line` lines: each after its place, and
-    before the offset and number of the next. A compressed file is read up to there."""
+    """The lines of a file from byte `offset` on, before which there are `line` lines: each as its place, its bytes,
+    and the offset and number of the next line. A compressed file is read up to there."""
     with opened(path) as file:
         file.seek(offset)
         for content in file:
@@ -118,7 +118,7 @@ def _array(path: Path, file: BinaryIO) -> Placed:
 
 
 def parsed(content: bytes, where: str) -> Any:
-    """The record that a line is. Raises ValueError, with the place `where`, for what is no JSON."""
+    """The record in `content`, one line of JSON. Raises ValueError, with the place `where`, for invalid JSON."""
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=unique_keys)
         if b"\\ud" in content.lower():  # half a surrogate pair cannot be encoded

@@ -110,7 +110,7 @@ def open_data(
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) -> Corpus:
-    """The corpus of a file of tokens, memory-mapped; held out is `val.bin` beside a `train.bin`, else its end."""
+    """The corpus of the memory-mapped tokens at `path`; held out is `val.bin` beside `train.bin`, else the end."""
 
     def opened(path: Path) -> np.ndarray:
         size = path.stat().st_size
@@ -206,7 +206,7 @@ def _short_hash(values: tuple[Any, ...]) -> str:
 
 
 def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> list[str]:
-    """Lines for the log on sequences of whole documents. Raises ValueError if `stream` has no sequence."""
+    """Lines for the log on how whole documents fill sequences. Raises ValueError if `stream` has no sequence."""
     count, used = stream.num_sequences(seq_length), 0 if stream.bounds is None else int(stream.bounds[-1])
     longer = np.count_nonzero(np.diff(ends, prepend=0) > seq_length)
     if not count:
@@ -323,7 +323,7 @@ def encoded_documents(
 ) -> Iterator[tuple[str, Encoded]]:
     """The kind and the tokens of each document that is not empty; documents of one kind are tokenized together.
 
-    Raises ValueError for an empty one if `whole`, as then they are pairs.
+    With `whole`, for documents that come in pairs, raises ValueError for an empty one.
     """
     rest = iter(documents)
     while some := list(_some(rest)):

@@ -28,8 +28,8 @@ Record = tuple[str, Any]  # its place, for errors; and a line, or a row
 
 @frozen
 class RecordPlace:
-    """Where a shuffle buffer begins, and how many of its records were passed on. The number of a file is that in
-    the order of the pass; `offset` are bytes (of a Parquet file rows), `line` the lines before it."""
+    """A place in RecordFiles: where a shuffle buffer begins, and how many of its records were `taken`. `file`
+    numbers files in the order of the pass; `offset` is in bytes (of a Parquet file in rows), after `line` lines."""
 
     epoch: Count = 0
     file: Count = 0
@@ -40,8 +40,8 @@ class RecordPlace:
 
 @define(eq=False)
 class RecordFiles:
-    """The records of `files`, pass after pass, without an end: a source of a PackedStream. With a `buffer` of 1
-    they come as they are in the files."""
+    """The records of `files`, pass after pass, without an end: a source of a PackedStream. `buffer` is the number
+    of records that are shuffled together; with 1 they come in the order of the files."""
 
     files: list[File]
     buffer: int
@@ -49,15 +49,15 @@ class RecordFiles:
     _place: RecordPlace = field(init=False, factory=RecordPlace)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next record."""
+        """The place of the next record, for `load_state_dict`."""
         return asdict(self._place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the place `state`."""
+        """Continue from the place `state`, which `state_dict` returned."""
         self._place = JsonNode(state, "the place in a stream").read(RecordPlace)
 
     def __iter__(self) -> Iterator[Record]:
-        """Raises ValueError for a pass without a record."""
+        """Iterate over records from the current place on, without end. Raises ValueError if there are none."""
         records = self._from(self._place)
         while True:
             begin, filled = self._place, [*islice(records, self.buffer)]
@@ -74,7 +74,7 @@ class RecordFiles:
             self._place = filled[-1][1]
 
     def _from(self, begin: RecordPlace) -> Iterator[tuple[Record, RecordPlace]]:
-        """The records of the rest of a pass, each with the place after it."""
+        """The records from `begin` to the end of its pass over the files, each with the place after it."""
         for number in range(begin.file, count := len(self.files)):
             index = permute(number, count, self.seed, begin.epoch) if self.buffer > 1 else number
             path, offset = self.files[index][1], begin.offset if number == begin.file else 0
@@ -97,8 +97,8 @@ def open_stream(
     seed: int,
 ) -> Corpus:
     """The records of the JSONL and Parquet files at `path`, a file, a folder or a pattern, as a corpus that is read
-    while it is trained on. What is held out are its first tokens, for a prompt. `vocab_size` is that of files of
-    tokens. Raises ValueError, with file and line, for what is no document."""
+    while training. Its held-out tokens are its first ones, and serve as a prompt only. `vocab_size` applies to
+    files of tokens. Raises ValueError, with file and line, for a record that is no document."""
     files, counts = stream_files(path), Counter[str]()
     rows = (row for _, x in files if x.suffix == PARQUET for row in parquet_rows(x, 0))
     tokenized = IDS in next(rows, {})

@@ -49,7 +49,7 @@ class Document:
 
 @frozen
 class Chat:
-    """The messages of a record, whose file and line are `where`. A turn with a weight of 0 is not learned."""
+    """The messages of a record, whose file and line are `where`. A message whose weight is 0 is not learned."""
 
     messages: tuple[Message, ...]
     where: str
@@ -77,8 +77,8 @@ def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
 
 
 def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Document]:
-    """The two documents of a preference, prompt and chosen answer before prompt and rejected one, as texts or as
-    messages; without a prompt of messages, the prompt is the messages that both answers begin with.
+    """The two documents of a preference, each the prompt with one answer, the chosen before the rejected, as texts
+    or as messages. Without a prompt, the prompt is the messages that both answers begin with.
 
     Raises ValueError, with the place `where`, for any other record.
     """
@@ -118,8 +118,8 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
 def record_documents(
     record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:], *, pairs: bool = False
 ) -> list[Document]:
-    """The document of a record, by its keys in `kinds`, or with `pairs` the two of a preference. Unread keys are
-    counted in `counts`; errors name the place `where`."""
+    """The document of a record, by its keys in `kinds`, or with `pairs` the two documents of a preference. `counts`
+    counts unread keys; errors name the place `where`."""
     return preference_of(record, where, counts) if pairs else [document_of(record, where, counts, kinds)]
 
 
@@ -132,7 +132,7 @@ def _text_of_message(message: Any) -> Any:
 
 
 def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
-    """The document of a record. `counts` gets the keys that are not read and the messages after the last turn.
+    """The document of a record. `counts` counts the keys that are not read and the messages after the last turn.
 
     Raises ValueError, with the place `where`, for a record that is no document.
     """
@@ -182,7 +182,7 @@ def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
 
 
 def _message(given: Mapping[str, Any], where: str) -> Message:
-    """A chat message of any format, with the keys of OpenAI's: role, text, and calls with arguments as objects."""
+    """The message `given`, of any format, with OpenAI's keys: role, content, calls with arguments as objects."""
     m = {k: x for k, x in given.items() if x is not None}  # no value is no key
     if "from" in m:
         m = {"role": _ROLES.get(str(m.pop("from"))), "content": m.pop("value", None), **m}
@@ -209,7 +209,7 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
 
 
 def _call(function: Any, where: str) -> dict[str, Any]:
-    """A call of a tool with its arguments as an object; in OpenAI's format the arguments are JSON text."""
+    """A tool call of a message with its arguments as an object; in OpenAI's format the arguments are JSON text."""
     (function,) = _objects([function], where)
     arguments = _of_json(function.get("arguments") or {}, where)
     if not isinstance(arguments, Mapping):
@@ -230,7 +230,7 @@ def _objects(value: Any, where: str, *other: type) -> list[Any]:
 
 
 def _is_json_of_messages(value: Any) -> bool:
-    """Whether a prompt or completion is messages as JSON text; any other JSON is a text like all texts."""
+    """Whether `value`, a prompt or completion, is JSON text of messages; any other JSON counts as plain text."""
     with suppress(ValueError, RecursionError):
         found = json.loads(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else None
         return bool(found) and all(isinstance(x, dict) and "role" in x for x in found)

@@ -28,7 +28,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class StreamPosition:
-    """A place between two batches. Without a checksum it is the beginning."""
+    """A PackedStream's position between two batches. Without a checksum, the beginning of the stream."""
 
     used: Count  # tokens of the record that earlier batches have
     source: Any = None  # the source's state before the record; None: as it was given
@@ -46,9 +46,9 @@ class PackedStream:
     """An iterator over batches `(inputs, targets)`, int64 [batch_size, seq_length] each, of records of `source`.
 
     `tokens(record)` returns a record's token ids, with whatever ends a document. The targets are the inputs, one
-    token later; each token is an input once. The end of the source ends the iteration, and leaves out what does not
-    fill a batch. With several ranks, let each read the whole stream and keep its rows. Raises ValueError for what
-    cannot be a source, tokens or a size.
+    token later; each token is an input once. The iteration ends with the source, and leaves out the tokens that do
+    not fill a batch. With several ranks, let each read the whole stream and keep its rows. Raises ValueError for a
+    `source`, `tokens` or a size that cannot be used.
 
     >>> class Numbers:
     ...     at = 0
@@ -124,7 +124,7 @@ class PackedStream:
         return to_plain(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, exact: bool = True) -> None:
-        """Go to the position `state`, which `state_dict` of a stream of the same records returned.
+        """Continue from the position `state`, which `state_dict` of a stream of the same records returned.
 
         Raises CheckpointError for a dict of another form, and ValueError if the source now has another record
         there: its data or tokenizer differ, or it has a shuffle buffer, whose content `datasets` does not save. An
@@ -182,8 +182,8 @@ class PackedStream:
 
 @define(eq=False)
 class StreamedBatches:
-    """The batches of a PackedStream by position, in sequences since the start of training, each once and in order,
-    as a training asks for them. A token below 0 is the complement of one that is not learned (`~token`)."""
+    """The batches of a PackedStream, each read once and in order, by their position in sequences since the start of
+    training. A token id below 0 is the complement (`~token`) of a token that is not learned."""
 
     stream: PackedStream
     next: int = 0  # the position of the batch that is read next
@@ -193,8 +193,8 @@ class StreamedBatches:
     _last: tuple[int, Tensor, Tensor] | None = field(init=False, default=None)
 
     def at(self, position: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of the batch at `position`, int64 [batch_size, seq_length] each; -100 where no loss
-        counts. Raises ValueError for another position than the last one or the next."""
+        """Inputs and labels of the batch at `position`, int64 [batch_size, seq_length] each; a label is -100 where
+        no loss counts. Raises ValueError unless `position` is that of the last batch or the next."""
         if self._last is None or self._last[0] != position:
             if position != self.next:
                 got = f"sequence {position:,} of a stream that is at {self.next:,}"
@@ -213,8 +213,8 @@ class StreamedBatches:
         return self._before if self._last and self._last[0] == position else self.stream.state_dict()
 
     def load_state_dict(self, position: int, state: Mapping[str, Any]) -> None:
-        """Go to the batch at `position`, before which `state_dict` was `state`. Where the data has another record
-        there, it goes on from that one, which is logged."""
+        """Continue with the batch at `position`, for which `state_dict` returned `state`. Where the data now has
+        another record there, the stream goes on from that record, and a warning is logged."""
         self.stream.load_state_dict(state, exact=False)
         self._last, self.next = None, position
 
@@ -230,7 +230,7 @@ def _check_json(state: Any) -> None:
 
 
 def _not_json(value: Any, name: str) -> str:
-    """The innermost part of `value` that JSON does not give back, with its type; "" if there is none."""
+    """The innermost part of `value` that a round trip through JSON does not restore, with its type; "" if none."""
     try:
         if json.loads(json.dumps(value, allow_nan=False)) == value:
             return ""

@@ -34,7 +34,7 @@ _ENDS = re.compile(r"(\{%[-+]?\s*)endgeneration\b")
 
 @frozen(eq=False)
 class Vocabulary:
-    """The token ids below `vocab_size`. Data that is tokenized already has a Vocabulary, but no Tokenizer.
+    """The token ids below `vocab_size`. Data that is already tokenized has a Vocabulary without a Tokenizer.
 
     >>> Vocabulary("below 50257", 50257).dtype
     dtype('uint16')
@@ -45,7 +45,7 @@ class Vocabulary:
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """NumPy dtype in which tokens are stored. Only bytes take 8 bits, which marks them as bytes.
+        """NumPy dtype in which tokens are stored. Only bytes as tokens take 8 bits, by which they are recognized.
 
         >>> BYTES.dtype
         dtype('uint8')
@@ -57,7 +57,7 @@ class Vocabulary:
 class Tokenizer(Vocabulary):
     """A tokenizer of texts. Token `end` follows every document; `chat` is the chat template, or None.
 
-    `locate(texts)` returns, by text, its tokens, int64 [tokens], and their ranges of characters, [tokens, 2].
+    `locate(texts)` returns for each text its tokens, int64 [tokens], and their character ranges, [tokens, 2].
     """
 
     name: str
@@ -69,7 +69,7 @@ class Tokenizer(Vocabulary):
     after: np.ndarray
 
     def document(self, text: np.ndarray) -> tuple[np.ndarray, int]:
-        """`text` with the tokens that begin and end a document added where missing; how many begin it."""
+        """The tokens `text` with those that begin and end a document added if missing, and how many begin it."""
         begun = len(self.before) and np.array_equal(text[: len(self.before)], self.before)
         before = self.before[: 0 if begun else None]
         after = self.after[1 if len(self.after) and text[-1:] == self.after[:1] else 0 :]
@@ -110,8 +110,8 @@ def open_tokenizer(
 
     Beside a `tokenizer_config.json` that names a class, the tokens, special tokens and templates are those of
     `AutoTokenizer`; else those of the file itself. The end token is its `eos_token`, else `end`, else the first of
-    END_TOKENS that it has. `template_args` are variables of the chat template. Raises ValueError for a file that is
-    not a tokenizer or has no end token, ImportError without the library.
+    END_TOKENS in its vocabulary. `template_args` are variables of the chat template. Raises ValueError for a file
+    that is not a tokenizer or has no end token, ImportError without the library.
     """
     try:
         import tokenizers
@@ -166,7 +166,7 @@ def open_tokenizer(
 def in_calls(locate: Callable[[Sequence[str]], list[Located]], texts: Sequence[str]) -> list[Located]:
     """Call `locate` on `texts` in several calls, each of at most CALL characters and one text more.
 
-    So memory is bounded, and an interrupt is heard between two calls. A text longer than CALL is cut, if possible
+    This bounds memory, and lets an interrupt through between calls. A text longer than CALL is cut, if possible
     before a space: tokens beside a cut may differ from the tokens of the whole text.
     """
     parts = [[*_parts(text)] for text in texts]
@@ -212,8 +212,8 @@ def _end_token(path: Path, loaded: Any, default: int | None) -> int:
 
 
 def check_template(folder: Path) -> str | None:
-    """The only chat template of a tokenizer's folder; None for none or several. Raises ValueError for a template
-    that is no Jinja. Needs neither torch nor transformers."""
+    """The chat template in a tokenizer's folder; None unless there is exactly one. Raises ValueError for a template
+    that is not valid Jinja. Needs neither torch nor transformers."""
     from jinja2 import Environment, TemplateSyntaxError
 
     path, text = folder / "chat_template.jinja", None
@@ -235,7 +235,7 @@ def check_template(folder: Path) -> str | None:
 
 
 def check_chats(template: str, chats: Sequence[Chat], variables: Mapping[str, Any]) -> None:
-    """Raise ValueError if `template` refuses one of the first chats or the last one. Needs no torch."""
+    """Raise ValueError if `template` refuses one of the first of `chats`, or the last one. Needs no torch."""
     from jinja2 import TemplateError
 
     for chat in (*chats[:_TRIED], *chats[-1:]):
@@ -256,12 +256,12 @@ class ChatTemplate:
     variables: Mapping[str, Any] = field(factory=dict[str, Any])
 
     def render(self, chat: Chat) -> Iterator[tuple[str, list[Span]]]:
-        """Texts of a chat, each with the ascending ranges of characters that are learned: one text, or one for each
+        """Texts of a chat, each with the ascending character ranges that are learned: one text, or one for each
         turn of the assistant where the template writes earlier turns unlike the last (Qwen 3's drops their
         thoughts).
 
         The learned range of a turn begins at the end of the prompt that the model would be given, or where the turn
-        first differs from that prompt (as if a prompt opens a thought). The range ends with the turn, or with a
+        first differs from that prompt (as where a prompt opens a thought). The range ends with the turn, or with a
         special token that ends the turn. Raises ValueError, with the record, for a chat that the template refuses.
         """
         learns = [*chat.weights] or [1.0] * len(chat.messages)
@@ -291,9 +291,8 @@ class ChatTemplate:
     def _text(
         self, chat: Chat, count: int, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
-        """The first `count` messages as text, followed by the generation prompt if `prompt`; and, if `marks`, the
-        ranges of characters that the template itself marks as the assistant's.
-        """
+        """The first `count` messages of `chat` as text, with the generation prompt if `prompt`; and, if `marks`,
+        the character ranges that the template itself marks as written by the assistant."""
         try:
             source = self.tokenizer.get_chat_template(tools=chat.tools)
         except ValueError as error:
@@ -309,7 +308,7 @@ class ChatTemplate:
 def _rendered(
     source: str, chat: Chat, messages: Sequence[Message], variables: Mapping[str, Any], **how: bool
 ) -> tuple[str, list[Span]]:
-    """The text that template `source` makes of messages of a chat, and the character ranges that `source` marks."""
+    """The text of `messages` of a chat by template `source`, and character ranges marked as the assistant's."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [*messages]
@@ -328,7 +327,7 @@ def _rendered(
 
 
 def _shared(a: str, b: str) -> int:
-    """The number of characters that two texts have in common at their beginning."""
+    """The number of characters at the beginning of `a` and `b` that are the same in both."""
     if b.startswith(a):
         return len(a)
     return next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), len(b))

@@ -26,7 +26,7 @@ OLD_SWITCHES = {True: "cpu", False: "none"}  # of offloading, as the values of t
 
 @frozen
 class Key:
-    """A key of a DeepSpeed configuration. An unsupported key may have its default, or be switched off."""
+    """A key of a DeepSpeed configuration. An unsupported key may have its default value, or be switched off."""
 
     name: str  # dotted
     type: str | list[Any]  # as keys.toml describes it
@@ -38,12 +38,12 @@ class Key:
 
     @property
     def block(self) -> str:
-        """The dotted name of the JSON object that has the key; "" is the file."""
+        """The dotted name of the JSON object that has this key; "" is the whole file."""
         return self.name.rpartition(".")[0]
 
     @property
     def expected(self) -> str:
-        """The type of the key's values in words, for errors."""
+        """The type that this key's values must have, in words for errors."""
         if isinstance(self.type, list):
             return ", ".join(map(str, self.type))
         name, _, bounds = self.type.partition(" ")
@@ -51,7 +51,7 @@ class Key:
         return f"{name} from {low} to {high}" if high else f"{name}, {low} or more" if low else name
 
     def acts(self, value: Any) -> bool:
-        """Whether a value differs from the default; of a block, whether it is not empty and not switched off."""
+        """Whether `value` differs from this key's default; of an object, whether it is neither empty nor off."""
         if self.type != "object":
             return value != self.default
         on = cast("dict[str, Any]", value).get("enabled", value) if isinstance(value, dict) else value
@@ -59,7 +59,7 @@ class Key:
 
 
 def read_value(kind: str | list[Any], value: Any) -> Any:
-    """A JSON value converted to the type of a key; None for a value of another type.
+    """A JSON value converted to `kind`, the type of a configuration key; None for a value of another type.
 
     >>> read_value("int 1..", 5e8), read_value("int 1..", 0.5), read_value("int 1..", 0)
     (500000000, None, None)
@@ -131,23 +131,23 @@ class ConfigValues:
     unread: list[str] = field(factory=list[str])  # names in the file that are in no table
 
     def __getitem__(self, name: str) -> Any:
-        """The file's value of a key, else the caller's, else DeepSpeed's default."""
+        """The value of key `name` in the file, else the one that the caller gave, else DeepSpeed's default."""
         return self.file.get(name, self.given.get(name, KEYS[name].default))
 
     def sets(self, name: str) -> bool:
-        """Whether the file or the caller sets a key."""
+        """Whether the configuration file or the caller sets key `name`."""
         return name in self.file or name in self.given
 
     def leaves_open(self, name: str) -> bool:
-        """Whether a key is "auto" and nobody gives it: then zfunc's own default for the kind of run holds."""
+        """Whether key `name` is "auto" in the file, and the caller gives no value: zfunc's own default holds."""
         return name in self.auto and name not in self.given
 
     def has(self, block: str) -> bool:
-        """Whether the file has anything in a block."""
+        """Whether the configuration file sets any key in the object `block`, "auto" included."""
         return any(name.startswith(f"{block}.") for name in (*self.file, *self.auto))
 
     def refused(self, name: str, got: Any, key: str) -> ValueError:
-        """The error for an argument that contradicts a key."""
+        """The error for a setting `name` whose value `got` contradicts configuration key `key`."""
         got = f"{got}, and {self.source} says {key} {self[key]}"
         return SettingError(name, got, "one of them", f'leave one out, or write "{AUTO}" into the file')
 
@@ -156,8 +156,8 @@ Source = str | PathLike[str] | Mapping[str, Any]
 
 
 def read_file(source: Source, more: str = "") -> Mapping[str, Any]:
-    """The object in a file, or a dict as if it were one. Raises ValueError, with the line, for a syntax error, and
-    for a missing file; `more` are the formats that the caller reads beside JSON."""
+    """The JSON object in a file, or a dict as it is. Raises ValueError, with the line, for a syntax error, and for
+    a missing file; `more` is text on the formats that the caller reads beside JSON."""
     if isinstance(source, Mapping):
         return source
     import json5
@@ -178,10 +178,10 @@ def read_file(source: Source, more: str = "") -> Mapping[str, Any]:
 
 
 def read_values(source: Source, given: Mapping[str, Any] | None = None) -> ConfigValues:
-    """The values of a file or dict, which leaves open what `given` fills, by key.
+    """The values of a DeepSpeed configuration, a file or dict; `given` fills, by key, what the file leaves open.
 
-    Raises ValueError for unknown keys, each with the nearest one, for values of another type, for what is
-    unsupported, with what to do instead; and for a given value that the file contradicts.
+    Raises ValueError for unknown keys, each with the nearest known one, for values of another type, for unsupported
+    keys, with what to do instead; and for a given value that the file contradicts.
     """
     name = "the dict" if isinstance(source, Mapping) else str(Path(source).expanduser())
     values = ConfigValues(name, dict(given or {}))
@@ -201,7 +201,7 @@ def read_values(source: Source, given: Mapping[str, Any] | None = None) -> Confi
 
 
 def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> Iterator[str]:
-    """Take the keys of a block, by dotted name, and say what is wrong with them; null sets nothing."""
+    """Store the keys of object `block` in `values`, by dotted name; yield an error text for each wrong one."""
     for last, value in block_values.items():
         written = name = f"{block}.{last}" if block else str(last)
         if name == "zero_optimization" and isinstance(value, bool):  # an early form
@@ -231,13 +231,13 @@ def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> 
 
 
 def _is_idle(block: str, name: str, value: Any) -> bool:
-    """Whether a key that no table has is a comment where DeepSpeed takes one, or a block that is switched off."""
+    """Whether an unknown key means nothing: a comment where DeepSpeed allows one, or a block switched off."""
     off = isinstance(value, Mapping) and cast("Mapping[str, Any]", value).get("enabled") is False
     return (block in COMMENTED and name.startswith("_")) or (not block and off)
 
 
 def _take_value(values: ConfigValues, key: Key, value: Any) -> str:
-    """Take the value of a key, or say what is wrong with it."""
+    """Store `value` of `key` in `values`, or return a text on what is wrong with the value; "" if nothing."""
     name = key.name
     if name in values.file or name in values.auto:
         return f"got both {values.old[name]} and {name}, its name today, expected one: delete the old one"

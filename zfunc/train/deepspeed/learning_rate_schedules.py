@@ -24,7 +24,7 @@ BETA2 = 0.99  # of OneCycle, whatever the optimizer's betas are
 
 @frozen
 class LRSchedule:
-    """A learning rate by a scheduler of the file, with all of its parameters.
+    """A learning rate by step, as scheduler `kind` of a DeepSpeed file computes it from all of its `params`.
 
     >>> params = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}
     >>> rate = LRSchedule("WarmupLR", params)
@@ -36,13 +36,13 @@ class LRSchedule:
     params: Mapping[str, Any] = field(hash=False)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of an update, counted from 1."""
+        """The learning rate of update `step`, counted from 1."""
         if step < 1:
             raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
         return SCHEDULERS[self.kind][0](SimpleNamespace(**self.params), step - 2)
 
     def betas(self, step: int) -> tuple[float, float]:
-        """The betas of an update by OneCycle. AdamW refuses an update for which beta1 has decayed up to 1."""
+        """The Adam betas of update `step` under OneCycle. AdamW refuses an update whose beta1 has reached 1."""
         return one_cycle_betas(SimpleNamespace(**self.params), step - 2)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class LRSchedule:
 
 
 def range_test(p: Any, batch: int) -> float:
-    """LRRangeTest of parameters `p`: the rate of `batch`, rising to find the highest that trains (Smith 2018)."""
+    """LRRangeTest: the learning rate of `batch`, which rises to find the highest that trains (Smith 2018)."""
     interval = float(batch + 1) / p.lr_range_test_step_size
     if p.lr_range_test_staircase:
         interval = math.floor(interval)
@@ -61,7 +61,7 @@ def range_test(p: Any, batch: int) -> float:
 
 
 def one_cycle(p: Any, batch: int) -> float:
-    """OneCycle: the rate goes up and down once, then decays from the lower value (Smith 2018, section 4)."""
+    """OneCycle's learning rate: up and down once, then a decay from the lower value (Smith 2018, section 4)."""
     height, gone = _cycle(p, batch)
     if height is None:
         return p.cycle_min_lr / (1 + p.decay_lr_rate * gone)
@@ -69,9 +69,9 @@ def one_cycle(p: Any, batch: int) -> float:
 
 
 def one_cycle_betas(p: Any, batch: int) -> tuple[float, float]:
-    """Beta1 falls while the rate rises, and rises after the cycle. The first update has the lowest one, though the
-    cycle begins with the highest: DeepSpeed sets betas after it.
-    """
+    """The Adam betas of `batch` under OneCycle: beta1 falls while the rate rises, and rises after the cycle. The
+    first update has the lowest beta1, though the cycle begins with the highest: DeepSpeed sets betas after an
+    update."""
     height, gone = _cycle(p, batch)
     if batch < 0:
         return p.cycle_min_mom, BETA2
@@ -81,9 +81,8 @@ def one_cycle_betas(p: Any, batch: int) -> tuple[float, float]:
 
 
 def _cycle(p: Any, batch: int) -> tuple[float | None, float]:
-    """The position of a batch in the cycle, 0 at the lower rate to 1 at the higher, None after it; and how often
-    `decay_step_size` has passed since.
-    """
+    """The position of `batch` in OneCycle's cycle, from 0 at the lower rate to 1 at the higher, None after the
+    cycle; and how often `decay_step_size` batches have passed since."""
     first, second = p.cycle_first_step_size, p.cycle_second_step_size
     first, second = float(first), float(first if second is None else second)
     total = first + second
@@ -103,9 +102,8 @@ def _cycle(p: Any, batch: int) -> tuple[float | None, float]:
 
 
 def warmup(p: Any, batch: int) -> float:
-    """Rises along a logarithm or a line, and stays there; with `total_num_steps`, as WarmupDecayLR, it falls
-    along a line, back at that step.
-    """
+    """WarmupLR: the learning rate rises along a logarithm or a line, and stays; with `total_num_steps`,
+    WarmupDecayLR: the rate falls again along a line, down to the minimum at that step."""
     if batch < 0:
         return p.warmup_min_lr
     rise, total = _rise(p, batch), getattr(p, "total_num_steps", None)
@@ -115,7 +113,7 @@ def warmup(p: Any, batch: int) -> float:
 
 
 def warmup_cosine(p: Any, batch: int) -> float:
-    """WarmupCosineLR: rises from a ratio of the optimizer's `lr`, then falls along half a cosine to a known end."""
+    """WarmupCosineLR: the rate rises from a ratio of the optimizer's `lr`, then falls along half a cosine."""
     if batch < 0:
         return 0.0
     if (rise := _rise(p, batch)) is not None:
@@ -129,7 +127,7 @@ def warmup_cosine(p: Any, batch: int) -> float:
 
 
 def _rise(p: Any, batch: int) -> float | None:
-    """The progress of the warm-up, 0 to 1; None when it is over."""
+    """The progress of the warm-up at `batch`, 0 to 1; None when the warm-up is over."""
     steps = max(2, p.warmup_num_steps)  # the logarithm of 1 is 0, and divides
     if batch >= steps:
         return None
@@ -157,10 +155,10 @@ _NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")  # they have no de
 
 
 def lr_schedule(values: ConfigValues, **own: Any) -> LRSchedule | None:
-    """The learning rate by the scheduler of a DeepSpeed file; None without a scheduler.
+    """The learning rate schedule of a DeepSpeed file; None if the file has no scheduler.
 
     `own` are the optimizer's `lr`, and the caller's `total_num_steps` and `warmup_num_steps`, for what the file
-    leaves open. Raises ValueError for parameters that the file and the caller lack.
+    leaves open. Raises ValueError for parameters that neither the file nor the caller gives.
     """
     if (kind := values["scheduler.type"]) is None:
         return None
@@ -183,6 +181,6 @@ def lr_schedule(values: ConfigValues, **own: Any) -> LRSchedule | None:
 
 
 def moved_betas(values: ConfigValues) -> dict[str, Any]:
-    """The argument `betas` of an optimizer, where OneCycle moves them with the learning rate."""
+    """The optimizer argument `betas`, a function of the step, if OneCycle cycles momentum; else no argument."""
     rate = lr_schedule(values, lr=0.0) if values["scheduler.type"] == "OneCycle" else None
     return {"betas": rate.betas} if rate is not None and rate.params["cycle_momentum"] else {}

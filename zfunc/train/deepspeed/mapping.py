@@ -46,7 +46,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class DeepSpeedSettings:
-    """A DeepSpeed configuration as arguments of zfunc's functions."""
+    """A DeepSpeed configuration converted to arguments of `zfunc.compile` and `zfunc.init`, with their notes."""
 
     compile: Mapping[str, Any]  # arguments of zfunc.compile
     loss_scale: LossScale | None  # argument of zfunc.init; None except in fp16
@@ -110,10 +110,10 @@ def from_deepspeed(
 
 @frozen
 class ConfigExtras:
-    """The values of a configuration that are no settings of a training, with the defaults for none.
+    """What a DeepSpeed configuration adds to a training beside settings; without one, the defaults.
 
-    A Trainer's arguments add `schedule`, the learning rate by lr, warm-up and steps, `notes`, log lines, and
-    `by_pass`, the settings that are the steps of a pass over the data, each with the field that says so.
+    A Trainer's arguments add `schedule`, which makes the learning rate from lr, warm-up and steps; `notes`, log
+    lines; and `by_pass`, settings that count one pass over the data, each with the field that says so.
     """
 
     values: ConfigValues
@@ -125,7 +125,7 @@ class ConfigExtras:
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:
-    """The values that `settings.config` adds to the settings. Raises ValueError if they contradict it."""
+    """What the file of `settings.config` adds beside settings. Raises ValueError if `settings` contradict it."""
     usual = CLASSES[settings.optimizer].usual[2]
     if settings.config is None:
         return ConfigExtras(ConfigValues(""), usual, None)
@@ -165,7 +165,7 @@ def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
 
 
 def check_settings(given: Mapping[str, Any], values: ConfigValues) -> None:
-    """Raise ValueError, with the setting and the key, for one that contradicts the file; "auto" does not."""
+    """Raise ValueError, with setting and key, for a `given` setting that contradicts the file; "auto" does not."""
     for name, said, key in decided(values):
         got = given.get(name, AUTO)
         # How much of the state stays on the host beside the disk, no file says.
@@ -233,13 +233,13 @@ def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
 
 
 def leaves_precision_open(values: ConfigValues) -> bool:
-    """Whether a file has a switch of bf16 or fp16 at "auto", switches none on, and bf16 not off."""
+    """Whether the file leaves bf16 or fp16 at "auto", switches neither on, and does not switch bf16 off."""
     auto, on = any(map(values.leaves_open, SWITCHES)), any(values[x] for x in SWITCHES)
     return auto and not on and not values.sets(BF16)
 
 
 def check_complete(values: ConfigValues, *, batch: bool = True) -> None:
-    """Raise ValueError with all that the file lacks."""
+    """Raise ValueError with every value that the file needs and lacks; with `batch` also for the batch size."""
     lacking: list[str] = []
     if batch and values[TRAIN] is None and values[MICRO] is None:
         lacking.append(f"got neither {TRAIN} nor {MICRO}, expected one of them, as DeepSpeed does: write one")
@@ -257,9 +257,10 @@ def check_complete(values: ConfigValues, *, batch: bool = True) -> None:
 def batch_sizes(
     values: ConfigValues, world: int, train: int | None = None, steps: int | None = None
 ) -> tuple[int, int, str]:
-    """Sequences of a step, micro-batches of a rank, and both as a product, of a file on `world` ranks.
+    """Sequences of a step, micro-batches of a rank, and text of their product, of a file on `world` ranks.
 
-    `train` and `steps` are for a file that leaves them open. Raises ValueError for keys that contradict each other.
+    `train` and `steps` are the two, for a file that lacks them. Raises ValueError for keys that contradict each
+    other.
 
     >>> batch_sizes(read_values({"train_batch_size": 16, "gradient_accumulation_steps": 2}), world=4)
     (16, 2, '16 = 2 x 2 micro-batches x 4 ranks')
@@ -279,7 +280,7 @@ def batch_sizes(
 
 
 def loss_scale(values: ConfigValues) -> LossScale:
-    """The loss scale of a file that trains in fp16. Raises ValueError for bounds that are none."""
+    """The loss scale of a DeepSpeed file that trains in fp16. Raises ValueError for bounds that cannot hold."""
     names = ("loss_scale", "loss_scale_window", "min_loss_scale", "initial_scale_power")
     fixed, window, minimum, power = (values[f"fp16.{x}"] for x in names)
     if fixed:
@@ -296,14 +297,14 @@ def loss_scale(values: ConfigValues) -> LossScale:
 
 
 def optimizer_params(name: str) -> list[str]:
-    """The names in `optimizer.params` that have an effect on an optimizer."""
+    """The keys of a DeepSpeed file's `optimizer.params` that have an effect on the optimizer `name`."""
     switches = ["fp32_optimizer_states", *(["adam_w_mode", "torch_adam"] if name == "adamw" else [])]
     return ["lr", "weight_decay", *CLASSES[name].deepspeed.split(), *switches]
 
 
 def named_optimizer(values: ConfigValues) -> tuple[str, dict[str, Any]]:
-    """The name in `by_name.CLASSES` and the arguments of the optimizer of a DeepSpeed config; AdamW if it has none.
-    Arguments left at "auto", and `decay`, are not among them."""
+    """The optimizer of a DeepSpeed configuration: its name in `by_name.CLASSES`, AdamW by default, and its
+    arguments, without those left at "auto" and without `decay`."""
     kind: str = values["optimizer.type"] or "AdamW"
     name = "adamw" if kind == "Adam" else kind.lower()
     usual = OPTIMIZERS.get(name, {})
@@ -329,7 +330,7 @@ def named_optimizer(values: ConfigValues) -> tuple[str, dict[str, Any]]:
 
 
 def sets_lr_alone(values: ConfigValues) -> bool:
-    """Whether the scheduler's rate does not depend on the optimizer's `lr`."""
+    """Whether the file's scheduler sets the learning rate without the optimizer's `lr`."""
     kind = values["scheduler.type"]
     if kind == "WarmupLR":
         return MAX_LR not in values.auto and values.sets(MAX_LR)
@@ -337,7 +338,7 @@ def sets_lr_alone(values: ConfigValues) -> bool:
 
 
 def notes(values: ConfigValues, batch: str, rate: LRSchedule | None) -> Iterator[str]:
-    """Notes on a file's surprising values and on its keys without effect: no key is dropped silently."""
+    """Log lines on a file's surprising values and on its keys without effect: no key is dropped silently."""
     yield from (f"{old} is the old name of {new}" for new, old in values.old.items())
     if auto := [x for x in values.auto if not values.sets(x) and KEYS[x].fate != "ignored"]:
         yield f'"auto" is zfunc\'s default, or what was passed: {", ".join(auto)}'
