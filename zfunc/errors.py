@@ -13,7 +13,7 @@ class PlanError(ValueError):
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient is inf or NaN where no loss scale can help; the message says what the State holds now."""
+    """A loss or gradient is inf or NaN, and no loss scale can help; the message says what the State holds now."""
 
 
 class OutOfMemory(MemoryError):  # noqa: N818
@@ -25,15 +25,15 @@ class DonatedStateError(RuntimeError):
 
 
 class UndeclaredAccess(RuntimeError):  # noqa: N818
-    """In debug mode: a stage touched a region its operation did not declare."""
+    """In debug mode: an operation's code accessed a memory region that the operation did not declare."""
 
 
 class ExecutionError(RuntimeError):
-    """A stage raised; the message names the operation and the lane, the cause is chained."""
+    """A plan's operation raised an exception, the cause; the message names the operation and its lane."""
 
 
 class RankError(RuntimeError):
-    """Ranks differ in what must be equal on all, or a rank is gone; raised on every rank that is left."""
+    """Ranks differ in what must be equal on all, or a rank is gone; raised on every rank that still runs."""
 
 
 class LaneTimeout(RuntimeError):  # noqa: N818
@@ -41,7 +41,7 @@ class LaneTimeout(RuntimeError):  # noqa: N818
 
 
 class AbandonedCalls(KeyboardInterrupt):
-    """An interrupt did not wait for a drive that hangs: reads or writes are under way, and the State is lost."""
+    """An interrupt did not wait for a drive that hangs: reads or writes still run, and the State is lost."""
 
 
 class CheckpointError(ValueError):
@@ -49,7 +49,7 @@ class CheckpointError(ValueError):
 
 
 class DiskError(OSError):
-    """A file cannot be made, read or written; the message names file and bytes. `errno` is the system's code."""
+    """A file cannot be created, read or written; the message names file and bytes. `errno` is the system's code."""
 
 
 _NEXT = {
@@ -81,7 +81,7 @@ def _explained(
 def explain_os_errors(
     kind: type[Exception], path: Path, doing: str, advice: Mapping[int, str]
 ) -> Generator[None, None, None]:
-    """Turn an OSError into a `kind` that names `path`, the failed action (`doing`) and, by errno, what to do."""
+    """A context that turns an OSError into a `kind` naming `path`, the failed action `doing`, and what to do."""
     try:
         yield
     except DiskError as error:  # says all that
@@ -96,7 +96,7 @@ _MARK = "\x02"  # around a setting in a marked text: no repr of a value has it, 
 
 
 def setting(name: str, value: object) -> str:
-    """A setting with its value, for the texts of `refuse`; one without a value stands there in backquotes.
+    """A setting and its value, marked for `write`, in a text of `refuse`; a name alone stands there in backquotes.
 
     >>> error = SettingError("swap", "none", f"a folder with {setting('state_on', 'disk')}", "pass one")
     >>> str(error), error.expected
@@ -106,19 +106,19 @@ def setting(name: str, value: object) -> str:
 
 
 class Message(str):
-    """The message of an error, as Python shows it; `marked` has a mark around each setting, which `write` reads."""
+    """An error message as Python code would write its settings; `marked` has marks around settings, for `write`."""
 
     marked: str
 
     def __new__(cls, marked: str) -> "Message":
-        """A message of a text in which settings are marked, such as by `setting`."""
+        """Make a message from the text `marked`, in which `setting` and the like have marked settings."""
         self = super().__new__(cls, marked.replace(_MARK, ""))
         self.marked = marked
         return self
 
 
 def message_of(names: str | Sequence[str], got: str, expected: str = "", do: str = "") -> Message:
-    """The sentence about `names`, settings or files: what was got, what was expected, and what to do.
+    """The sentence about `names`, settings or files: what the error got, what it expected, and what to do.
 
     >>> message_of((), "attention with dropout", "it without", f"use {setting('tiles', 1)}")
     'got attention with dropout, expected it without: use tiles=1'
@@ -131,13 +131,13 @@ def message_of(names: str | Sequence[str], got: str, expected: str = "", do: str
 
 
 def marked(error: BaseException) -> str:
-    """The message of an error with its settings marked, for a Message that has it as a part."""
+    """The message of `error` with its settings marked, to be part of another Message."""
     text = error.message if isinstance(error, _OfSettings) else next(iter(error.args), None)
     return text.marked if isinstance(text, Message) else str(error)
 
 
 def about(name: str, error: BaseException) -> Message:
-    """The message of an error that setting `name` led to, behind that name.
+    """The message of an error that setting `name` caused, preceded by that name.
 
     >>> str(about("hf", ValueError("model: got no config.json")))
     'hf: model: got no config.json'
@@ -146,7 +146,7 @@ def about(name: str, error: BaseException) -> Message:
 
 
 def write(text: str, written: Callable[[str, str | None], str]) -> str:
-    """A marked text with each setting as `written(name, value)` has it: the value's repr, or None of a name alone.
+    """`text` with each marked setting as `written(name, value)` has it; `value` is a repr, None for a name alone.
 
     >>> write(f"use {setting('tiles', 1)}", lambda name, value: f"--{name} {value}")
     'use --tiles 1'
@@ -159,9 +159,9 @@ def write(text: str, written: Callable[[str, str | None], str]) -> str:
 
 
 class _OfSettings:
-    """A setting that cannot be, or several: their `names`, what was `got` and `expected`, and what to `do`.
+    """An error about one or several settings: their `names`, what was `got` and `expected`, and what to `do`.
 
-    The texts given may have further settings, as `setting` writes them; the fields have them as Python does.
+    The texts given may contain other settings, marked by `setting`; the fields have them as Python code.
     """
 
     def __init__(self, names: str | Sequence[str], got: str, expected: str = "", do: str = "") -> None:
@@ -175,11 +175,11 @@ class _OfSettings:
 
 
 class SettingError(_OfSettings, ValueError):
-    """A setting has a value that it cannot have, alone or beside another: `names`, `got`, `expected`, `do`."""
+    """A setting has an invalid value, alone or beside another setting: `names`, `got`, `expected`, `do`."""
 
 
 class SettingTypeError(_OfSettings, TypeError):
-    """A setting has a value of a type that it cannot have; its fields are those of SettingError."""
+    """A setting has a value of an invalid type; the error has the fields of SettingError."""
 
 
 SETTING_ERRORS = SettingError, SettingTypeError
@@ -200,7 +200,7 @@ def refuse(
 
 
 def install(extra: str) -> str:
-    """The command that installs the packages of the extra `extra` of zfunc, from a clone: no registry has zfunc.
+    """The pip command that installs zfunc's extra `extra` from a clone of the repository: no registry has zfunc.
 
     >>> install("hf")
     'pip install ".[hf]" in a clone of zfunc'

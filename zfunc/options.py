@@ -51,7 +51,7 @@ class Option:
         return self.check.names if isinstance(self.check, OneOf) else ()
 
     def offering(self, words: Collection[str], note: str = "") -> "Option":
-        """A copy of this option with other `words` to choose from; its help lists them and ends with `note`."""
+        """A copy of this option with `words` to choose from; its help lists these and ends with `note`."""
         old, new = ", ".join(self.words), ", ".join(words)
         text = self.help.replace(old, new) if old else f"{self.help}: {new}"
         check = evolve(self.check, names=words) if isinstance(self.check, OneOf) else one_of(words)
@@ -95,7 +95,7 @@ class OneOf:
     names: Collection[str]
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Return `value` if the allowed names contain it; raises ValueError otherwise. `name` is the setting's."""
+        """Return `value` if it is an allowed name; raises ValueError otherwise. `name` is the setting's name."""
         if value not in self.names:
             similar = did_you_mean(str(value), list(self.names))
             refuse(name, repr(value), f"one of {', '.join(self.names)}{similar}", "choose one of them")
@@ -121,7 +121,7 @@ def json_object(name: str, value: Any) -> None:
 
 
 def file_to_write(*suffixes: str) -> Check:
-    """A check that a path is an old or new file in an existing folder with one of `suffixes` ("" for none)."""
+    """A check that a path is an old or new file in an existing folder, with one of `suffixes` ("" for none)."""
 
     def check(name: str, value: Any) -> None:
         path(name, value)
@@ -157,7 +157,7 @@ def _checked(_settings: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
 
 
 def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[str, Option]:
-    """The Option of each field of the attrs class `settings` that has one, by flag name, `without` some names."""
+    """The Option of each field of the attrs class `settings` that has one, by flag name, but for `without`."""
     options = ((f.name, f.metadata["option"]) for f in attrs.fields(settings) if "option" in f.metadata)
     named = {x.name or name: x for name, x in options if x.group}
     return {name: x for name, x in named.items() if name not in without}
@@ -166,7 +166,7 @@ def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[st
 def flag_fields(
     settings: type[Any], base: type[Any], changed: Options, *, without: Collection[str] = (), **defaults: Any
 ) -> type[Any]:
-    """A class for a command to extend: the fields of `base`, and of `settings` those that have a flag, as typed.
+    """A base class for a command's flags: the fields of `base`, and those of `settings` that have a flag, as typed.
 
     `changed` has options that replace those of `settings`, `defaults` the command's own default values, both by
     flag name. Fields that may be a number or a word have the type str.
@@ -196,7 +196,7 @@ def values_of_flags(settings: type[Any], flags: Any) -> dict[str, Any]:
 
 
 def multiple(name: str, value: int, of: str, parts: int) -> None:
-    """Raise ValueError unless `value` of field `name` is a multiple of `parts`, the value of field `of`."""
+    """Raise ValueError unless `value` of setting `name` is a multiple of `parts`, the value of setting `of`."""
     if value % parts:
         near = max(parts, value // parts * parts)
         refuse(name, f"{value} with {setting(of, parts)}", "a multiple of it", f"try {setting(name, near)}")

@@ -35,7 +35,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def second_unit(seconds: float) -> tuple[float, str]:
-    """Size in seconds, and name, of the largest unit (s, ms) in which `seconds` is 1 or more; else of us."""
+    """The largest unit of s, ms and us that is not above `seconds`, else us: its size in seconds, and its name."""
     return next(((u, name) for u, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "us"))
 
 

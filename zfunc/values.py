@@ -68,8 +68,8 @@ def truth(name: str, value: Any) -> bool:
 
 
 def of_type(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Raise SettingTypeError about `name` unless `value` is an instance of `kind`. `expected` says what it should
-    be, and behind a colon what to do."""
+    """Raise SettingTypeError about setting `name` unless `value` is an instance of `kind`. `expected` is text on
+    what the value should be and, behind a colon, what to do."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         expected, _, do = expected.partition(": ")

@@ -29,7 +29,7 @@ OF_LORA = {
 
 @frozen(eq=False)
 class PretrainedModel:
-    """A Hugging Face model in a folder, whose weights `zfunc.init` reads, or its config alone."""
+    """A Hugging Face model: its folder, whose weights `zfunc.init` reads, or a config alone, and its segments."""
 
     folder: Path
     config: Any
@@ -42,12 +42,12 @@ class PretrainedModel:
 
     @property
     def text(self) -> Any:
-        """The config of the model's language part; models of images have one of the vision part beside it."""
+        """The config of the model's language part; a model that reads images has a vision config beside it."""
         return self.config.get_text_config()
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The model's numbers of layers, features and heads, by the names of `TrainSettings`."""
+        """The model's numbers of layers, of features and of attention heads, by their names in `TrainSettings`."""
         layers, heads = self.text.num_hidden_layers, self.text.num_attention_heads
         return {"num_layers": layers, "hidden_size": self.text.hidden_size, "num_attention_heads": heads}
 
@@ -58,7 +58,7 @@ class PretrainedModel:
 
     @property
     def longest(self) -> int | None:
-        """The most positions (tokens in a row) that the model has; None if unlimited."""
+        """The most tokens in a sequence that the model has positions for; None if unlimited."""
         rope = getattr(self.text, "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":
             return None
@@ -66,7 +66,8 @@ class PretrainedModel:
 
 
 def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | None:
-    """The model that the flag `hf` names, or None; with `weights` False its description alone, of `hf_config` too.
+    """The model in the folder that flag `hf` names, or None; with `weights` False the model without its weights,
+    for which `hf_config` may name the config alone.
 
     Raises ValueError for flags that contradict the model, and for a folder that `zfunc.hf.load` refuses.
     """
@@ -91,7 +92,7 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
 
 
 def adapters(settings: Mapping[str, Any]) -> Any:
-    """The `peft.LoraConfig` of a training's settings; None without adapters."""
+    """The `peft.LoraConfig` that a training's settings ask for; None if they ask for no LoRA."""
     if (rank := settings.get("lora")) is None:
         return None
     given = {"alpha": settings["lora_alpha"], "targets": settings["lora_targets"], "base": settings["hf"]}

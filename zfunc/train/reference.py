@@ -30,16 +30,16 @@ log = logging.getLogger("zfunc")
 
 
 def kept_reference(job: TrainingJob, start: ResumePoint, at: int) -> Rows | None:
-    """What the run at step `at`, or the one it goes on from, has kept: on rank 0; None on others, and if there is
-    none. All ranks have to call this. Raises ValueError for a run that has lost it, or of other data."""
+    """The DPO reference log-probabilities saved by the run at step `at`, or by the one it continues; None except on
+    rank 0, and without any. All ranks have to call this. Raises ValueError if they are lost, or of other data."""
     return all_or_none(job.ranks, lambda: None if job.ranks.rank else _kept(start, _digest(job), at))
 
 
 def with_reference(
     job: TrainingJob, state: State, start: ResumePoint, kept: Rows | None, stop: Callable[[], str]
 ) -> TrainingJob:
-    """The job with the reference of its preferences: `kept`, else computed with the weights of `state`; the run
-    keeps it. All ranks have to call this. Raises KeyboardInterrupt if `stop` says so meanwhile."""
+    """The job with DPO reference log-probabilities, `kept` or computed with the weights of `state`, saved in the
+    run's folder. All ranks have to call this. Raises KeyboardInterrupt if `stop` asks for it meanwhile."""
     streams = {"train": job.corpus.train, "held_out": job.corpus.held_out}
     if job.ranks.sums([float(kept is not None)])[0]:
         own = {name: _of_all(job, name, kept) for name in streams}
@@ -61,7 +61,7 @@ def _digest(job: TrainingJob) -> str:
 
 
 def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
-    """The reference that the run has kept, or, if it begins with a checkpoint of another run, that run."""
+    """The DPO reference saved by the run, or, if it begins with a checkpoint of another run, by that run."""
     run, origin = start.folder and start.folder.parent, start.origin
     others = [] if start.own or origin is None else [origin, *origin.parents][:3]
     for folder in [run, *others]:
@@ -87,7 +87,7 @@ def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
 
 
 def _of_all(job: TrainingJob, name: str, kept: Rows | None) -> np.ndarray:
-    """The rows that rank 0 has kept, on all ranks."""
+    """The rows `name` ("train" or "held_out") of `kept`, which rank 0 alone has, on all ranks."""
     sizes = job.ranks.sums([0.0 if kept is None else len(kept[name])])
     rows = np.zeros(int(sizes[0])) if kept is None else kept[name]
     return np.array(job.ranks.sums(rows.tolist()), np.float32)
@@ -96,7 +96,7 @@ def _of_all(job: TrainingJob, name: str, kept: Rows | None) -> np.ndarray:
 def _computed(
     job: TrainingJob, state: State, stream: TokenStream, places: Sequence[int], stop: Callable[[], str]
 ) -> np.ndarray:
-    """The log-probabilities [rows] fp32 of the rows at `places`, zeros elsewhere; the ranks divide the work."""
+    """Log-probabilities [rows], fp32, of the answers at `places`, zeros elsewhere; the ranks divide the work."""
     ranks, settings = job.program.ranks, job.settings
     rows = settings.batch_size // (settings.micro_batches * ranks.world)
     found = np.zeros(stream.num_sequences(settings.seq_length), np.float32)

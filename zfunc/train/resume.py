@@ -51,9 +51,8 @@ def end_reason(
     *,
     stopping: str = "",
 ) -> str:
-    """Why `step` is the last one, or "". `elapsed` are the seconds trained, `evaluations` those up to now,
-    `stopping` the reason if there is no other.
-    """
+    """Why training ends after `step`, or "" if it goes on. `elapsed` are the seconds trained, `evaluations` those
+    up to now, `stopping` the reason to return if there is no other."""
     if settings.steps is not None and step >= settings.steps:
         return "steps"
     if settings.seconds is not None and elapsed >= settings.seconds:
@@ -79,15 +78,14 @@ def saved_extra(
 
 
 def elapsed_in(extra: Mapping[str, Any]) -> float:
-    """The seconds trained, in all sessions and evaluations included, that a checkpoint has; 0 if `zfunc train` did
-    not write it. Raises CheckpointError for a value out of range.
-    """
+    """The seconds trained that a checkpoint's `extra` records, over all sessions, evaluations included; 0 if `zfunc
+    train` did not write the checkpoint. Raises CheckpointError for a value out of range."""
     kept = _kept(extra)[0]
     return kept["elapsed"].read(Annotated[float, Within(float, 0, math.inf)]) if "elapsed" in kept else 0.0
 
 
 def stream_position_in(extra: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The position in streamed data that a checkpoint has; None if its run did not stream."""
+    """The position in streamed data that a checkpoint's `extra` records; None if its run did not stream."""
     kept = _kept(extra)[0]
     return kept[STREAM].read(dict) if STREAM in kept else None
 
@@ -95,7 +93,7 @@ def stream_position_in(extra: Mapping[str, Any]) -> dict[str, Any] | None:
 def changed_settings(
     extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
 ) -> Iterator[str]:
-    """Texts of the settings in DECIDING, and the data, that changed since a checkpoint: old and new value."""
+    """Texts on the settings in DECIDING, and the data, that differ from a checkpoint's: old and new value."""
     (kept, saved), now = _kept(extra), jsonable(attrs.asdict(settings))
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:
@@ -106,7 +104,7 @@ def changed_settings(
 
 
 def _kept(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, Any]]:
-    """The progress and settings that a checkpoint keeps; nothing if `zfunc train` did not write it."""
+    """The progress and the settings in a checkpoint's `extra`; both empty if `zfunc train` did not write it."""
     kept = JsonNode(extra.get(KEY, {}), f"extra.{KEY}").entries()
     return kept, kept["settings"].read(dict) if "settings" in kept else {}
 
@@ -140,7 +138,7 @@ def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
 
 
 def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
-    """The resume point of the run in a folder by `settings.resume`. Raises ValueError for nothing to load."""
+    """The ResumePoint of the run in folder `run` by `settings.resume`. Raises ValueError for nothing to load."""
     folder = (run / checkpoints.FOLDER).absolute()
     if settings.resume is None:
         return ResumePoint(folder)
@@ -186,7 +184,8 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
 
 
 def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
-    """The newest checkpoint of a run, in its folder or a swap space. Raises CheckpointError for another run's."""
+    """The newest checkpoint in the folder `run` or in a folder of `swap`. Raises CheckpointError for a swap space
+    that another run owns."""
     saved = checkpoints.find_checkpoint(run / checkpoints.FOLDER)
     found = [] if saved is None else [saved]
     for folder in filter(checkpoints.has_commit, dict.fromkeys(swap)):
@@ -205,7 +204,7 @@ def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
 
 
 def _swap_in_config(run: Path) -> list[Path]:
-    """The first folder of the swap space that a run used, by its `config.json`."""
+    """The first folder of the swap space that a run used, read from its `config.json`; [] for none."""
     try:
         settings = JsonNode(read_json_object(run / CONFIG), CONFIG).entries()["settings"].entries()
         on_disk = {DISK, AUTO} & {*words_of(settings["state_on"].value)}
@@ -223,7 +222,7 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _text_in(path: Path, name: str) -> str | None:
-    """The text named `name` in a JSON file; None if there is none."""
+    """The text under key `name` in the JSON file `path`; None if there is none."""
     try:
         value = read_json_object(path).get(name)
     except ValueError:

@@ -61,9 +61,8 @@ log = logging.getLogger("zfunc")
 
 
 def jsonable(value: Any) -> Any:
-    """A value in JSON's own types, which a checkpoint takes too: a path, or a number of more than 64 bits, becomes
-    a text, inf and NaN null, and of a text only what can be encoded is kept.
-    """
+    """`value` in JSON's own types, which a checkpoint takes too: a path or an integer of more than 64 bits becomes
+    a text, inf and NaN null; characters of a text that cannot be encoded are replaced."""
     if isinstance(value, Mapping):
         return {name: jsonable(x) for name, x in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -75,7 +74,7 @@ def jsonable(value: Any) -> Any:
 
 @define(eq=False)
 class RunFolder:
-    """An open run folder, locked against other processes."""
+    """The folder of a run, open for writing and locked against other processes."""
 
     path: Path
     new: bool  # created by this run
@@ -122,7 +121,8 @@ class RunFolder:
                 pass
 
     def fail(self, error: BaseException) -> None:
-        """Write to the summary why the run failed. Training that had ended stays so: only the sample is missing."""
+        """Write to summary.json why the run failed. If training had ended before, the summary still says so: only
+        the sample is missing."""
         stopped = isinstance(error, KeyboardInterrupt)
         if (
             stopped and self.begun and not self.row.get("step")
@@ -147,7 +147,7 @@ class RunFolder:
         os.close(self._lock)
 
     def _begin(self, event: Started) -> None:
-        """Write the configuration, and the metrics up to the checkpoint if that is the run's own."""
+        """Write config.json, and metrics.jsonl with its rows up to the checkpoint if that is the run's own."""
         self.path.joinpath(SUMMARY).unlink(missing_ok=True)
         for partial in filter(is_partial, self.path.iterdir()):
             partial.unlink()
@@ -162,7 +162,8 @@ class RunFolder:
         self.begun = True
 
     def _kept(self, event: Started) -> list[Row]:
-        """Rows of metrics up to the checkpoint's step, without its evaluation, which is repeated if it is due."""
+        """The run's rows of metrics.jsonl up to the checkpoint's step, without that step's evaluation, which is
+        repeated if it is due."""
         path = self.path / METRICS
         if not event.own or not event.step:
             return []
@@ -180,7 +181,7 @@ class RunFolder:
         return held_out_unit(self._config["unit"], self._config["settings"].get("loss")).name
 
     def _add(self, step: int, fields: dict[str, Any]) -> None:
-        """Add figures to the row of a step in metrics.jsonl, the last or a new one. A kill loses no step."""
+        """Add `fields` to the row of `step` in metrics.jsonl, the last row or a new one, and flush the file."""
         assert self._metrics is not None
         if self.row.get("step") != step:
             self.row, self._at = {"step": step}, self._metrics.seek(0, SEEK_END)
@@ -190,7 +191,7 @@ class RunFolder:
         self._metrics.flush()
 
     def _summarize(self, fields: dict[str, Any]) -> None:
-        """Write the run's summary.json, or add to it."""
+        """Add `fields` to the run's summary.json, which is written if there is none."""
         self.summary |= fields
         self._write(SUMMARY, self.summary)
 
@@ -232,10 +233,10 @@ def _begun(event: Started) -> dict[str, Any]:
 
 
 def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
-    """Make the folder `out`, or one in `runs` named after date and time.
+    """Make and lock the folder `out` of a run, or one in `runs` named after date and time.
 
-    With `again` the folder may be that of a run, which is resumed. Raises ValueError if it holds other files, is
-    locked by another process, or cannot be written.
+    With `again` the folder may be that of an earlier run, to resume it. Raises ValueError if it holds other files,
+    is locked by another process, or cannot be written.
     """
     try:
         path = out or _unnamed()
@@ -263,7 +264,7 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
 
 
 def _unnamed() -> Path:
-    """Create a folder in `runs`, named after the time; two runs of one second get different names."""
+    """Create a folder in `runs`, named after date and time; two runs of one second get different names."""
     RUNS.mkdir(exist_ok=True)
     path = RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
     path = RUNS / f"{path.name}-{os.getpid()}" if path.exists() else path

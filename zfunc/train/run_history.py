@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @frozen
 class HeldOutUnit:
-    """The unit of a held-out loss: the figure's name in metrics.jsonl, the words behind it, and its nats."""
+    """The unit of a held-out loss: the loss's name in metrics.jsonl, words to print behind it, size in nats."""
 
     name: str
     words: str
@@ -51,9 +51,9 @@ def held_out_unit(unit: str, loss: Any) -> HeldOutUnit:
 
 @frozen
 class RunHistory:
-    """A run up to now. `rows` are those of metrics.jsonl; `summary` is empty while it runs, or if it was killed.
+    """A run up to now. `rows` are those of metrics.jsonl; `summary` is empty while the run goes on, or if killed.
 
-    `damage` says which line of the metrics is not valid, and was the last one read; "" if all are.
+    `damage` is text on the first invalid line of metrics.jsonl, where reading stopped; "" if all lines are valid.
     """
 
     path: Path
@@ -64,12 +64,12 @@ class RunHistory:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the run, all resolved."""
+        """The settings of the run, with defaults and "auto" replaced by the values that were used."""
         return self.config["settings"]
 
     @property
     def model(self) -> str:
-        """A short description of the model."""
+        """A short description of the run's model: its architecture, layers, hidden size and parameters."""
         s, what = self.settings, self.config.get("architecture", "GPT")
         count, trained = (finite_number(self.config.get(x)) for x in ("parameters", "trained"))
         of = format_parameters(count or 0, trained or count or 0)
@@ -77,12 +77,12 @@ class RunHistory:
 
     @property
     def held_out(self) -> str:
-        """The name of the held-out loss in a row of metrics."""
+        """The key of the held-out loss in a row of the run's metrics.jsonl."""
         return self.held_out_unit.name
 
     @property
     def held_out_unit(self) -> HeldOutUnit:
-        """The unit of the held-out losses in the run's metrics: bits a byte or token, or DPO's own loss."""
+        """The unit of the held-out losses in the run's metrics: bits per byte or token, or DPO's own loss."""
         return held_out_unit(self.unit, self.settings.get("loss"))
 
     @property
@@ -92,12 +92,12 @@ class RunHistory:
 
     @property
     def planned(self) -> dict[str, int]:
-        """The plan's peak bytes on each tier."""
+        """The peak bytes that the run's plan expected on each tier; tiers without any are left out."""
         return {tier: n for tier, n in self.config["plan"].get("planned_bytes", {}).items() if n}
 
     @property
     def planned_on_host(self) -> int:
-        """The plan's bytes of tensors in host memory, which is also the device's on a CPU."""
+        """The run's planned bytes of tensors in host memory, which without a GPU include the device's."""
         tiers = ("host", "pinned") if self.config["machine"].get("gpu") else ("host", "pinned", "device")
         return sum(self.planned.get(tier, 0) for tier in tiers)
 
@@ -108,12 +108,12 @@ class RunHistory:
 
     @property
     def skipped(self) -> list[Row]:
-        """The rows of steps that an overflow skipped."""
+        """The rows of training steps whose update was skipped, because a gradient overflowed."""
         return [row for row in self.steps if row.get("skipped") is True]
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """The held-out losses, each with the checkpoint of its step, if that is there."""
+        """The run's held-out losses by step, each with the name of that step's checkpoint, if it still exists."""
         losses, folder = self.of(self.held_out), self.path / FOLDER
         names = {row["step"]: str(row["saved"]) for row in self.rows if "saved" in row}
         there = {step: name for step, name in names.items() if (folder / name).is_dir()}
@@ -123,25 +123,25 @@ class RunHistory:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation whose checkpoint is kept as the best, with `keep_best`."""
+        """The evaluation of least held-out loss whose checkpoint exists; None without the setting `keep_best`."""
         return best_saved(self.evaluations) if self.settings.get("keep_best") else None
 
     @property
     def last_losses(self) -> list[float]:
-        """The last losses that are finite numbers, of LAST steps at most."""
+        """The training losses of the last LAST steps at most; steps without a finite loss do not count."""
         return self.numbers("loss")[-LAST:]
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
-        """(step, value) of every row that has a figure; None for a value that is not a finite number."""
+        """(step, value) of every row that has the key `name`; None for a value that is not a finite number."""
         return tuple((row["step"], finite_number(row[name])) for row in self.rows if name in row)
 
     def numbers(self, name: str) -> list[float]:
-        """The values of a figure by step, without None."""
+        """The finite values of key `name` in the rows, in ascending order of steps."""
         return [y for _, y in self.of(name) if y is not None]
 
 
 def read_history(run: Path) -> RunHistory:
-    """The run in a folder, also while it is written. Raises ValueError for files that zfunc did not write."""
+    """The RunHistory of run folder `run`, finished or not. Raises ValueError for files zfunc did not write."""
     config, end, metrics = read_json_object(run / CONFIG), run / SUMMARY, run / METRICS
     summary = read_json_object(end) if end.exists() else {}
     with _reading(run / CONFIG):  # what readers take as it is
@@ -162,7 +162,7 @@ def read_history(run: Path) -> RunHistory:
 
 
 def settings_of(place: Path) -> dict[str, Any]:
-    """The settings of the run in a folder, or of that which a checkpoint is in; empty without a run."""
+    """The settings of the run whose folder, or whose checkpoint, `place` is; empty if there is no run."""
     for config in (folder / CONFIG for folder in (place, *place.absolute().parents[:2])):
         if config.is_file() and (settings := read_json_object(config).get("settings")):
             return settings
@@ -170,7 +170,7 @@ def settings_of(place: Path) -> dict[str, Any]:
 
 
 def best_checkpoint(run: Path) -> Path | None:
-    """The checkpoint with the least held-out loss of a run with `keep_best`; None for any other folder."""
+    """The path of the checkpoint of least held-out loss in a run with `keep_best`; None for any other folder."""
     if not (run / CONFIG).is_file() or not settings_of(run).get("keep_best"):
         return None
     best = read_history(run).best
@@ -178,7 +178,7 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
-    """The complete lines of metrics as rows, and the number of the first invalid one, 0 if all are valid.
+    """The rows in `text`, the lines of metrics.jsonl, and the number of the first invalid line, 0 if all are valid.
 
     >>> rows_of(b'{"step": 1}\\n{"step": 2')
     (({'step': 1},), 0)
@@ -207,14 +207,14 @@ def finite_number(value: object) -> float | None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run folder. Raises ValueError, naming file and line, if there is none."""
+    """The JSON object in file `path` of a run folder. Raises ValueError, naming file and line, if there is none."""
     with _reading(path):
         return parse_json(path.read_bytes(), str(path)).read(dict)
 
 
 @contextmanager
 def _reading(path: Path) -> Generator[None]:
-    """Turn any error in a file of a run folder into one with its path, the reason, and advice."""
+    """A context that turns an error in reading a run's file `path` into a ValueError with reason and advice."""
     try:
         yield
     except OSError as error:
@@ -232,7 +232,7 @@ def _reading(path: Path) -> Generator[None]:
 
 @frozen
 class RecordedStep:
-    """A step that a run measured, its plan, and what a prediction of it needs to know of the run."""
+    """A step that a run measured: its plan and timeline, and what is needed of the run to predict the step."""
 
     plan: Plan
     timeline: Timeline
@@ -243,7 +243,7 @@ class RecordedStep:
 
 
 def read_recorded_step(run: Path) -> RecordedStep:
-    """The measured step in the folder of a run.
+    """The measured step in the run folder `run`.
 
     Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan.
     """
@@ -260,6 +260,6 @@ def read_recorded_step(run: Path) -> RecordedStep:
 
 
 def words_of_stage(settings: Mapping[str, Any]) -> str:
-    """The pipeline stage of a measured step, in words; "" without stages. Rank 0 writes it, and has the first."""
+    """Text on the pipeline stage of a measured step, the first, as rank 0 writes the step; "" without stages."""
     pp = settings.get("pp", 1)  # runs of older versions have no such setting
     return f", the first of {pp} stages" if pp > 1 else ""

@@ -73,7 +73,7 @@ _NO_VARIABLES = (
 
 
 def _template_variables(name: str, value: Any) -> None:
-    """A JSON object without what transformers takes beside the variables of a template."""
+    """Check that `value` is a JSON object without names that transformers itself passes to a chat template."""
     json_object(name, value)
     if taken := {*_NO_VARIABLES.split()} & json.loads(value).keys():
         got = f"{', '.join(sorted(taken))}, which zfunc passes to the template itself"
@@ -85,7 +85,7 @@ def _by_optimizer(n: int) -> str:
 
 
 def _usual(n: int) -> Any:
-    """The default of the learning rate (0) or the weight decay (1), of the optimizer and the model."""
+    """An attrs default for the learning rate (n = 0) or weight decay (n = 1), by optimizer and kind of model."""
 
     def default(settings: "TrainSettings") -> float:
         if n == 0 and settings.hf is not None and settings.loss == DPO:
@@ -116,7 +116,7 @@ HF_CONFIG = _model(
 
 @frozen(kw_only=True)
 class ModelFlags:
-    """Settings of a model, a new GPT or a Hugging Face model perhaps with adapters, and of its batch's size."""
+    """Settings of a model, a new GPT or a Hugging Face model, perhaps with adapters, and of the batch's size."""
 
     hf: Path | None = _model(
         None,
@@ -178,7 +178,7 @@ class ModelFlags:
 
 @frozen(kw_only=True)
 class GPTFlags(ModelFlags):
-    """Settings of the data that a model is trained on, which decide a GPT's vocabulary, and of its optimizer."""
+    """Settings of the data that a model is trained on, which decides a GPT's vocabulary, and of the optimizer."""
 
     data: Path | None = _data(
         None,
@@ -238,8 +238,8 @@ StepFlags = step_flags(GPTFlags, CHOSEN)
 class TrainSettings(StepFlags):
     """Settings of `zfunc train`. The defaults' 1,000 steps end within 3 minutes on two slow cores.
 
-    None stands for a default that depends on the machine or the data; the option's help says which. Where there are
-    `epochs`, `prepare_job` sets `steps`. Raises ValueError for values that cannot be run, alone or together.
+    None stands for a default that depends on the machine or the data; the option's help says which. If `epochs` is
+    set, `prepare_job` computes `steps`. Raises ValueError for values that cannot be run, alone or together.
     """
 
     config: Path | None = option(
@@ -418,7 +418,7 @@ class TrainSettings(StepFlags):
 
     @property
     def beta(self) -> float:
-        """The strength of the tie of DPO to its reference."""
+        """DPO's beta, which weighs how close the model stays to its reference; 0.1 by default."""
         return 0.1 if self.dpo_beta is None else self.dpo_beta
 
     def __attrs_post_init__(self) -> None:
@@ -484,14 +484,14 @@ READ = {
 
 
 def check_exists(name: str, place: Path | None) -> None:
-    """Raise ValueError unless what setting `name` of READ names is there; None names nothing."""
+    """Raise ValueError unless `place`, which setting `name` of READ names, exists; None passes."""
     if place is not None and not place.exists():
         refuse(name, f"{place}, which does not exist", READ[name], "check the path")
 
 
 @contextmanager
 def reading(name: str, place: Path | None) -> Generator[None]:
-    """A context that turns an error in reading the data of setting `name` into a ValueError that names it."""
+    """A context that turns an error in reading the data of setting `name` into a ValueError with that name."""
     try:
         yield
     except OSError as error:
@@ -503,10 +503,10 @@ def reading(name: str, place: Path | None) -> Generator[None]:
 
 
 def check_paths(settings: TrainSettings) -> None:
-    """Raise ValueError for what a training reads and is not there, or for a swap folder that is in memory; for
-    records among the first that are no documents, and for chats whose template is no Jinja or refuses them.
+    """Raise ValueError for a path to read that does not exist, or for a swap folder that is in memory; for records
+    among the first that are no documents, and for a chat template that is not valid Jinja or refuses the chats.
 
-    No torch: a path with a typo, or a chat that ends badly, is told at once.
+    Needs no torch, so that a mistyped path or a malformed chat is reported at once.
     """
     from zfunc.checkpoint.durable_files import check_folders
     from zfunc.train.data.documents import first_look, stream_files
@@ -548,7 +548,7 @@ NEEDED = {
 
 
 def check_pretrained(settings: Any) -> None:
-    """Raise ValueError for flags that do not go with a Hugging Face model, or only with one."""
+    """Raise ValueError for flags that contradict a Hugging Face model, or that need one where there is none."""
     sources = [x for x in ("hf", "hf_config") if getattr(settings, x, None) is not None]
     if len(sources) > 1:
         refuse("hf_config", "it with `hf`", "one of them", "leave one out")
@@ -563,7 +563,7 @@ def check_pretrained(settings: Any) -> None:
 
 
 def check_rows(batch_size: int, world: int, micro_batches: int, rows: int = 1) -> None:
-    """Raise ValueError unless the batch divides into `micro_batches` on each of `world` ranks, of groups of `rows`.
+    """Raise ValueError unless the batch divides into `micro_batches` on each of `world` ranks, in groups of `rows`.
 
     >>> check_rows(10, 4, 2)
     Traceback (most recent call last):
@@ -578,12 +578,12 @@ def check_rows(batch_size: int, world: int, micro_batches: int, rows: int = 1) -
 
 
 def step_settings(flags: Any, **changes: Any) -> StepSettings:
-    """The settings of the step from a command's flags, with `changes`, by the names of StepSettings."""
+    """The StepSettings that a command's `flags` give, with `changes` by field name."""
     return StepSettings(**{**values_of_flags(StepSettings, flags), **changes})
 
 
 def check_together(settings: Any) -> None:
-    """Raise ValueError for settings of a training that exclude one another."""
+    """Raise ValueError for training settings that exclude one another, or that no step can have."""
     check_pretrained(settings)
     given = values_of_flags(StepSettings, settings)
     if given["precision"] == AUTO:  # which the machine decides
@@ -598,7 +598,7 @@ def check_together(settings: Any) -> None:
 
 
 def gpt_config(settings: GPTFlags) -> GPTConfig:
-    """The GPTConfig that a command's settings describe."""
+    """The GPTConfig of the model that a command's `settings` describe."""
     return GPTConfig(
         vocab_size=settings.vocab_size or _vocabulary(settings),
         seq_length=settings.seq_length,
@@ -611,8 +611,7 @@ def gpt_config(settings: GPTFlags) -> GPTConfig:
 
 def _vocabulary(settings: GPTFlags) -> int:
     """The vocabulary size that `prepare_job` will find, without reading the data: GPT-2's for a file of tokens,
-    else the tokenizer's, or bytes.
-    """
+    else that of the tokenizer, or 256 for bytes."""
     from zfunc.train.data.documents import holds_tokens
     from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 

@@ -64,7 +64,7 @@ log = logging.getLogger("zfunc")
 
 @frozen(eq=False)
 class TrainingJob:
-    """A program and its data, with the resolved settings, and what a DeepSpeed file adds to them."""
+    """A training that is ready to run: its compiled program, data and resolved settings, and DeepSpeed's extras."""
 
     settings: TrainSettings
     extras: ConfigExtras
@@ -77,22 +77,22 @@ class TrainingJob:
 
     @property
     def ranks(self) -> RankGroup:
-        """The ranks that train together, of all pipeline stages."""
+        """The ranks that train together: those of all pipeline stages."""
         return self.program.ranks.job
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences of one pass over the data."""
+        """The number of sequences in one pass over the training data."""
         return self.corpus.train.num_sequences(self.settings.seq_length)
 
     @property
     def stops(self) -> frozenset[int]:
-        """The tokens that end a sample: where there are prompts, what follows them has an end."""
+        """The tokens that end a sample where the data has prompts, whose answers end; else none."""
         prompts = self.corpus.held_out.loss_mask is not None
         return self.tokenizer.stops if prompts and self.tokenizer is not None else frozenset()
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Tokens of the job's data as text; without a tokenizer as numbers."""
+        """`tokens` of the job's data as text; without a tokenizer, their numbers."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
     @property
@@ -102,7 +102,7 @@ class TrainingJob:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The machine, versions and number of ranks of the job, for its run folder."""
+        """A description of the job's machine, package versions and number of ranks, for the run folder."""
         return {
             "cpu": cpu_model() or platform.machine(),
             "cores": len(allowed_cpus()),
@@ -115,12 +115,12 @@ class TrainingJob:
         }
 
     def batch(self, position: int) -> Batch:
-        """This rank's rows of the batch at `position`, in sequences since the start."""
+        """This rank's rows of the batch at `position`, which counts sequences since the start of training."""
         return rank_batch(self.settings, self.corpus, position, self.program.ranks)
 
 
 def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
-    """Resolve the settings, open the data, compile the model. `cache` is a folder for packed data.
+    """Make a TrainingJob: resolve settings, open the data, compile the model. `cache` is a folder for packed data.
 
     Raises ValueError or FileNotFoundError for settings and data that do not work together or on this machine.
     """
@@ -165,7 +165,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
 def _open_corpus(
     settings: TrainSettings, model: PretrainedModel | None, tokenizer: Tokenizer | None, cache: Path
 ) -> Corpus:
-    """The data, and that to evaluate on. Raises ValueError, with the setting, for data that cannot be read."""
+    """The corpus to train and evaluate on. Raises ValueError, naming the setting, for data that cannot be read."""
     of_tokens = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
     pairs = settings.loss == DPO
     whole = settings.seq_length if pairs or settings.packing == "documents" else None
@@ -197,9 +197,8 @@ def _settled(
     corpus: Corpus,
     say: Callable[..., None],
 ) -> TrainSettings:
-    """The settings with the steps and the vocabulary that follow from the data and the model; those named in
-    `by_pass` are the steps of a pass over the data.
-    """
+    """The settings with the steps and the vocabulary size that follow from data and model; each setting named in
+    `by_pass` becomes the number of steps in one pass over the data."""
     own, found = settings.vocab_size, corpus.vocab_size
     if own is not None and (own < found if tokenizer is not None else own != found):
         of, expected = f"{corpus.name}, which is read as bytes", f"{found}"
@@ -246,7 +245,7 @@ def check_size(settings: TrainSettings) -> None:
 
 
 def resolve_settings(settings: TrainSettings) -> TrainSettings:
-    """The settings with the device, precision, schedule and bucket size for this machine."""
+    """`settings` with the device, precision, schedule and bucket size chosen for this machine."""
     device = pick_device(settings.device)
     precision = best_precision(device) if settings.precision == AUTO else settings.precision
     default = (
@@ -270,7 +269,7 @@ def compile_job(
     example: Batch,
     model: tuple[Segment, ...] | None = None,
 ) -> Program:
-    """The program of a training with resolved settings, for batches like `example`; without `model`, of a GPT."""
+    """Compile a training with resolved settings, for batches like `example`; without `model`, a GPT is trained."""
     return compile(
         gpt_segments(gpt_config(settings)) if model is None else model,
         step_settings(settings),
@@ -294,9 +293,8 @@ def optimizer_of(
 
 
 def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | None) -> Callable[[int], float]:
-    """The configuration's scheduler if it has one, or the Trainer's; else warm-up, then what `lr_schedule` says,
-    until step `total`. Without a `total` nothing decays.
-    """
+    """The learning rate by step: from the scheduler of the DeepSpeed file, else the Trainer's; else a warm-up, then
+    `lr_schedule` until step `total`. Without a `total` the rate does not decay after the warm-up."""
     warmup = settings.warmup
     if warmup is None:
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)

@@ -41,7 +41,7 @@ log = logging.getLogger("zfunc")
 
 
 class TensorBoard:
-    """Tracker that writes a TensorBoard file of events in RUN/tensorboard."""
+    """A tracker that writes a run's scalars to a TensorBoard event file in RUN/tensorboard."""
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:  # noqa: ARG002
         from torch.utils.tensorboard import SummaryWriter
@@ -57,10 +57,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases in RUN/wandb, offline unless WANDB_MODE says otherwise; or of trackio, which has
-    the same calls, in RUN/trackio unless TRACKIO_DIR or TRACKIO_SPACE_ID say otherwise.
+    """A tracker that writes to Weights & Biases, in RUN/wandb, offline unless WANDB_MODE says otherwise; or to
+    trackio, which has the same calls, in RUN/trackio unless TRACKIO_DIR or TRACKIO_SPACE_ID say otherwise.
 
-    A server of W&B's ignores the steps that it has.
+    A W&B server ignores steps that it already has.
     """
 
     def __init__(self, run: Path, config: Mapping[str, Any], library: str = "wandb") -> None:
@@ -123,12 +123,12 @@ TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Any]] = {
 
 
 def trackers_of(settings: TrainSettings) -> list[str]:
-    """The trackers that the settings ask for."""
+    """The names of the trackers that the settings switch on."""
     return [kind for kind in TRACKERS if getattr(settings, kind)]
 
 
 def check_packages(settings: TrainSettings) -> None:
-    """Raises ValueError, with what to install, for a tracker whose package is missing."""
+    """Raise ValueError, with what to install, for a tracker that is switched on but whose package is missing."""
     for kind in trackers_of(settings):
         try:
             import_module(kind)
@@ -138,7 +138,7 @@ def check_packages(settings: TrainSettings) -> None:
 
 @contextmanager
 def tracking(settings: TrainSettings, run: RunFolder) -> Generator[Callable[[Event], None]]:
-    """A function that writes the scalars of an event; call it after the run folder has recorded the event."""
+    """A context with a function to write an event's scalars to trackers; call it once `run` has the event."""
     trackers: dict[str, Any] = {}
 
     def write(event: Event) -> None:
@@ -179,7 +179,7 @@ def _config(job: Any) -> dict[str, Any]:
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """The finite numbers in a row of metrics.jsonl, by the scalars' names in the tracker."""
+    """The finite numbers in a row of metrics.jsonl, by the names that trackers show."""
     values = {SCALARS[name]: x for name, x in row.items() if name in SCALARS}
     for group, begin in GROUPS.items():
         values |= {f"{begin}/{name}": x for name, x in row.get(group, {}).items()}

@@ -22,7 +22,7 @@ OTHERS: Mapping[str, Mapping[str, str]] = {name: _TABLE[name] for name in ("axol
 
 
 def read_field(kind: str | list[Any], value: Any) -> Any:
-    """A value converted to the type of a field; None for a value of another type. YAML reads 1e-4 as a text.
+    """`value` converted to `kind`, the type of a field; None for another type. YAML reads 1e-4 as a text.
 
     >>> read_field("float 0..", "1e-4"), read_field("any", ["wandb"]), read_field("int 1..", "many")
     (0.0001, ['wandb'], None)
@@ -64,26 +64,26 @@ class TrainerArgs:
     file: Mapping[str, Any]  # fields that are not at their default
 
     def __getitem__(self, name: str) -> Any:
-        """The file's value of a field, else the default."""
+        """The value of field `name` in the file, else its default in the Trainer's class."""
         fields = fields_of(self.kind)
         return self.file.get(name, DEFAULTS.get(self.kind, {}).get(name, fields[name].default))
 
     def refused(self, name: str, got: Any, field: str) -> ValueError:
-        """The error for a setting that contradicts a field."""
+        """The error for a setting `name` whose value `got` contradicts field `field` of the file."""
         got = f"{got}, and {self.source} says {field} {self[field]}"
         return SettingError(name, got, "one of them", "leave one out")
 
 
 def fields_of(kind: str) -> dict[str, Key]:
-    """The fields of a class and of TrainingArguments."""
+    """The fields of the arguments' class `kind`, such as SFTConfig, with those of TrainingArguments."""
     return {**CLASSES[TRAINER], **CLASSES[kind]}
 
 
 def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
-    """The arguments in a file, of the class whose fields it has, or for `dpo` of DPOConfig.
+    """The Trainer's arguments in a file, of the class whose fields the file has; with `dpo` of DPOConfig.
 
     Raises ValueError for a file of another program of OTHERS, for unknown fields, each with the nearest one, for
-    values of another type, and for what is unsupported, with what to do instead.
+    values of another type, and for unsupported fields, with what to do instead.
     """
     values = {OLD_NAMES.get(name, name): value for name, value in _read(path).items()}
     for program, keys in OTHERS.items():
@@ -120,7 +120,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _take(args: TrainerArgs, values: Mapping[str, Any], file: dict[str, Any]) -> Iterator[str]:
-    """Take the fields that are not at their default into `file`, and say what is wrong; null sets nothing."""
+    """Store in `file` the fields of `values` that differ from their default, and yield an error text for each wrong
+    one; null sets nothing."""
     known = fields_of(args.kind)
     for name, value in values.items():
         if (field := known.get(name)) is None:

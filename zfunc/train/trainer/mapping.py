@@ -29,9 +29,9 @@ BOUNDS = ("steps", "epochs", "seconds")
 
 @frozen
 class FromTrainer:
-    """Settings of a training by name: those `said`, on a command line or by fields that are not at their default,
-    the `usual` ones of fields that are, for what nothing else decides, and the field that said a setting.
-    """
+    """Settings of a training, by name, from a Trainer's arguments: `said`, on the command line or by fields that
+    differ from their default; `usual`, by fields at their default, if nothing else decides; `fields`, which said a
+    setting."""
 
     said: dict[str, Any]
     usual: dict[str, Any]
@@ -39,7 +39,7 @@ class FromTrainer:
 
 
 def with_trainer_args(given: Mapping[str, Any], world: int) -> FromTrainer:
-    """The settings `given` with those of the file `given["trainer_args"]`.
+    """The settings `given` on a command line, with those of the Trainer's arguments in `given["trainer_args"]`.
 
     Raises ValueError for an invalid file, and for a setting that contradicts it.
     """
@@ -63,7 +63,7 @@ def with_trainer_args(given: Mapping[str, Any], world: int) -> FromTrainer:
 
 
 def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """The settings of a training that the arguments decide: name, value, and the fields that say so."""
+    """The training settings that a Trainer's `args` decide: name, value, and the fields that decide each."""
     # Those that one field says
     for field in (x for x in fields_of(args.kind).values() if x.sets):
         value = args[field.name] if field.values is None else field.values.get(str(args[field.name]))
@@ -123,18 +123,18 @@ def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tup
 
 
 def _part_of_all(args: TrainerArgs) -> str:
-    """The field that gives the warm-up as a part of all steps; "" if it is a number of steps."""
+    """The field that gives the warm-up as a share of all steps; "" if the warm-up is a number of steps."""
     return WARMUP if 0 < args[WARMUP] < 1 else RATIO if args[RATIO] and not args[WARMUP] else ""
 
 
 def _by_pass(args: TrainerArgs) -> dict[str, str]:
-    """Those of `eval_every` and `save_every` that are one epoch, each with the field of `args` that says so."""
+    """Those of `eval_every` and `save_every` that are once an epoch, each with the field of `args` that says so."""
     fields = {"eval_every": "eval_strategy", "save_every": "save_strategy"}
     return {name: field for name, field in fields.items() if args[field] == EPOCH}
 
 
 def _steps_of(args: TrainerArgs, name: str) -> int:
-    """A number of steps, which below 1 is a part of `max_steps`."""
+    """The number of steps in field `name`, where a value below 1 is a share of `max_steps`."""
     if (value := args[name]) >= 1:
         return int(value)
     if args[STEPS] < 1 or not value:
@@ -148,9 +148,9 @@ def _steps_of(args: TrainerArgs, name: str) -> int:
 
 
 def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtras:
-    """`extras` with the optimizer's arguments, learning rate, printed steps and notes of `settings.trainer_args`.
+    """`extras` with what `settings.trainer_args` adds: optimizer arguments, learning rate, printed steps and notes.
 
-    What a DeepSpeed file says stays.
+    Values that a DeepSpeed file sets stay.
     """
     if settings.trainer_args is None:
         return extras

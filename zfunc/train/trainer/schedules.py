@@ -17,7 +17,7 @@ WARMUPS, DECAYS = ("linear", "cosine", "1-sqrt"), ("linear", "cosine", "1-sqrt")
 
 @frozen
 class TrainerSchedule:
-    """A learning rate of the Trainer: `lr` times a factor by `kind`, of `warmup` steps among `total`.
+    """A learning rate schedule of the Trainer: `lr` times a factor by `kind`, with `warmup` of `total` steps.
 
     >>> rate = TrainerSchedule("linear", {}, lr=1.0, warmup=2, total=4)
     >>> [rate(step) for step in (1, 2, 3, 4, 5)]
@@ -31,7 +31,7 @@ class TrainerSchedule:
     total: int
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """The learning rate of update `step`, counted from 1."""
         if step < 1:
             raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
         given = SimpleNamespace(lr=self.lr, warmup=self.warmup, total=self.total, **self.params)
@@ -39,7 +39,7 @@ class TrainerSchedule:
 
 
 def check_params(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a kind of schedule, defaults included. Raises ValueError for what is wrong or lacks."""
+    """The parameters of schedule `kind`, defaults included. Raises ValueError for a wrong or missing parameter."""
     known = SCHEDULES[kind][1]
     for name, value in params.items():
         if name not in known:
@@ -64,12 +64,12 @@ def check_params(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rise(p: Any, n: int) -> float | None:
-    """The progress of the warm-up, 0 to 1; None when it is over."""
+    """The progress of the warm-up at step `n`, 0 to 1; None when the warm-up is over."""
     return n / max(1, p.warmup) if n < p.warmup else None
 
 
 def _gone(p: Any, n: int) -> float:
-    """The share of the steps after the warm-up that are over."""
+    """The share of the steps after the warm-up that are over at step `n`."""
     return (n - p.warmup) / max(1, p.total - p.warmup)
 
 
@@ -85,7 +85,7 @@ def _wave(num_cycles: float, gone: float) -> float:
 
 
 def _floor(p: Any) -> float:
-    """The least factor: the parameter min_lr_rate, or min_lr as a share of `lr`."""
+    """The least factor on `lr`: the parameter min_lr_rate, or min_lr divided by `lr`."""
     return p.min_lr / p.lr if p.min_lr_rate is None else p.min_lr_rate
 
 
@@ -109,7 +109,7 @@ def _inverse_sqrt(p: Any, n: int) -> float:
 
 
 def _warm_cosine(p: Any, n: int) -> float:
-    """A cosine whose warm-up begins above 0, and which is a step ahead of the others."""
+    """The factor of step `n` by a cosine whose warm-up begins above 0, one step ahead of the other schedules."""
     if n < p.warmup:
         if p.warmup_lr_rate is None:
             return (n + 1.0) / max(1, p.warmup)
@@ -118,7 +118,7 @@ def _warm_cosine(p: Any, n: int) -> float:
 
 
 def _stable(p: Any, n: int) -> float:
-    """Up, flat, and down in the last `num_decay_steps`."""
+    """The factor of step `n`: up during the warm-up, then constant at 1, then down over `num_decay_steps`."""
     if (rise := _rise(p, n)) is not None:
         shapes = (rise, 0.5 * (1.0 - math.cos(math.pi * rise)), 1.0 - math.sqrt(1.0 - rise))
         return _above(shapes[WARMUPS.index(p.warmup_type)], p.min_lr_ratio)
