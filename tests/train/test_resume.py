@@ -590,10 +590,10 @@ def test_a_run_stops_early_wherever_it_was_resumed(failing: int, at_step: Any, c
         ({"keep_best": True, "eval_every": 0}, "keep_best: got it with `eval_every=0`"),
         ({"early_stopping": 1, "eval_every": 0}, "early_stopping: got it with `eval_every=0`"),
         ({"early_stopping_threshold": 0.1}, "without `early_stopping`"),
-        ({"keep_best": True, "save_every": 0}, "keep_best: got it with `save_every=0`"),
+        ({"keep_best": True, "save_every": 0}, "keep_best: got it with save_every=0"),
         (
             {"keep_best": True, "state_on": "disk", "swap": ("swap",)},
-            "keep_best: got it with `state_on=disk`",
+            "keep_best: got it with state_on='disk'",
         ),
     ],
 )

@@ -159,7 +159,7 @@ class KnownValues(TorchFunctionMode):
             return found[0].item()
 
     def _known_index(self, index: Any) -> Any:
-        """`index`, of a tensor, with integer indices for each known mask, and numbers for known tensors in slices."""
+        """`index`, of a tensor, with integer indices for known masks, and numbers for known tensors in slices."""
         parts = index if isinstance(index, tuple) else (index,)
         made = list[Any]()
         for x in parts:
