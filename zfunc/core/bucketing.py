@@ -19,8 +19,8 @@ def lay_out(
     world: int,
     known: dict[Any, Layout] | None = None,
 ) -> Layout:
-    """The layout of `parameters` by segment in buckets of the size set, or smaller with partial offload; `known`
-    are those that were made of these parameters for other settings.
+    """The layout of `parameters`, given by segment, in buckets of `settings.bucket_size` elements (by default that
+    of `world`), or smaller ones for partial offload. `known` caches layouts of these parameters by their options.
 
     Raises ValueError where each of several ranks would keep all of its parameters off the device.
     """
@@ -45,7 +45,7 @@ def lay_out(
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
-    """The fields of a StepSpec that settings decide: settings, layout, and the place of each bucket's state."""
+    """Arguments of a StepSpec by name: layout, settings, the buckets with state on the device, and on the disk."""
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
     return {
         "layout": layout,

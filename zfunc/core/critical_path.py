@@ -19,10 +19,10 @@ Bound = Kind | Literal["waiting"]
 
 @frozen
 class Link:
-    """An operation of the critical path: after the link before it ended, the step idled, then ran it; in seconds.
+    """An operation of a critical path; `idle` and `ran` are the seconds from the end of the link before to its
+    start, and from there to its end (without an overlap, if clocks disagree).
 
-    `after` is the reason that it follows that link: their "lane", a "wait", the "thread" that issues it, or "" for
-    the first. If clocks disagree, `ran` leaves out the overlap.
+    `after` says why it follows that link: a "lane", a "wait", or a "thread" issues both; "" for the first.
     """
 
     event: Event
@@ -53,9 +53,10 @@ def events_of(plan: Plan, timeline: Timeline) -> tuple[Event, ...]:
 
 
 def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
-    """For each operation, the one that ended last of those before it on its lane, by a wait or its thread; else -1.
+    """For each operation, the position of the one that held it up, by ending last of those it follows; -1 for none.
 
-    `events` are those of `events_of`. Of two that end together, the one on its lane counts.
+    An operation follows the one before it on its lane, its waits, and what its thread waited for; of two that end
+    together, the one on its lane counts. `events` are those of `events_of`.
     """
     before: list[int] = []
     behind = plan.behind()

@@ -10,12 +10,12 @@ from zfunc.core.graph import Graph, Op
 
 @frozen
 class StepDecision:
-    """All that an update needs beside the gradient, also if it is made a step later.
+    """What a step decides about its update: all that the update needs beside the gradient, also if it is deferred.
 
-    `skip` is set by an fp16 overflow. `grad_scale` multiplies every gradient: unscaling and clipping in one factor.
-    `number` is that of the update, from 1, with the optimizer's `factors`. For metrics: the mean `loss`, and the
-    means of the auxiliary outputs, `aux`. `unused` names the parameters that no path from the loss leads to, which
-    an update leaves alone.
+    `skip`: nothing is updated, because of an fp16 overflow. `grad_scale` multiplies every gradient: unscaling and
+    clipping in one factor. `number` is that of the update, from 1, `factors` the optimizer's values for it. For
+    metrics: the mean `loss`, and means of auxiliary outputs, `aux`. `unused` names parameters that no path from the
+    loss leads to, which an update leaves alone.
     """
 
     skip: bool

@@ -16,7 +16,7 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int16", "uint8"]
 
 @frozen
 class DtypeInfo:
-    """A dtype: bytes of an element, and its names elsewhere. NumPy has no bf16: uint16 holds its bits."""
+    """A dtype: bytes of an element; its names in torch, NumPy (uint16 holds the bits of bf16) and safetensors."""
 
     nbytes: int
     torch: str

@@ -28,11 +28,11 @@ NAMED = 4  # groups of operations or waits that a line of the text names
 
 @frozen
 class Explanation:
-    """Two plans of one graph on one machine, compared; a pair is of plan a, then of plan b. `str` is the text.
+    """A comparison of two plans, a and b, of one graph on one machine, as text by `str`; pairs are (of a, of b).
 
-    `timelines` are the simulated steps, `paths` their critical paths, `only` the links of operations that
-    are on one path alone, `waits` the waits that the other plan lacks, counted by the verbs of the operation that
-    waits and of the one waited for. `least` are the seconds of the longest chain of dependencies, `machine` is the
+    `timelines` are the simulated steps, `paths` their critical paths, `only` the links of operations that are on
+    one path alone, `waits` the waits that the other plan lacks, counted by the verbs of the operation that waits
+    and of the one waited for. `least` are the seconds of the longest chain of dependencies, `machine` is the
     hardware's name.
     """
 
@@ -45,27 +45,28 @@ class Explanation:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The seconds of each simulated step."""
+        """The durations in seconds of the simulated steps of plan a and plan b."""
         a, b = self.timelines
         return a.seconds, b.seconds
 
     @property
     def bounds(self) -> tuple[dict[Bound, float], dict[Bound, float]]:
-        """Seconds that each kind of work, or "waiting", takes on each critical path; they add up to the step."""
+        """Of each plan, seconds of its critical path by kind of operation and "waiting"; they add up to its
+        step."""
         a, b = map(bound_seconds, self.paths)
         return a, b
 
     @property
     def same_time(self) -> bool:
-        """Whether the two steps take the same time, but for rounding."""
+        """Whether the simulated steps of both plans take the same time, but for rounding."""
         return math.isclose(*self.seconds, rel_tol=1e-9)
 
     def text(self, width: int = 100) -> str:
-        """Both steps in one picture in letters, `width` columns wide: the lanes of a, then those of b."""
+        """A text diagram of both simulated steps, `width` columns wide: the lanes of plan a, then of plan b."""
         return above("text")(self.timelines, width)
 
     def svg(self, title: str = "", width: int = 1200) -> str:
-        """Both steps in one picture as an SVG file, `width` px wide. Raises ValueError for a width below 400."""
+        """An SVG diagram, as text, of both simulated steps, `width` px wide; ValueError for a width below 400."""
         return above("svg")(self.timelines, title=title or self._first(), width=width)
 
     def __repr__(self) -> str:
@@ -148,7 +149,7 @@ def _counted(plan: Plan, waits: Iterable[tuple[int, int]]) -> dict[tuple[str, st
 
 
 def _by_verb(links: Iterable[Link]) -> str:
-    """Text of the seconds of `links` by verb, the longest first."""
+    """Text with the number and the seconds of operations in `links` by verb, the longest first."""
     number, seconds = Counter[str](), Counter[str]()
     for link in links:
         verb = link.event.op.partition("[")[0]

@@ -17,7 +17,7 @@ _METADATA = 1 << 20  # bytes of a record of a commit beside generations and chec
 
 
 def whole_blocks(nbytes: int) -> int:
-    """`nbytes` rounded up to whole blocks.
+    """`nbytes` rounded up to whole disk blocks, of 4096 bytes.
 
     >>> whole_blocks(0), whole_blocks(1), whole_blocks(4096)
     (0, 4096, 4096)
@@ -26,12 +26,12 @@ def whole_blocks(nbytes: int) -> int:
 
 
 def record_bytes(num_extents: int, num_checksums: int) -> int:
-    """Bytes of a commit's record in a swap space with these numbers of extents and checksums, in whole blocks."""
+    """Bytes, in whole disk blocks, of a commit's record in a swap space with so many extents and checksums."""
     return whole_blocks(_METADATA + 16 * num_extents + 4 * num_checksums)
 
 
 def cut_in_shares(nbytes: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Start and stop of each drive's bytes of a buffer of `nbytes`: whole blocks, but for the last drive's.
+    """Start and stop of each drive's share of a buffer of `nbytes` bytes: whole disk blocks, but for the last.
 
     >>> cut_in_shares(5 * BLOCK + 1, [2, 1])
     ((0, 16384), (16384, 20481))
@@ -57,10 +57,10 @@ class ExtentPart:
 
 @frozen
 class Extent:
-    """The buffers of one bucket on the disk. Every update of the bucket moves the first `moved` of them.
+    """The optimizer state of one bucket on the disk, buffer by buffer; each update moves the first `moved` buffers.
 
-    `moved` is not compared, because the header of a swap space does not have it. Buffers that each commit
-    writes anew need two `generations`; buffers that no step changes, one.
+    Equality leaves out `moved`, which the header of a swap space does not have. Buffers that each commit writes
+    anew need two `generations`, copies in turn; buffers that no step changes need one.
 
     >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
     >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes

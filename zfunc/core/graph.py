@@ -43,7 +43,7 @@ ALLOCATED: tuple[Lifetime, ...] = ("program", "state")
 
 
 def label(name: str, index: tuple[int, ...]) -> str:
-    """Text of a name and index, as everything prints them: `forward[0,3]`, `decision`."""
+    """The printed form of an operation or region by name and index: `forward[0,3]`; `decision` has no index."""
     return f"{name}[{','.join(map(str, index))}]" if index else name
 
 
@@ -67,15 +67,15 @@ class Region:
     - "state": memory of the training state, of `dtype`, allocated with it;
     - "value": an input or output of a step: the batch, a norm, a decision.
 
-    `device` is the number of the device, of several of a process, that has it; off the devices, in memory that they
-    share, 0. Where each device is that of a pipeline stage on ranks of its own, it is `of_rank`: what is off the
-    device has that number, too, or EVERY.
+    `device` is the number of the device of this process that has the region; 0 in memory off the devices, which
+    they share. In a pipeline over ranks (`of_rank`) it is the number of the stage, for memory off the device, too,
+    or EVERY for data of which all stages have a copy.
 
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
-    "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's
-    "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
-    of a gradient, a "loss", the auxiliary outputs beside it ("aux"),
-    the "module_buffers" that forward changes, the moving average of the weights ("ema").
+    "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's "grad_shard", the "copy"
+    of new parameters on its way to the device, an "act" that waits for backward, "squares" of a gradient, a "loss",
+    the auxiliary outputs beside it ("aux"), the "module_buffers" that forward changes, the moving average of the
+    weights ("ema").
 
     Raises PlanError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
     """
@@ -110,7 +110,7 @@ class Region:
 
     @property
     def place(self) -> Tier:
-        """The region's tier; on the second of several devices "device:1", of the second stage "host@1", too."""
+        """The region's tier, with its device ("device:1") or pipeline stage ("host@1") if that is not number 0."""
         mark = "@" if self.of_rank else ":"
         return cast("Tier", f"{self.tier}{mark}{self.device}") if self.device else self.tier
 
@@ -121,7 +121,7 @@ class Region:
 
     @property
     def trained(self) -> bool:
-        """Whether a step updates the region: once an operation that writes it starts, the old State is lost."""
+        """Whether steps update the region, a part of a State: the first write to it destroys the old State."""
         return self.lifetime == "state" and self.role in ("params", "state", "module_buffers", "ema")
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class Region:
 
 
 def of_stage(regions: Iterable[Region], stage: int | None) -> Iterator[Region]:
-    """Those of `regions` that a rank of pipeline stage `stage` has, as on an only device; with None, all."""
+    """The `regions` of pipeline stage `stage`, numbered as for its ranks alone; all of them if `stage` is None."""
     return (
         r if stage is None else evolve(r, device=0, of_rank=False)
         for r in regions
@@ -139,14 +139,14 @@ def of_stage(regions: Iterable[Region], stage: int | None) -> Iterator[Region]:
 
 @frozen
 class Op:
-    """One operation: a verb, its index, the regions it reads and writes, and its work.
+    """One operation of a step: a verb, its index, the regions it reads and writes, and its work.
 
-    `kind` is the resource it occupies: device arithmetic ("compute"), the network, the bus to the host ("d2h") and
-    to the device ("h2d"), host cores, the disk ("read", "write"). `flops` is its floating-point operations, those
-    of fused attention, too, which are `attention_flops`; `nbytes` the bytes it moves over its resource, `workspace`
-    the device memory in bytes that it needs while it runs. `launches` is how many times the host gives an
-    accelerator something to do for it; 0 where that is not counted. `copied_bytes` it copies between host and
-    device meanwhile.
+    `kind` is the resource it occupies: device arithmetic ("compute"), the "network", the bus to the host ("d2h")
+    and to the device ("h2d"), cores of the "host", the disk ("read", "write"). `flops` counts its floating-point
+    operations, including `attention_flops` of fused attention; `nbytes` the bytes it moves over that resource;
+    `workspace` the bytes of device memory it needs while it runs; `launches` the pieces of work that the host
+    launches on an accelerator for it (0: not counted); `copied_bytes` the bytes it copies between host and device
+    beside that work.
 
     Raises PlanError for an unknown kind, and for an index or regions that are no tuples.
     """
@@ -199,12 +199,12 @@ class Op:
 
     @property
     def _of_ranks(self) -> bool:
-        """Whether the devices of the operation's regions have no memory in common, as ranks."""
+        """Whether the operation's regions belong to ranks of a pipeline, which have no memory in common."""
         return any(getattr(r, "of_rank", False) for r in (*self.reads, *self.writes))
 
     @property
     def joint(self) -> bool:
-        """Whether all ranks execute the operation together, because it makes data that each rank has."""
+        """Whether all ranks of a pipeline execute the operation together, as each has a copy of what it writes."""
         return any(getattr(r, "device", 0) == EVERY for r in self.writes)
 
     def __attrs_post_init__(self) -> None:
@@ -216,7 +216,7 @@ class Op:
 
     @property
     def resource(self) -> str:
-        """The resource the operation occupies: its kind; on the second device "compute:1", of stages "host@1"."""
+        """The resource the operation occupies: its kind, on the second device "compute:1", in stage 1 "host@1"."""
         if not self.device:
             return self.kind
         return f"{self.kind}{'@' if self._of_ranks else ':'}{self.device}"
@@ -233,17 +233,17 @@ class Op:
         return tuple(dict.fromkeys(self.reads + self.writes))
 
     def read(self, name: str) -> Region:
-        """The region of this role or buffer that the operation reads; ValueError unless there is exactly one."""
+        """The only region with role or buffer `name` that the operation reads; ValueError for none or several."""
         (region,) = (r for r in self.reads if name in (r.role, r.buffer))
         return region
 
     def write(self, name: str) -> Region:
-        """The region of this role or buffer that the operation writes; ValueError unless there is exactly one."""
+        """The only region with role or buffer `name` that the operation writes; ValueError for none or several."""
         (region,) = (r for r in self.writes if name in (r.role, r.buffer))
         return region
 
     def touches(self, name: str) -> bool:
-        """Whether the operation reads or writes a region of this role or buffer."""
+        """Whether the operation reads or writes a region with role or buffer `name`."""
         return any(name in (r.role, r.buffer) for r in self.regions)
 
     def operands(self, role: Role) -> tuple[Region, ...]:
@@ -273,7 +273,7 @@ class Conflict(NamedTuple):
 
 
 def _operations(ops: Any) -> tuple[Any, ...]:
-    """The result of a recipe as a tuple; `Graph` checks its items."""
+    """An attrs converter of what a recipe returned to a tuple of operations, which `Graph` checks one by one."""
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         got = f"{ops!r:.200}"
         refuse("recipe", got, "operations", f"{_instead(ops)}, or return a list of them", PlanError)
@@ -293,10 +293,9 @@ def _instead(got: Any) -> str:
 
 @frozen
 class Graph:
-    """Operations in serial order: run from first to last, they define the reference result.
+    """The operations of a step in serial order: run from first to last, they define the reference result.
 
-    Raises PlanError for two operations with one name, a region declared in two ways, and an item that is not an
-    Op.
+    Raises PlanError for two operations with one name, a region declared in two ways, and an item that is not an Op.
 
     >>> x = Region("x", nbytes=4)
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
@@ -310,7 +309,7 @@ class Graph:
 
     @_numbered.default  # pyright: ignore
     def _check(self) -> tuple[tuple[Region, ...], tuple[Access, ...]]:
-        """Check the operations, and number their regions."""
+        """Check the operations; return the graph's regions, and the accesses of each operation by region number."""
         seen: set[str] = set()
         words: set[str] = set()
         number: dict[Region, int] = {}

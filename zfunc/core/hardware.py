@@ -41,7 +41,7 @@ class Measured:
 
 
 def _numbers(name: str) -> Callable[[Any], dict[Any, Any]]:
-    """An attrs converter of a mapping of numbers by name to a dict; TypeError, with `name`, for anything else."""
+    """An attrs converter of a mapping with numbers as values to a dict; TypeError, with `name`, for others."""
 
     def convert(given: Any) -> dict[Any, Any]:
         of_type(
@@ -84,23 +84,23 @@ class Hardware:
     """The rates, latencies and memory of a machine.
 
     - `flops`: FLOP/s that large matrix products reach, not advertised ones; `attention`: FLOP/s of fused attention,
-      0 for as many. `rates`: bytes a second that an operation of each kind moves.
+      0 if the same. `rates`: bytes a second that an operation of each kind moves.
     - `latency`: seconds to start an operation; `latencies` for kinds that differ.
     - `handoff`: seconds from the end of an operation to the start of one on another lane that waits for it, to wake
       a thread or to see an event.
     - `launch`: seconds of the host to launch one piece of work on the device (`Op.launches`).
-    - `issue`: for each kind, the seconds in which Python issues an operation, beside its launches: a part of its
-      own, in which no other lane of the process issues one. Of kinds that are left out nothing is known. Where this
-      is known of any, a hand-over is such seconds, too.
+    - `issue`: seconds, by kind, for which Python holds its lock to issue an operation, beside its launches; no
+      other lane of the process issues one meanwhile. Kinds left out have none. If any kind is given, a hand-off to
+      another lane takes this lock, too.
     - `memory`: bytes on each "device", on the "host" (pinned and pageable together) and the "disk". A tier that is
       left out has no known limit. On a `unified` machine, device memory is host memory.
-    - `grouped`: torch has kernels of groups on the device: attention of grouped queries, products by experts.
+    - `grouped`: torch has grouped kernels on the device: grouped-query attention, matrix products by experts.
     - `shared`: resources that several kinds compete for, with the share that one operation of a kind uses while it
       runs alone: {"cores": {"compute": 1.0, "host": 1.0, "d2h": 0.5}}. See `zfunc.core.simulator`.
-    - `neighbours`: the number of devices, one after the other, that share such a resource, as a root complex; those
-      that are left out are shared by all.
-    - `collectives`: other ways of a collective than with the network's latency and rate, as pairs (seconds, bytes a
-      second); each takes the fastest for its bytes.
+    - `neighbours`: the number of consecutive devices that share such a resource, as a PCIe root complex; all
+      devices share a resource that is left out.
+    - `collectives`: alternatives to the network's latency and rate for a collective, as pairs (seconds of latency,
+      bytes a second); each collective takes the fastest for its bytes.
     - `measured`: operations whose time is known.
 
     Raises TypeError for what is no number, ValueError for a rate that is missing, zero or negative, a share outside
@@ -190,9 +190,8 @@ class Hardware:
     def seconds(self, op: Op) -> float:
         """The seconds that operation `op` takes when it runs alone.
 
-        The measured time of an equal operation; else the time of its work, and no less than the host's time to
-        launch it, since the device works off what has been launched so far meanwhile, nor than the time of its
-        copies, one after the other.
+        The measured time of an equal operation, if the hardware has one; else the longest of three that overlap:
+        its work, its launches by the host, and its copies between host and device.
         """
         if self.measured and (known := self._known.get((op.kind, op.flops, op.nbytes))) is not None:
             return known
@@ -200,7 +199,7 @@ class Hardware:
         return max(self._seconds_of_work(op), op.launches * self.launch, copies)
 
     def issue_seconds(self, op: Op) -> float:
-        """The seconds in which Python issues operation `op`; 0 where the hardware does not tell."""
+        """The seconds for which Python issues operation `op`, with its launches; 0 for a kind not in `issue`."""
         own = self.issue.get(op.kind, 0.0)
         return own + op.launches * self.launch if own else 0.0
 

@@ -28,7 +28,7 @@ Kind = tuple[str, bool, bool]
 class UpdateWork:
     """The work of a parameter's update beside the element-wise pass; zero for an element-wise optimizer.
 
-    Of a whole matrix FLOPs, bytes and launches on the device.
+    `flops`, `workspace` in bytes, and kernel `launches`, all on the device and for a whole matrix.
     """
 
     flops: int = 0
@@ -51,10 +51,10 @@ class Parameter:
     `group` is the number of the settings that the optimizer has for it (`zfunc.optim.base.Optimizer.group`). A name
     that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both.
 
-    `encodes` is the number of weights that a frozen parameter has the bytes of, which a segment decodes: its
-    elements are uint8 on the device in any precision. 0 for any other parameter.
+    `encodes` is the number of weights that a frozen, quantized parameter encodes in its bytes, which its segment
+    decodes; the bytes are uint8 on the device in any precision. 0 for any other parameter.
 
-    Raises ValueError for a name or a shape that is none, and for a trainable parameter of bytes.
+    Raises ValueError for an invalid name or shape, and for a trainable parameter with `encodes`.
     """
 
     name: str = field()
@@ -152,7 +152,7 @@ class Bucket:
     def runs_within(
         self, start: int, stop: int, unused: Collection[str] = ()
     ) -> tuple[tuple[int, int, int], ...]:
-        """The bucket's `runs` clipped to `start` and `stop`; `unused` parameters are of the group LEFT."""
+        """The bucket's `(start, stop, settings group)`, clipped to `start` and `stop`; group LEFT for `unused`."""
         runs = self._runs_beside({*unused}) if unused else self.runs
         clipped = ((max(start, a), min(stop, b), group) for a, b, group in runs)
         return tuple(run for run in clipped if run[0] < run[1])
@@ -168,8 +168,8 @@ class Bucket:
         return range((span.start - self.start) // size, -(-(span.stop - self.start) // size))
 
     def work(self, world: int) -> UpdateWork:
-        """The work of the bucket's update on that one of `world` ranks that has most. Each rank that has part of a
-        matrix updates the whole matrix."""
+        """The work, beside the element-wise pass, of the bucket's update on the rank, of `world`, that has the
+        most. Each rank that has a part of a matrix updates the whole matrix."""
         if all(x.work == ELEMENTWISE for x in self.spans):
             return ELEMENTWISE
         flops, launches = [0] * world, [0] * world
@@ -181,13 +181,13 @@ class Bucket:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:
-        """`(start, stop, span)` of each parameter with its padding, in elements of the bucket, which they tile."""
+        """`(start, stop, span)` of each parameter with its padding, in elements; they cover the whole bucket."""
         starts = [x.start - self.start for x in self.spans]
         return tuple(zip(starts, [*starts[1:], self.numel], self.spans, strict=True))
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Maximal `(start, stop, group)` runs of one settings group, in elements of the bucket, which they tile."""
+        """`(start, stop, group)` of the longest runs with one group of settings; they cover the whole bucket."""
         return self._runs_beside(set())
 
     def _runs_beside(self, unused: set[str]) -> tuple[tuple[int, int, int], ...]:
@@ -202,7 +202,7 @@ class Bucket:
 
 @frozen
 class Piece:
-    """Elements `start` to `stop` of a parameter, at element `at` of a rank's slice of its bucket; may be empty."""
+    """A part of a parameter in a rank's slice: its elements `start` to `stop`, `at` in the slice; may be empty."""
 
     start: int
     stop: int
@@ -252,8 +252,8 @@ class Layout:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of the model: the trainable and the frozen ones, tied parameters counted once, no padding; of
-        encoded weights their own number."""
+        """Elements of the model: the trainable and the frozen ones, without padding; tied parameters are counted
+        once, a quantized parameter as the weights that it encodes."""
         return self.num_trainable + sum(x.encodes or x.numel for x in self.frozen)
 
     @cached_property
@@ -307,11 +307,11 @@ class Layout:
         return self._used[segment]
 
     def contributions(self, segment: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """The buckets that a segment has gradients for, in the order of delivery: for each, its index, the number
-        of the delivery and all segments that share the delivery.
+        """`(bucket, delivery, segments)` of each bucket that `segment` has gradients for, in the order of delivery:
+        the bucket's index, the number of the delivery, and all segments that share the delivery.
 
-        The bucket that the segment above began comes first, the one that the segment below continues last. So at
-        most one is incomplete at a time.
+        First comes the bucket that the next higher segment began, last the one that the next lower segment
+        continues, so at most one bucket is incomplete at a time.
         """
         parts = [
             (b, d, group)
@@ -322,11 +322,11 @@ class Layout:
         return sorted(parts, key=lambda part: (segment == part[2][0], segment != part[2][-1], -part[0]))
 
     def bucket_of(self, span: Span) -> Bucket:
-        """The bucket that contains the parameter `name`."""
+        """The bucket that contains the parameter of `span`."""
         return self._bucket_of[span.name]
 
     def piece(self, span: Span, rank: int, world: int) -> Piece:
-        """The part of the parameter `name` in the slice of `rank` of `world` ranks of its bucket."""
+        """The part of the parameter of `span` in the slice that `rank`, of `world` ranks, has of its bucket."""
         bucket = self.bucket_of(span)
         first, last = (bucket.start + edge for edge in bucket.slice_of(rank, world))
         start, stop = max(span.start, first), min(span.stop, last)
@@ -334,7 +334,7 @@ class Layout:
 
     @cached_property
     def first_trainable(self) -> int:
-        """The first segment with a trainable parameter, at which backward stops."""
+        """The number of the first segment with a trainable parameter, at which backward stops."""
         return next(s for s, used in enumerate(self._used) if used)
 
 
@@ -421,10 +421,11 @@ def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int
 def _owned(
     segments: Sequence[Sequence[Parameter]], kind: Callable[[Parameter], Kind]
 ) -> list[list[Parameter]]:
-    """Each parameter under the first segment that declares it, sorted by kind and group, so that runs are few.
+    """The parameters that each segment is first to declare, sorted by kind (state format, dtype) and optimizer
+    group.
 
-    Of a group, matrices come before vectors, and a segment begins with the kind that the one before ended with:
-    so buckets are few, and the same whether an optimizer has a group for vectors or not.
+    Matrices of a group come before vectors, and a segment begins with the kind that the one before it ended with:
+    so buckets and runs are few, and the same whether an optimizer has a group for vectors or not.
     """
     seen: dict[str, Parameter] = {}
     owned: list[list[Parameter]] = []
@@ -451,14 +452,14 @@ def _group(
     bucket_size: int,
     within_segments: bool,
 ) -> list[list[Parameter]]:
-    """Group the parameters into buckets, which fill from the last parameter backwards."""
+    """The parameters of each bucket, given those of each segment; filled from the last parameter backwards."""
 
     def tie(p: Parameter) -> tuple[int, ...]:
         used_by = tuple(contributors[p.name])
         return used_by if len(used_by) > 1 else ()
 
     def joins(p: Parameter, group: list[Parameter]) -> bool:
-        """Whether `p` may join the bucket `group`, so that one gradient slot suffices: of one kind and tie."""
+        """Whether `p` may join bucket `group` and share its gradient slot: by kind, tied alike or not tied."""
         if kind(p) != kind(group[-1]):
             return False
         if tie(p) or tie(group[-1]):
@@ -501,7 +502,7 @@ def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ..
 
 
 def _room(p: Parameter) -> int:
-    """Elements from the start of a parameter to the start of the next; an empty parameter takes a place, too."""
+    """Elements from the start of parameter `p` to that of the next: its own, aligned; above 0 for an empty one."""
     return round_up(max(1, p.numel), ALIGNMENT)
 
 

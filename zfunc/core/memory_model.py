@@ -23,8 +23,8 @@ Moment = tuple[int, int]  # of a lane: its number, and how many of its operation
 
 @frozen
 class Peak:
-    """The peak memory of a tier: `kept` bytes all the time, plus `transient` bytes at operation `op` ("" if none),
-    which has just started at `moment`."""
+    """The peak memory of a tier: `kept` bytes all the time, plus `transient` bytes just after the start of
+    operation `op` ("" if none), at `moment`: a lane, and the number of its operations that have started."""
 
     tier: Tier
     kept: int
@@ -99,7 +99,7 @@ def _kept_buffers(graph: Graph) -> Counter[tuple[Tier, str]]:
 def peak_breakdown(plan: Plan, moments: Mapping[Tier, Moment] | None = None) -> dict[Tier, dict[str, int]]:
     """Peak memory of each tier by buffer, the largest first, in bytes; the sum is `Peak.nbytes`.
 
-    `moments` are those of the peaks, if these are known.
+    `moments` are the tiers' `Peak.moment` from `peak_memory`, which is called if they are not given.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -142,7 +142,7 @@ def transient_bytes(plan: Plan) -> dict[Tier, list[list[int]]]:
 
 @frozen
 class _Lifetime:
-    """A transient allocation: its first accessing operation, and per lane the last, as (lane, position)."""
+    """A transient allocation: the `first` operation to access it; per lane the `last`, as (lane, position)."""
 
     buffer: str
     tier: Tier
@@ -174,7 +174,7 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
 
 
 def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
-    """The most bytes alive at a moment of the lane that gives the smallest bound, and the operation there."""
+    """The smallest of the lanes' bounds of bytes alive, each the most of any moment; its operation and moment."""
     bounds: list[tuple[int, str, Moment]] = []
     for n, lane in enumerate(plan.lanes):
         if lane.ops:
@@ -185,7 +185,7 @@ def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
 
 
 def _known(plan: Plan) -> list[list[list[int]]]:
-    """By lane and other lane: for each operation, the last position on the other lane known done; ascending."""
+    """By lane and other lane: for each operation, the last position on the other lane that has ended before."""
     clocks = plan.clocks
     return [
         [[clocks[op][other] for op in lane.ops] for other in range(len(plan.lanes))] for lane in plan.lanes

@@ -17,7 +17,7 @@ class DeviceMesh:
     """The devices of a step, by number, and the passes that each makes: devices of one process, which share host
     memory and disk, or, with pp, pipeline stages of `world` ranks each, which share nothing.
 
-    Without an `order` one device makes all passes. `stage` is the pipeline stage of this rank; None has all.
+    Without an `order` one device makes all passes. `stage` is the pipeline stage of this rank; None stands for all.
     """
 
     layout: Layout
@@ -39,7 +39,7 @@ class DeviceMesh:
 
     @cached_property
     def trained(self) -> list[int]:
-        """Ascending segments with trainable parameters."""
+        """Ascending numbers of the segments with trainable parameters."""
         return [s for s in range(len(self.layout.segments)) if self.layout.buckets_of(s)]
 
     @cached_property
@@ -50,7 +50,7 @@ class DeviceMesh:
 
     @property
     def repeated(self) -> list[int]:
-        """Segments whose forward may be recomputed ahead of backward; compiled, it would give other bits."""
+        """Segments whose forward may be recomputed ahead of backward; none if compiled: other bits would result."""
         if self.settings.tiles != 1 or self.settings.compile_segments:
             return []
         modes = self.settings.recompute_modes(len(self.layout.segments))
@@ -65,14 +65,14 @@ class DeviceMesh:
 
     @cached_property
     def made_on(self) -> dict[tuple[str, int, int], int]:
-        """With several devices, the number of the device, or with pp of the stage, that makes each pass (B stands
-        for I); empty for one device, whose passes may be millions."""
+        """The device, or with pp the stage, that makes each pass, by (way, micro-batch, segment), where B also
+        stands for I; empty for one device, whose passes may be millions."""
         lists = self.listed if self.settings.stages > 1 else ()
         return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
 
     @cached_property
     def makers(self) -> dict[tuple[str, int], set[int]]:
-        """With several devices, those that make passes of a kind through a segment, by kind and segment."""
+        """With several devices, the numbers of those that make passes of each (kind, segment)."""
         makers: dict[tuple[str, int], set[int]] = {}
         for (way, _, s), device in self.made_on.items():
             makers.setdefault((way, s), set()).add(device)
@@ -80,7 +80,7 @@ class DeviceMesh:
 
     @cached_property
     def homes(self) -> dict[int, set[int]]:
-        """With several devices, those whose passes use the parameters of each bucket, by bucket."""
+        """With several devices, those whose passes use the parameters of each bucket, by the bucket's index."""
         homes: dict[int, set[int]] = {}
         for (_, s), devices in self.makers.items():
             for b in self.layout.weights_of(s):
@@ -95,14 +95,14 @@ class DeviceMesh:
 
     @property
     def one_sum_at_a_time(self) -> bool:
-        """Whether no device adds to two gradient sums of a bucket, and no two devices to one."""
+        """Whether each device adds to at most one gradient sum of a bucket, and each sum is made by one device."""
         pulled = {s: devices for (way, s), devices in self.makers.items() if way == B}
         sums = [[pulled[s] for *_, s in own] for own in (x.deliveries for x in self.layout.buckets) if pulled]
         apart = all(len(set[int]().union(*own)) == len(own) for own in sums)
         return apart and all(len(devices) == 1 for devices in pulled.values())
 
     def device_of(self, way: str, m: int, s: int) -> int:
-        """The number of the device that makes pass `way` of micro-batch `m`, segment `s` (B stands for I)."""
+        """The number of the device that makes pass `way` (B for I, too) of micro-batch `m` in segment `s`."""
         return self.made_on.get((way, m, s), 0)
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
@@ -118,9 +118,9 @@ class DeviceMesh:
         return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
 
     def check(self, stay: Collection[int], stateful: Collection[int], anywhere: Collection[int]) -> None:
-        """Raise PlanError if the order of several devices does not fit the places of data, or other settings:
-        activations of the segments `stay` on the device, `stateful` segments have buffers that forward changes,
-        and buckets `anywhere` may be used on several devices of a process."""
+        """Raise PlanError if the order of several devices contradicts other settings or where data is: segments
+        `stay` keep their activations on the device, segments `stateful` have buffers that forward changes, and only
+        buckets `anywhere` may be used on several devices of a process."""
         settings = self.settings
         if any(way == W for way, _ in self.parts) and (settings.tiles != 1 or settings.compile_segments):
             name = "tiles" if settings.tiles != 1 else "compile_segments"
@@ -155,8 +155,8 @@ class DeviceMesh:
                 refuse("order", got, "one", f"pass {way_on}, or {one_order}", PlanError)
 
     def check_sums(self, passes: Sequence[Pass]) -> None:
-        """Raise PlanError if stage 1 would add a tied weight's gradients in another order than one device, as the
-        serial order of all `passes` has them."""
+        """Raise PlanError if, with stage 1, `passes`, in serial order, would add the gradients of a tied weight in
+        another order than a single device does."""
         for b, segments in self.tied.items() if self.settings.stage == 1 else ():
             for x, y in pairwise(x for x in passes if x.ended and x.way in (B, W) and x.s in segments):
                 if (x.m, -x.s) > (y.m, -y.s):

@@ -11,10 +11,10 @@ FUNCTIONS: dict[str, str] = {}
 
 
 def above(name: str) -> Any:
-    """The function `name` of a module above core, which is imported at the first call."""
+    """The function `name` of a package above core, as `FUNCTIONS` locates it; its module is imported only now."""
     return getattr(import_module(FUNCTIONS[name]), name)
 
 
 def in_notebook(kind: str, value: Any) -> str:
-    """HTML of the picture of `value`, which is of the `kind` "plan" or "timeline"."""
+    """HTML for a notebook with a diagram of `value`, a Plan (`kind` "plan") or a Timeline ("timeline")."""
     return above(f"{kind}_html")(value)

@@ -18,7 +18,7 @@ from zfunc.core.spec import StepSpec
 
 
 class Item(NamedTuple):
-    """A bucket's data, or a segment's data of a micro-batch, about to move to tier `to` of a step."""
+    """What one copy moves to tier `to`: the data of bucket `b`, or of micro-batch `m` and segment `b`."""
 
     spec: StepSpec
     at: Regions
@@ -28,12 +28,12 @@ class Item(NamedTuple):
 
     @property
     def place(self) -> BucketPlaces:
-        """The places of the data of the item's bucket."""
+        """The places of the item's bucket: where its parameters, gradient and optimizer state are."""
         return self.spec.places[self.b]
 
     @property
     def in_group(self) -> int:
-        """The number of the item's micro-batch among the micro-batches that pass a segment together."""
+        """The position of the item's micro-batch among the micro-batches that are in flight together, from 0."""
         return self.m % self.spec.settings.in_flight
 
 
@@ -42,8 +42,8 @@ RegionsOf = Callable[[Item], tuple[Region, ...]]
 
 @frozen
 class Place:
-    """The place of a thing in a tier: the item's slot in the first of `rings` that the item passes through, or, if
-    it passes through none, the regions that `otherwise` returns."""
+    """Where a kind of data (`Thing`) is in one tier: an item is in a slot of the first of `rings` that has slots
+    for it, or, if none has, in the regions that `otherwise` returns."""
 
     rings: tuple[str, ...] = ()
     otherwise: RegionsOf | None = None
@@ -60,17 +60,17 @@ class Place:
 
 @frozen
 class Thing:
-    """A kind of data that moves between tiers: the bytes of an item, and the item's place in each tier."""
+    """A kind of data that moves between tiers: the bytes of an item, and where an item is in each tier."""
 
     nbytes: Callable[[Item], int]
     places: dict[Tier, Place]
 
 
 class Move(NamedTuple):
-    """A verb of copying: a thing, the tier that the thing moves from, and the tier it moves to.
+    """A verb that copies: the name of a `Thing`, the tier that the thing moves from, and the tier it moves to.
 
-    A `numbered` move comes several times in a step, and the first of its index is its number. A `decided` move
-    changes nothing where the step is skipped.
+    A `numbered` move is repeated within a step, with its number first in its index. A `decided` move changes
+    nothing if the step is skipped.
     """
 
     thing: str
@@ -90,7 +90,7 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 
 
 def _new_params(x: Item) -> tuple[Region, ...]:
-    """The regions with a bucket's new parameters: a slot, or its master's high half, in memory or a page."""
+    """The regions off the device with a bucket's new parameters: a slot, or its master's high half, maybe paged."""
     if not x.place.sends_high_half:
         return (x.at.slot_of("param_slot", x.b),)
     return x.at.paged(x.b) if x.place.state == "disk" else (x.at.high_half(x.b),)
@@ -106,13 +106,13 @@ def _state_at_home(x: Item) -> tuple[Region, ...]:
 
 
 def _staged_bytes(x: Item) -> int:
-    """Bytes of a bucket's state, with its gradient on the way to the device, and new parameters on the way back."""
+    """Bytes copied for a bucket's update on the device: state, with the gradient there, or new parameters back."""
     stays = PARAMS if x.to == "device" else GRADIENT
     return sum(nbytes for name, nbytes in x.place.staged_bytes.items() if name != stays)
 
 
 def _made_and_sent(buffer: str) -> dict[Tier, Place]:
-    """The places of data that one device makes and another reads: on both devices, and pinned memory in between."""
+    """By tier, where data is that one device makes and another reads: on both, and in pinned memory between."""
 
     def on_device(x: Item) -> tuple[Region, ...]:
         return (x.at(buffer if x.to == "device" else f"sent_{buffer}", x.m, x.b),)
@@ -222,7 +222,7 @@ MOVES: dict[str, Move] = {
 
 
 def move(at: Regions, verb: str, *index: int) -> Op:
-    """The operation of a copying `verb`; `index` is a bucket, or a micro-batch, then a segment, bucket or more."""
+    """The operation of a copying `verb`; `index` is (bucket,) or (micro-batch, segment or bucket), maybe longer."""
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.

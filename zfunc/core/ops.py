@@ -22,11 +22,11 @@ from zfunc.errors import PlanError, did_you_mean, refuse
 
 @define(eq=False)
 class OpBuilder:
-    """Constructs the operations of one spec, in the order in which they are asked for. A method has the name of the
-    verb; its arguments are the indices: micro-batch `m`, segment `s`, bucket `b`, delivery `d`.
+    """Constructs the operations of a step of `spec`, in the order in which a recipe asks for them. A method has the
+    name of the verb; its arguments are the indices: micro-batch `m`, segment `s`, bucket `b`, delivery `d`.
 
-    The builder records what later operations of a step depend on: the slots that `at` has given, what the decision
-    waits for, and the updates that have begun.
+    The builder records what later operations of a step depend on: the slots given to items (`at`), what the
+    decision waits for, and the updates that have begun.
     """
 
     spec: StepSpec
@@ -41,7 +41,7 @@ class OpBuilder:
         return Regions(self.spec)
 
     def __getattr__(self, name: str) -> Callable[..., Op]:
-        """The constructor of operation `name`, a row of the passes or of the operations that only copy."""
+        """The constructor of operation `name`: a pass through a segment (`PASSES`) or a copy (`MOVES`)."""
         if name in WAYS:
             return partial(make_pass, self.at, WAYS[name])
         if name in MOVES:
@@ -69,7 +69,7 @@ class OpBuilder:
         return Op("load", (m, s) if s else (m,), "h2d", (self.at("batch", m),), made, nbytes=nbytes)
 
     def gather(self, b: int) -> Op:
-        """Gather the parameters of bucket `b` from all ranks in the bucket's slot on the device."""
+        """All-gather the parameters of bucket `b` from the ranks into the bucket's slot on the device."""
         place = self.spec.places[b]
         slot, fetched = self.at.slot_of("weight_slot", b), place.params != "device"
         reads = (slot if fetched else self.at.params(b),)
@@ -78,8 +78,8 @@ class OpBuilder:
         return self._in_order(Op("gather", (number, b), "network", reads, (slot,), nbytes=nbytes))
 
     def keep_buffers(self) -> Op:
-        """Keep the module buffers that forward changed, on this device, in the State, unless the step is skipped;
-        over several ranks, their mean."""
+        """Copy the module buffers that forward changed on this device to the State, or over several ranks their
+        mean, unless the step is skipped."""
         here, several = self.spec.mesh.segments_on(self.at.device, F), self.spec.world > 1
         stateful = [s for s in self.spec.stateful if s in here]
         kept = tuple(self.at("module_buffers", s) for s in stateful)
@@ -131,20 +131,21 @@ class OpBuilder:
         return evolve(op, writes=(*op.writes, self._sent[-1]))
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
-        """Sum the squares of bucket `b`'s complete gradient on the device, or of the sum that `waits` there."""
+        """Sum the squares of bucket `b`'s whole gradient on the device: in its slot, or where it `waits`."""
         place, grad = self.spec.places[b], self.at.waiting(b) if waits else self.at.gradient(b)
         nbytes = place.waiting_bytes if waits else place.shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Add a delivered gradient to the bucket's fp32 sum, and sum the squares of the sum in that pass."""
+        """Add a delivery of bucket `b`'s gradient to its fp32 sum on the host, and sum the squares of the sum."""
         total, slot = self.at.sum(b, d), self.at.slot_of("host_slot", b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum in that buffer."""
+        """Copy bucket `b`'s reduced gradient to a buffer on the device, or add it to the fp32 sum in that
+        buffer."""
         place = self.spec.places[b]
         grad, stays = self.at.gradient(b), place.gradient == "device"
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
@@ -173,8 +174,8 @@ class OpBuilder:
         return tuple(r for m in range(self.spec.settings.micro_batches) for r in self.at.losses(m))
 
     def mean_loss(self) -> Op:
-        """Mean over all ranks, on which all of them decide, of the loss and of scalar auxiliary outputs; those of
-        rows are gathered."""
+        """Average the loss and the scalar auxiliary outputs over all ranks, so that all decide alike, and gather
+        the auxiliary outputs of rows."""
         means = self.at("mean_loss"), *self.at.some("mean_aux")
         nbytes, rows = sum(r.nbytes for r in means) * (self.spec.world - 1), self.at.some("all_rows")
         nbytes += sum(r.nbytes // self.spec.world * (self.spec.world - 1) for r in rows)
@@ -232,7 +233,7 @@ class OpBuilder:
         return Op("gather_direction", (b,), "network", reads, (whole,), nbytes=nbytes)
 
     def orthogonalize(self, b: int) -> Op:
-        """Make those matrices of bucket `b` orthogonal that this rank's slice has a part of."""
+        """Orthogonalize the matrices of bucket `b` of which this rank's slice has a part."""
         work, own = self.spec.places[b].work, self.at.slot_of("direction_shard", b)
         whole = (self.at.slot_of("direction_slot", b),) if self.spec.world > 1 else ()
         return Op(
@@ -322,7 +323,7 @@ class OpBuilder:
         return Op("copy_state", (b,), "host", reads, (slot,), nbytes=nbytes)
 
     def commit(self) -> Op:
-        """Wait until the state is on the disk, and name its step there: until then the last commit is valid.
+        """Wait until the state is on the disk, then record its step there; until then the previous commit is valid.
 
         A gradient that was not finite, seen after the updates, leaves no commit.
         """

@@ -23,8 +23,8 @@ T = TypeVar("T")
 class StateBuffer:
     """A buffer of the optimizer state: its dtype, and how many parameters (elements) share an element of it.
 
-    The update of a `whole` buffer needs numbers of all of a parameter, the update of a `matrix` buffer all of a
-    matrix (`zfunc.optim.base.Optimizer`). A moment without a sign is never below 0, as a mean of squares.
+    An update of a `whole` buffer needs statistics of a whole parameter, one of a `matrix` buffer a whole matrix
+    (`zfunc.optim.base.Optimizer`). A moment that is not `signed` is never negative, as a mean of squares.
     """
 
     name: str

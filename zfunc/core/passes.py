@@ -11,7 +11,7 @@ from zfunc.core.spec import ALLOCATION
 
 
 def _weights(at: Regions, _m: int, s: int) -> tuple[Region, ...]:
-    """Regions of a segment's parameters, bucket by bucket, and of the model's constants."""
+    """Regions of the parameters of segment `s` on the device, bucket by bucket, and of the model's constants."""
     used, places = at.spec.layout.weights_of(s), at.spec.places
     return (
         *(at.slot_of("weight_slot", b) if places[b].streamed else at.params(b) for b in used),
@@ -20,12 +20,12 @@ def _weights(at: Regions, _m: int, s: int) -> tuple[Region, ...]:
 
 
 def _left(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """Regions that forward has left for backward, where they are now: on the device or in a slot."""
+    """Regions on the device with what forward left for backward: where it was made, or a slot it came back to."""
     return at.left_by_forward(m, s) if at.spec.activations[s] == "device" else (at.slot_of("act_slot", s),)
 
 
 def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """Regions of forward that backward reads; after a recomputation, what that has left in its region."""
+    """Regions of forward that backward reads: what forward left and, of a separate recomputation, its result."""
     recomputed = (at("recomputed", m, s),) if (R, s) in at.spec.mesh.parts else ()
     return (*recomputed, *(() if recomputed and at.spec.activations[s] != "device" else _left(at, m, s)))
 

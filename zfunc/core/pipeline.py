@@ -25,8 +25,8 @@ F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
 
 
 class PassKind(NamedTuple):
-    """A kind of pass: its verb, what it takes and makes, as words of `zfunc.core.passes.OPERANDS`, and its `work`
-    where the cost of a segment is not known, in forwards."""
+    """A kind of pass: its verb, what it takes and makes, as words of `zfunc.core.passes.OPERANDS`, and `work`, the
+    time assumed for it if a segment's cost is unknown, in multiples of a forward."""
 
     verb: str
     takes: str
@@ -86,7 +86,7 @@ def passes_listed(
     num_segments: int,
     repeated: Collection[int] = (),
 ) -> list[list[Pass]]:
-    """The passes of each device in its order, split or left out as they are really made.
+    """The passes that `order` lists for each device, less those that make what the step does not need.
 
     `trained` are the segments with gradients of weights, `repeated` those whose forward may be recomputed ahead of
     backward: an R of any other is left out. Raises PlanError for an order that has a pass twice or not at all.
@@ -202,8 +202,8 @@ def passes_in(
 
 
 def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]) -> str:
-    """The kind of pass that `way` becomes for segment `s`, "" for none: the first trained segment makes no gradient
-    of its input, a segment below it none, one without trained weights none of weights."""
+    """The kind of pass that the step makes where an order lists `way` for segment `s`, "" for none: gradients of
+    the input stop above the first trained segment, gradients of weights need trained weights."""
     if way == R:
         return R if s >= trained[0] and s in repeated else ""
     if s in trained[1:]:
@@ -215,10 +215,10 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
 
 
 def _before(x: Pass, split: Collection[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """The passes of the micro-batch and of the segment of `x` that `x` follows; some of them may not exist."""
+    """The passes that pass `x` follows, of its micro-batch or its segment; some of them may not exist."""
 
     def of(way: str, m: int, s: int) -> tuple[str, int, int]:
-        """Backward of micro-batch `m` through segment `s`, or, where it is split, its half `way`."""
+        """The pass of backward of micro-batch `m` through segment `s`: its half `way` if it is split, else B."""
         return (way if (m, s) in split else B), m, s
 
     if x.way == F:

@@ -179,8 +179,8 @@ def make_places(
     resident: Collection[int],
     paged: Collection[int],
 ) -> tuple[BucketPlaces, ...]:
-    """The places of every bucket of a layout: those in `resident` have their state on the device, those in `paged`
-    on the disk."""
+    """The places of every bucket of `layout`, with the optimizer state of the buckets `resident` on the device, of
+    those in `paged` on the disk, and of all others on the host."""
     world = mesh.world
     sums = settings.sums_on_device and mesh.one_sum_at_a_time
 

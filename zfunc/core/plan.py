@@ -59,8 +59,8 @@ _waits = _tuple_of("waits", _positions, "the waits of each operation: make a pla
 
 @frozen
 class Lane:
-    """A lane of a plan: it runs operations in order, given by position in the graph; a stream of a device, if they
-    are the device's. `thread` names the thread of Python that issues them: by default one of the lane's own name.
+    """A lane of a plan: it runs the operations `ops`, given by position in the graph, in order; on a device it is a
+    stream. `thread` names the Python thread that issues them, by default one of the lane's own name.
 
     Raises PlanError for a name with spaces, or positions that are not integers.
     """
@@ -83,7 +83,7 @@ class Lane:
 class Plan:
     """A graph's operations on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
 
-    `build` makes one and `zfunc.core.verifier.verify` checks it. Raises PlanError for arguments of other types.
+    `build` makes a Plan, `zfunc.core.verifier.verify` checks it. Raises PlanError for arguments of other types.
     """
 
     graph: Graph = field()
@@ -102,10 +102,10 @@ class Plan:
 
     @cached_property
     def threads(self) -> dict[str, tuple[int, ...]]:
-        """For each thread, the operations that it issues, in its order: that of its lane, or one of all its lanes.
+        """For each thread, the operations that it issues, in order: those of its lane, or of several lanes merged.
 
-        All threads keep one order of the whole plan in which nothing comes before what it waits for, so none of
-        them waits for an operation behind its own. Raises PlanError for a deadlock.
+        All threads keep one order of the whole plan in which nothing comes before what it waits for, so no thread
+        waits for an operation that it issues later. Raises PlanError for a deadlock.
         """
         issued: dict[str, list[int]] = {lane.thread: [] for lane in self.lanes}
         for op in topological_order(self, self.waits):
@@ -113,12 +113,12 @@ class Plan:
         return {thread: tuple(ops) for thread, ops in issued.items()}
 
     def thread_of(self, op: int) -> str:
-        """The name of the thread that issues the operation at this position of the graph."""
+        """The name of the thread that issues operation number `op` of the graph."""
         return self.lanes[self.place[op][0]].thread
 
     def behind(self, waited_for: Collection[Kind] = HOST_CODE) -> dict[int, tuple[int, ...]]:
-        """For operations where lanes share a thread: of each other lane the last operation that has ended when the
-        thread comes to it, as Python has waited for it before: for those of the kinds `waited_for`."""
+        """Where lanes share a thread: for each operation, of every other lane the last operation that has ended by
+        the time the thread issues it, since Python waits for operations of the kinds `waited_for` to end."""
         if len({lane.thread for lane in self.lanes}) == len(self.lanes):
             return {}
         found: dict[int, tuple[int, ...]] = {}
@@ -154,7 +154,7 @@ class Plan:
         return sum(map(len, self.waits))
 
     def verify(self) -> "Plan":
-        """This plan, if every schedule of its threads gives the serial result; PlanError names the race if not."""
+        """This plan, if any timing of its threads gives the serial result; PlanError names the race if not."""
         return above("verify")(self)
 
     def simulate(self, hardware: Hardware = ROUND) -> Timeline:
@@ -246,13 +246,13 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
 
 
 def project(plan: Plan, stage: int | None) -> Plan:
-    """The part of `plan`, of all pipeline stages, that a rank of `stage` executes: the stage's operations, in
-    order, and the joint ones of all ranks, with the stage's regions. With stage None, `plan` itself.
+    """The part of `plan`, made for all pipeline stages, that a rank of stage `stage` executes: the stage's
+    operations, in order, and the joint ones, which all ranks execute together. With stage None, `plan` itself.
 
-    All waits between its operations are derived anew, because what implied a wait may be another rank's. A
-    receive waits for its send by itself, so where the whole plan has no deadlock, the ranks have none. Joint
-    operations are on one lane with the stage's messages, in an order that the whole plan allows: so a rank that
-    computes does not wait for others meanwhile, and one that hangs is not among those that wait.
+    All waits between these are derived anew, because what implied a wait may be another rank's. A receive waits for
+    its send by itself, so where the whole plan has no deadlock, the ranks have none. Joint operations are on one
+    lane with the stage's messages, in an order that the whole plan allows: so a rank that computes does not wait
+    for others meanwhile, and one that hangs is not among those that wait.
     """
     if stage is None:
         return plan
@@ -305,7 +305,7 @@ def lane_errors(plan: Plan) -> Iterator[str]:
 
 
 def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
-    """The operations in an order that keeps every lane's order and puts each after all of `needs[op]`.
+    """Yield the operations of `plan`, those of each lane in its order, and each after all of `needs[op]`.
 
     Raises PlanError, naming the operations that wait for each other, if there is no such order.
     """
@@ -339,7 +339,7 @@ def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[in
 def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
     """The dependencies of `op` on other lanes that no other wait and no lane order implies.
 
-    `known` is the clock of the operation before it on its lane.
+    `known` is the vector clock of the operation before `op` on its lane, `clocks` those of all earlier operations.
     """
     place = order.place
     # Of each lane the position of the last operation that is needed and not known to be done. Earlier ones there
@@ -369,7 +369,8 @@ def _no_clocks(plan: Plan) -> list[Clock]:
 def _tick(
     before: Clock, lane: int, position: int, waits: Sequence[int], clocks: Mapping[int, Clock]
 ) -> Clock:
-    """The vector clock of an operation; `before` is the clock of the operation before it on its lane."""
+    """The vector clock after operation `position` of `lane`: that `before` it there, joined with those of
+    `waits`."""
     for n in waits:
         if n in clocks:
             before = tuple(map(max, before, clocks[n]))

@@ -29,13 +29,13 @@ PLAIN = {
 
 
 def recipe_of(spec: StepSpec) -> Recipe:
-    """The recipe of an ordinary training step of `spec`: `deferred` or `zero_offload`."""
+    """The recipe for a training step of `spec`: `deferred` if the spec defers updates, else `zero_offload`."""
     return deferred if spec.deferred else zero_offload
 
 
 def plain(spec: StepSpec) -> Iterator[Op]:
-    """The step of `zero_offload`, for a first reading: parameters on one device, all else on the host, no setting
-    changed but those in `PLAIN`.
+    """`zero_offload` in its simplest case, written to be read first: parameters on one device, all else on the
+    host, settings at their defaults, but for those in `PLAIN`.
 
     Raises PlanError for other settings, several ranks, tied parameters and updates of whole matrices.
     """
@@ -123,11 +123,11 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
 
 
 def deferred(spec: StepSpec) -> Iterator[Op]:
-    """ZeRO-Offload with a barrier, whose updates open the next step: its forward hides the host.
+    """ZeRO-Offload with deferred updates: a step opens with those of the step before, which its forward hides.
 
-    This is the plain recipe, cut at the decision, so the numbers are the same: Adam of a bucket runs just before
-    the first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the
-    step before is to skip. A checkpoint has the state after the updates. Buckets in `spec.resident` do not wait.
+    This is `zero_offload`, cut at the decision, so the numbers are the same: Adam of a bucket runs just before the
+    first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the step
+    before is to skip. A checkpoint has the state after the updates. Buckets in `spec.resident` do not wait.
 
     Raises PlanError for a spec whose updates are not deferred.
     """
@@ -152,10 +152,10 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
 
 
 def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Iterator[Op]:
-    """The passes, and before each first read of a parameter its update, as many updates ahead as there are slots.
+    """Yield `passes`, and before the first read of a bucket's parameters its update, `slots` buckets ahead.
 
-    So reading parameters, on the lane of all that is read, waits for a few updates and not for all of them, as does
-    the first forward, on the lane that makes matrices orthogonal.
+    So the lane that reads parameters waits for a few updates, not for all of them, and so does the first forward,
+    on the lane that makes matrices orthogonal.
     """
     # Buckets in the order in which forward reads them: the last one of the host, the last one that has been read
     # or is about to be, the last one whose update has begun.
@@ -212,7 +212,7 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
     """Forward and backward of all micro-batches. With `update`, a bucket is updated once its gradient is complete.
 
-    The decision, which needs the losses of all, comes before the last backward unless it waits for the norm.
+    The decision needs the losses of all micro-batches. It precedes the last backward unless it waits for the norm.
     """
     here: dict[int, int] = {}  # the segment whose weights a device has fetched last
     for way, m, s, device, ended in spec.passes:
@@ -252,7 +252,7 @@ def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iter
 
 
 def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
-    """A pass of segment `s`; ahead of a backward, activations that left the device are copied back."""
+    """A pass of kind `way` of segment `s`; before backward, first copy back activations that left the device."""
     first = way == R if (R, s) in spec.mesh.parts else way in (B, I)
     if first and spec.activations[s] == "disk":
         yield emit.unspill_act(m, s)
@@ -289,7 +289,7 @@ def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 
 
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
-    """Bring those streamed parameters of segment `s` to the device that have no slot there."""
+    """Bring those streamed parameters of segment `s` to the device that no slot there holds."""
     streamed = [b for b in spec.layout.weights_of(s) if spec.places[b].streamed]
     for place in (spec.places[b] for b in emit.at.ring("weight_slot").take(streamed)):
         yield from _read_weights(emit, place)
@@ -344,7 +344,7 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 
 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
-    """Reduce a bucket's gradient, sum its squares, and send it to where it is updated, or accumulated first."""
+    """Reduce bucket `b`'s gradient, sum its squares, and send it to where it is updated, or accumulated first."""
     place, last = spec.places[b], m == spec.settings.micro_batches - 1
     complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
     begins = d == 0 or place.apart  # a sum of its own
@@ -390,7 +390,7 @@ def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iter
 
 
 def _at_home(made: Update) -> Update:
-    """A decorator: `made` yields a bucket's operations for the device on which the bucket lives."""
+    """A decorator of `made`: the operations it yields for a bucket are on the device where that bucket lives."""
 
     @wraps(made)
     def at_home(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
@@ -405,7 +405,7 @@ def _at_home(made: Update) -> Update:
 def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Update bucket `b`: its optimizer state, and its parameters on all devices.
 
-    One of whole matrices only begins: the device makes them orthogonal while the host begins with the next bucket.
+    An update of whole matrices only begins here: the device orthogonalizes them while the host begins the next one.
     """
     place = spec.places[b]
     # The slot of a state that lives elsewhere is occupied until its update has ended.
@@ -466,7 +466,7 @@ def _update_offloaded(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 
 
 def _decide(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """Tail of a deferred step: norm, decision, updates of resident buckets, module buffers, publish."""
+    """The end of a deferred step: norm, decision, updates of resident buckets, module buffers, publish."""
     yield emit.global_norm()
     yield emit.decide()
     yield from _update_all(spec, emit, sorted(spec.resident, reverse=True))

@@ -60,8 +60,8 @@ def _forward_of(spec: StepSpec, i: Index) -> int:
 
 
 def _square_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of the exact sums of a bucket's squared gradient: one sum, or one for each parameter; at least the room
-    of a norm for each parameter, which a device has instead."""
+    """Bytes of the exact sums of a bucket's squared gradient: one sum, or one for each parameter if their norms are
+    wanted; at least room for a norm of each parameter, which a device stores instead."""
     parameters, row = len(spec.layout.buckets[i[-1]].spans), SUM_PARTS * FP64
     return row * (parameters if spec.settings.norms else max(1, -(-FP32 * parameters // row)))
 
@@ -89,7 +89,7 @@ def _delayed(spec: StepSpec, i: Index) -> Lifetime:
 
 
 def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
-    """The row of a gradient that waits for its update."""
+    """The row of `REGIONS` for a bucket's gradient that waits in `tier` for its update."""
     return Row(
         lambda spec, i: spec.places[i[-1]].waiting_bytes,
         *(tier, _delayed),
@@ -99,7 +99,7 @@ def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
 
 
 def _slot(tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Row:
-    """The row of a staging slot in `tier`, of `dtype`, or of the dtype of most parameters."""
+    """The row of `REGIONS` for staging slots in `tier`, of `dtype`, by default that of the precision set."""
     return Row(0, tier, "program", dtype or (lambda spec, _: spec.settings.precision), role)
 
 
@@ -206,7 +206,7 @@ T = TypeVar("T")
 
 
 def _once(make: Method) -> Method:
-    """A decorator that caches the regions a method makes of equal arguments: operations share them."""
+    """A decorator that caches the regions that a method makes, by its arguments, so that operations share them."""
 
     @wraps(make)
     def made(self: "Regions", *args: Any) -> Any:
@@ -220,7 +220,7 @@ def _once(make: Method) -> Method:
 
 @define
 class Regions:
-    """The regions of one spec, and, as a step goes on, the slot that each item has in the rings of staging slots.
+    """The regions of one spec and, while a recipe yields operations, which item each staging slot holds.
 
     `device` is the number of the device whose operations are made now: regions on a device that have no fixed one
     are on `device`.
@@ -263,7 +263,7 @@ class Regions:
         return device if tier == "device" or self.spec.mesh.over_ranks else 0
 
     def number(self, verb: str, *index: int) -> int:
-        """The number of earlier operations of this verb and index: the first index of a repeated operation."""
+        """How often this operation was made before: the number that comes first in the index of a repeated one."""
         self.times[verb, index] += 1
         return self.times[verb, index] - 1
 
@@ -273,8 +273,8 @@ class Regions:
         return self.some("constants", *([self.device] if self.device else []))
 
     def received(self, buffer: str, way: str, m: int, s: int) -> Region:
-        """The input of segment `s` ("act"), or its gradient ("grad_act"), for a pass of this device: as the pass
-        before makes it here, or as another device sends it."""
+        """The region with the input of segment `s` ("act") or its gradient ("grad_act") that a pass on this device
+        reads: where this device made it, or where it arrives from another."""
         if self.spec.mesh.device_of(way, m, s if way == F else s - 1) != self.device:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
@@ -336,7 +336,7 @@ class Regions:
         return (self.slot_of("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
-        """Host memory of this device for the keys of a row, if the passes of segment `s` keep keys there."""
+        """Host memory where segment `s` on this device keeps keys and values of a row in tiles; () if none."""
         own = [self.device] if self.device else []
         return (self("host_keys", *own),) if self.spec.costs[s].key_bytes else ()
 
@@ -358,7 +358,7 @@ class Regions:
         return evolve(total, buffer="tied_sum", index=(b, d), lifetime="program")
 
     def gradient_to_apply(self, b: int) -> Region:
-        """The gradient of bucket `b` that waits for its update, in memory; in a page if the disk has it."""
+        """The gradient of bucket `b` that waits for its update, in memory, or in a staging slot for the disk."""
         return self.waiting(b) if self.spec.places[b].gradient != "disk" else self.slot_of("grad_page", b)
 
     def applied(self, b: int) -> Region:
@@ -379,8 +379,8 @@ class Regions:
         return self("grad_sum" if place.added else "host_grad", b)
 
     def state(self) -> Iterator[Region]:
-        """The regions of a State, which have the lifetime "state" in operations of any recipe; of a rank in a
-        pipeline those of its stage."""
+        """The regions of a State, which have the lifetime "state" in operations of any recipe; on a rank of a
+        pipeline, those of its stage."""
         return of_stage(self._state(), self.spec.stage)
 
     def _state(self) -> Iterator[Region]:
@@ -430,7 +430,7 @@ class Regions:
 
     @_once
     def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
-        """Buffer `x` of this rank's state of bucket `b`, or `EMA`, in the state's tier; pinned if `copied`."""
+        """Buffer `x` (or `EMA`) of this rank's state of bucket `b`, in the state's tier; pinned if `copied`."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
         role = "ema" if x == EMA else "state"
@@ -443,7 +443,8 @@ class Regions:
         return next(r for r in self.bucket_state(b) if r.buffer == HIGH_HALF)
 
     def paged(self, b: int) -> tuple[Region, ...]:
-        """The slot of bucket `b`'s state, if that lives on the disk; of a frozen bucket on the disk, its page."""
+        """The slot of bucket `b`'s state, if that is on the disk; of a frozen bucket on the disk, the
+        parameters'."""
         place = self.spec.places[b]
         if place.state == "disk":
             return (self.slot_of("state_slot", b),)
@@ -457,7 +458,7 @@ class Regions:
         return (*self.bucket_state(b), *average)
 
     def written(self, b: int) -> Region:
-        """A region with the bytes that a checkpoint writes of bucket `b`."""
+        """A region on the disk as large as what a checkpoint writes of bucket `b`."""
         place = self.spec.places[b]
         nbytes = sum(place.shard_bytes if r.role == "params" else r.nbytes for r in self.saved(b))
         nbytes += self.spec.extents[b].moved_bytes if "disk" in (place.state, place.params) else 0
@@ -465,7 +466,7 @@ class Regions:
 
 
 def _open_sums(spec: StepSpec, device: int) -> int:
-    """The most segments at any time through which `device` has passed some micro-batches back, not all."""
+    """The most segments at once with gradients of some micro-batches, not of all, added up on `device`."""
     most, counts = 0, Counter[int]()
     for x in spec.passes if spec.mesh.made_on else ():
         if x.way in (B, W) and x.device == device and x.ended:
@@ -477,8 +478,8 @@ def _open_sums(spec: StepSpec, device: int) -> int:
 
 
 def rings(at: Regions, device: int) -> Iterator[Ring]:
-    """The rings of slots of `device`, those of `USED_WHOLLY` first: bytes of each item that passes through, and how
-    many items in a row have slots of their own. Rings on a device have the items of its passes."""
+    """Yield the rings of staging slots of `device`, those of `USED_WHOLLY` first, each with the bytes of its items
+    and how many in a row have slots of their own. A ring on a device has only items of that device's passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
     slots = settings.slots
 

@@ -77,13 +77,11 @@ def make_setting(
     tries: tuple[Any, ...] = (),
     **more: Any,
 ) -> Any:
-    """An attrs field for a setting. Its flag is checked like the setting, but takes "auto" only where a command
-    offers it. `more` are further arguments of its Option.
+    """An attrs field for a setting, with its flag for commands: an Option in `group` with arguments `more`, no flag
+    without a `group`. The flag is checked like the setting, but takes "auto" only where a command offers it.
 
     `tries` are the values that the planner tries, those that take most memory of the device first; "auto" stands
-    for what it computes.
-
-    `detail` is added to `help` in documentation, `note` in the help of commands. Without a `group` it has no flag.
+    for what it computes. `detail` is added to `help` in documentation, `note` in the help of commands.
     """
     typed = evolve(check, names=[x for x in check.names if x != AUTO]) if isinstance(check, OneOf) else check
     option = Option(group, help + note, typed, **more)
@@ -92,7 +90,7 @@ def make_setting(
 
 
 def tile_counts(tokens: int) -> list[int]:
-    """The numbers of tiles that "auto" stands for in a row of `tokens` tokens, the fewest first: divisors of it.
+    """The numbers of tiles that "auto" tries for a row of `tokens` tokens, the fewest first: divisors of `tokens`.
 
     >>> tile_counts(3000), tile_counts(1)
     ([1, 4, 5], [1])
@@ -103,7 +101,7 @@ def tile_counts(tokens: int) -> list[int]:
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
-    """`schedule`, or the default schedule on a CPU or on an accelerator where it is BY_DEVICE."""
+    """`schedule`, or if that is BY_DEVICE the name of the default schedule on a CPU or on an accelerator."""
     return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
 
 
@@ -123,7 +121,7 @@ def name_or_callable(signature: str, name: str, value: Any) -> Any:
 
 
 def order_or_group_size(name: str, value: Any) -> Any:
-    """Check `order`: a name, a callable, or a number of micro-batches, also as text or the order that it makes."""
+    """Check setting `order`: a name, a callable, or the number of micro-batches in a group, which may be text."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     value = value.size if isinstance(value, InGroups) else value
@@ -132,7 +130,7 @@ def order_or_group_size(name: str, value: Any) -> Any:
 
 
 def word_or_number(words: tuple[str, ...], other: str, check: Check) -> Check:
-    """A check that a value is one of `words`, or a number, also as text, that `check` takes (`other` in errors)."""
+    """A check of a setting: one of `words`, or a number, also as text, that `check` takes (`other` in errors)."""
 
     def either(name: str, value: Any) -> Any:
         if not isinstance(value, str):
@@ -165,7 +163,7 @@ def size_or_names(name: str, value: Any) -> int | str:
 
 
 def globs_of_names(name: str, value: Any) -> tuple[str, ...]:
-    """Check globs of parameter names: a list, or a text joined by commas; returns a tuple."""
+    """Check setting `name`: globs of parameter names, as a list or as text with commas; return them as a tuple."""
     texts: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
     if not all(isinstance(text, str) for text in texts):
         refuse(name, f"{value!r}", "globs of names", "pass such as '*norm*,*.router'", SettingTypeError)
@@ -176,7 +174,7 @@ def globs_of_names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def swap_folders(name: str, value: Any) -> tuple[str, ...]:
-    """Check `swap`: a folder, or one per drive; returns a tuple of paths."""
+    """Check setting `swap`: the path of a folder, or a list with one for each drive; return a tuple of paths."""
     folders: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
     for folder in folders:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):  # pyright: ignore

@@ -363,7 +363,7 @@ class StepSettings:
 
     @property
     def state_slots(self) -> int:
-        """The number of buckets whose state has room where it passes: one arrives, one is updated, one leaves."""
+        """The number of staging slots for a bucket's state: while one arrives, one is updated and one leaves."""
         return self.slots + 1
 
     @property
@@ -472,19 +472,19 @@ class StepSettings:
         return "uint8" if bucket.is_bytes else "fp32" if bucket.in_fp32 else self.precision
 
     def check_shares(self, num_segments: int) -> None:
-        """Raise ValueError if a share of `recompute` or `activations_on` has none of the segments."""
+        """Raise ValueError if `recompute` or `activations_on` has a share so small that it is no whole segment."""
         for name in ("recompute", "activations_on"):
             if not every_part_has_one(text := getattr(self, name), num_segments):
                 got = f"{text!r} for {num_segments} segments"
                 refuse(name, got, "shares that have a segment each", "leave some out, or change the numbers")
 
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
-        """Settings with a place for each that is "auto": nearest to the device first, what moves fewest bytes
-        before others (activations, gradients, parameters, state), without contradictory ones. `recompute` "auto" is
-        as little as can be in each place; `others` are tried instead of CHOICES, by name.
+        """Yield these settings with a place for each that is "auto", those nearest to the device first. What moves
+        fewest bytes leaves it first: activations, then gradients, parameters, state. Contradictory settings are
+        left out, `recompute` "auto" is as little as possible; `others` are values to try instead of CHOICES, by
+        name.
 
-        Nothing goes to the disk without `disk`. Parameters that leave the devices of several ranks do so in slices:
-        stage 3.
+        Nothing goes to the disk without `disk`. Over several ranks, parameters leave the device in slices: stage 3.
         """
         choices = {
             name: [x for x in tiers if disk or x != DISK]
@@ -501,13 +501,13 @@ class StepSettings:
                 yield self.at(**changes, **({"stage": 3} if sliced else {}))
 
     def at(self, **places: Any) -> "StepSettings":
-        """The settings with these `places`; `swap` is left out where no place needs it."""
+        """These settings with others for `places`, by name; without `swap` if no place is the disk."""
         settings = evolve(self, swap=(), **places)
         return evolve(settings, swap=self.swap) if settings.needs_folders else settings
 
     @property
     def automatic(self) -> list[str]:
-        """The names of the settings in CHOICES that are "auto"."""
+        """The names of the settings among CHOICES whose value is "auto"."""
         return [name for name in CHOICES if getattr(self, name) == AUTO]
 
     @property
@@ -530,13 +530,13 @@ class StepSettings:
 
     @property
     def stages(self) -> int:
-        """The number of devices that micro-batches pass, in one process or, with pp, in several ranks."""
+        """The number of devices in a pipeline: devices of one process or, with pp, stages of several ranks."""
         return max(self.devices, self.pp)
 
     @property
     def group_size(self) -> int:
-        """The number of micro-batches that pass a segment of one device one after another before the next
-        segment; 1 with several devices."""
+        """The number of micro-batches that pass a segment one after another before the next segment, on one device;
+        1 with several devices."""
         if self.stages > 1:
             return 1
         usual = ONE_DEVICE["vertical" if self.streams else "horizontal"]
@@ -570,8 +570,8 @@ class StepSettings:
 
 
 def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str, str]]:
-    """Settings that exclude each other: one, whether it is given, another, whether it is, what is expected, what to
-    do."""
+    """Pairs of settings that exclude each other: one's name, whether it is set, the other's name, whether it is
+    set, the values expected of the first, and advice."""
     off_device, in_memory = s.params_on in ("host", DISK), not s.pages_state and s.state_on != AUTO
     left = "what backward keeps would be parameters of forward, which have left the device by then"
     for name, given, why in (
@@ -629,5 +629,5 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
 
 
 def named_settings() -> "dict[str, Attribute[Any]]":
-    """The fields that `zfunc.compile` takes by name: all but those of the optimizer."""
+    """The fields of StepSettings that `zfunc.compile` takes by name: all but those that the optimizer has."""
     return {f.name: f for f in fields(StepSettings) if f.name not in OF_OPTIMIZER}

@@ -18,7 +18,7 @@ from zfunc.options import AUTO, OneOf
 
 @cache
 def shares_of(text: str) -> dict[str, Fraction]:
-    """The share of each word of a checked `text`, 0 to 1; what is "auto" is 0.
+    """The share, 0 to 1, of each word of a checked `text` such as "device:0.25,host"; 0 for a share of "auto".
 
     >>> {word: float(share) for word, share in shares_of("disk:0.25,host,device:0.5").items()}
     {'disk': 0.25, 'host': 0.25, 'device': 0.5}
@@ -30,7 +30,7 @@ def shares_of(text: str) -> dict[str, Fraction]:
 
 
 def words_of(text: str) -> list[str]:
-    """The word of each part of `text`.
+    """The words of `text`, such as "device:0.25,host", in order and without their shares.
 
     >>> words_of("disk:0.25,host")
     ['disk', 'host']
@@ -39,7 +39,7 @@ def words_of(text: str) -> list[str]:
 
 
 def part_of(text: str, n: int, count: int) -> int:
-    """The number of the part of `text` that item `n` of `count` belongs to.
+    """Which part, from 0, of `text`, such as "device:0.25,host", item `n` of `count` belongs to.
 
     >>> [part_of("host:0.75,device", n, 4) for n in range(4)], [part_of("host,device", n, 5) for n in range(5)]
     ([0, 0, 0, 1], [0, 0, 0, 1, 1])
@@ -49,7 +49,7 @@ def part_of(text: str, n: int, count: int) -> int:
 
 @cache
 def word_of(text: str, n: int, count: int) -> str:
-    """The word of `text` for item `n` of `count`.
+    """The word that `text`, such as "device:0.25,host", has for item `n` of `count`.
 
     >>> word_of("host:0.75,device", 3, 4)
     'device'
@@ -58,7 +58,7 @@ def word_of(text: str, n: int, count: int) -> str:
 
 
 def every_part_has_one(text: str, count: int) -> bool:
-    """Whether each part of `text` has at least one of `count` items.
+    """Whether each part of `text`, such as "device:0.25,host", has at least one of `count` items.
 
     >>> every_part_has_one("host:0.75,device", 2), every_part_has_one("host:0.75,device", 4)
     (False, True)
@@ -67,7 +67,7 @@ def every_part_has_one(text: str, count: int) -> bool:
 
 
 def as_shares(words: Sequence[str]) -> str:
-    """The text that has these `words` for as many items, without numbers where its parts are equal.
+    """The text of shares that gives each of as many items its word of `words`; without numbers if all are equal.
 
     >>> as_shares(["disk", "host", "host", "host"]), as_shares(["disk", "disk", "host", "host"])
     ('disk:0.25,host', 'disk,host')
@@ -83,7 +83,7 @@ def as_shares(words: Sequence[str]) -> str:
 
 @cache
 def _ends(text: str) -> tuple[Fraction, ...]:
-    """The end of each part, from 0 to 1."""
+    """For each part of `text`, such as "device:0.25,host", the fraction of the items, 0 to 1, at which it ends."""
     numbers = [part.partition(":")[2] for part in text.split(",")]
     given = [Fraction(0 if x == AUTO else x) if x else None for x in numbers]
     rest = 1 - sum((x for x in given if x is not None), Fraction(0))
@@ -96,10 +96,10 @@ def _ends(text: str) -> tuple[Fraction, ...]:
 
 @frozen
 class InShares(OneOf):
-    """A check that a value is one of `names`, or several with shares, as a text or a list; "auto" is alone."""
+    """A check of one of `names`, or of several with shares, "host:0.25,device" or such a list; "auto" is alone."""
 
     def __call__(self, name: str, value: Any) -> str:
-        """Return `value` as a text in the grammar of shares; raises ValueError for another, or an unknown word."""
+        """Return `value` as text such as "host:0.25,device"; ValueError for a wrong share or an unknown word."""
         parts: list[Any] = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, list | tuple) or not parts:  # pyright: ignore
             parts = [value]
@@ -125,13 +125,13 @@ class InShares(OneOf):
 
 @frozen
 class InTiers(OneOf):
-    """A check that a value is one of `names`, the nearest place first, or a share of one and the rest in the next.
+    """A check of one of the places `names`, the nearest first, or of a share of one and the rest in the next.
 
     "device:auto,host", as much on the device as fits, is taken where "auto" is.
     """
 
     def __call__(self, name: str, value: Any) -> str:
-        """Return `value` as a text in the grammar of shares; raises ValueError for another place or share."""
+        """Return `value` as text such as "device:0.25,host"; ValueError for another place or a wrong share."""
         if not isinstance(value, str) or "," not in value:
             return super().__call__(name, value)
         places = [x for x in self.names if x != AUTO]
@@ -159,7 +159,7 @@ class InTiers(OneOf):
 
 
 def two_tiers(near: str, share: float, far: str) -> str:
-    """A text with `share` (0 to 1) in the place `near` and the rest in `far`, which is named where it is the disk.
+    """The text for `share` (0 to 1) in place `near` and the rest in `far`, left out if it is "host" and empty.
 
     >>> two_tiers("device", 0.25, "host"), two_tiers("device", 0, "host"), two_tiers("device", 1, "host")
     ('device:0.25,host', 'host', 'device')

@@ -36,8 +36,8 @@ from zfunc.values import of_type
 def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | None = None) -> Timeline:
     """The timeline of `plan` on `hardware`, in seconds. Raises PlanError if the plan deadlocks.
 
-    `alone` are the seconds of each operation of the graph, running alone; without it, they are the hardware's.
-    Linear in operations times lanes.
+    `alone[i]` is the time in seconds that operation `i` of the graph takes alone, by default what `hardware`
+    computes. Takes time linear in operations times lanes.
 
     >>> from zfunc.core.graph import Op
     >>> from zfunc.core.plan import build
@@ -92,7 +92,7 @@ def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[fl
 
 
 def _locks(graph: Graph) -> "list[Running]":
-    """For each operation, the Python lock with which it is issued: one lock a process."""
+    """For each operation, the lock of Python (GIL) that issuing it takes, one for each process."""
     over_ranks = any(r.of_rank for r in graph.regions)
     return [("issue", op.device if over_ranks else 0) for op in graph]
 
@@ -113,7 +113,7 @@ WAKING = -1  # in the place of an operation
 
 
 class Speeds:
-    """The speed of operations by kind and device, and of those with Python's lock, given how many of each run."""
+    """Speeds of running operations by kind and device, or Python's lock, given their counts; 1 is as if alone."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._shared: list[tuple[Mapping[Any, float], int | None]] = [
@@ -122,7 +122,7 @@ class Speeds:
         self._cache: dict[tuple[tuple[Running, int], ...], dict[Running, float]] = {}
 
     def of(self, counts: Mapping[Running, int]) -> dict[Running, float]:
-        """Speeds of running operations, given their counts; above 0 and at most 1, the speed of one alone.
+        """The speed of each kind of running operation, given their counts: above 0, and at most 1, as alone.
 
         >>> on = Hardware("cpu", flops=1.0, rates=ROUND.rates, shared={"cores": {"compute": 1.0, "host": 0.5}})
         >>> Speeds(on).of({("compute", 0): 1, ("host", 0): 1})["compute", 0]
@@ -150,8 +150,8 @@ class Speeds:
 
 @define
 class _Running:
-    """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` its work, or issuing
-    it, ends at `end`, and `rest` seconds follow."""
+    """A running operation. At time `since` it had `left` seconds of work, or of issue by Python, to go at speed 1;
+    at `speed` they end at `end`. After an issue, `rest` seconds of work follow."""
 
     op: int
     on: Running
@@ -165,7 +165,7 @@ class _Running:
 
 @define
 class _Run:
-    """The state of a simulation. The `end` of an operation changes only with its speed, so it is exact."""
+    """The state of one plan's simulation. Only a new speed changes an operation's `end`, which so is exact."""
 
     plan: Plan
     alone: Sequence[float]
@@ -227,7 +227,7 @@ class _Run:
         self.idle[lane] = False
 
     def advance(self) -> None:
-        """Advance to the next end or hand-off, start the operations it unblocks, and share resources again."""
+        """Advance to the next end or hand-off, start the operations that it unblocks, and update all speeds."""
         now = self.handed[0][0] if self.handed else math.inf
         for r in self.running:
             if r.end < now:

@@ -23,7 +23,7 @@ ANYWHERE: Mapping[int, int] = {}
 
 
 def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[list[int]]:
-    """Items in classes of similar size, the largest first: a class has sizes above half its largest, of one kind.
+    """Items, by their `sizes`, in classes of one kind, the largest first: each above half the largest of its class.
 
     >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40}, {})
     [[0], [2, 1, 4], [3]]
@@ -41,10 +41,10 @@ def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[lis
 
 @define(eq=False)
 class Ring:
-    """Staging slots given to items in turn: an item gets the slot of its class that was used longest ago.
+    """Staging slots for items, such as buckets: an item gets the slot of its size class that was used longest ago.
 
-    A slot is the `region` with its number and room, and the dtype of its items; one that is not kept has no memory,
-    and only counts.
+    A slot is the `region` with a number, the room of its class and the dtype of its items. Slots of a region that
+    is not kept have no memory: they limit how many items are there.
     """
 
     region: Region
@@ -76,7 +76,7 @@ class Ring:
         depth: int,
         dtypes: Mapping[int, Dtype] = ALIKE,
     ) -> "Ring":
-        """A ring for items that are used again, with slots for `depth` of the `groups` used together.
+        """A ring for items that are used again, with room for any `depth` of the `groups` of items used together.
 
         >>> ring = Ring.reused(Region("slot"), {0: 64, 1: 64, 2: 64}, [[0], [1], [2]], depth=2)
         >>> [ring.take([item]) for item in (0, 1, 2, 2, 1, 0)]
@@ -98,8 +98,8 @@ class Ring:
         dtypes: Mapping[int, Dtype] = ALIKE,
         homes: Mapping[int, int] = ANYWHERE,
     ) -> "Ring":
-        """A ring for items that pass through in this `order`: any `depth` items in a row have different slots.
-        Items of two `homes` share no slot.
+        """A ring for items that pass once in this `order`: any `depth` items in a row have different slots, as have
+        items of different `homes` (devices).
 
         Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
 
@@ -139,7 +139,7 @@ class Ring:
         return slot
 
     def take(self, items: Sequence[int]) -> list[int]:
-        """Give each item of a group a slot of its own; returns the items that no slot had held."""
+        """Give each item of a group a slot of its own; return those that had none, so that they are fetched."""
         new = [x for x in items if x not in self._held]
         for item in (*(x for x in items if x in self._held), *new):
             self.give(item)

@@ -43,7 +43,7 @@ class RowsOutput:
 
 @frozen
 class PassCost:
-    """The cost of a pass through a segment: the figures of its operation (`zfunc.core.graph.Op`).
+    """The cost of a pass through a segment, in fields as those of its operation (`zfunc.core.graph.Op`).
 
     `nbytes` is what its kernels read and write, `workspace` the most that it allocates beside its inputs and
     outputs.
@@ -57,7 +57,7 @@ class PassCost:
     copied_bytes: int = 0
 
     def beside(self, nbytes: int) -> "PassCost":
-        """The cost of the pass with `nbytes` of its workspace counted as regions of their own."""
+        """This cost with `nbytes` less of workspace, which regions of their own account for."""
         return evolve(self, workspace=max(0, self.workspace - nbytes))
 
 
@@ -69,7 +69,7 @@ class SegmentCost:
     `recomputed_bytes`; `backward_input` and `backward_weight` are the halves of a split backward, between which
     `pending_bytes` are kept. `residual_bytes` are kept after forward beside the output, 0 if backward recomputes;
     `stash_bytes` is what backward needs of forward: input, residuals, and an output among these (`keeps_output`).
-    `key_bytes` is the host memory of any pass for keys of a row.
+    `key_bytes` is the host memory that a pass needs for keys and values of a row in tiles.
     """
 
     forward: PassCost = PassCost()
@@ -171,12 +171,12 @@ class StepSpec:
 
     @cached_property
     def _placed(self) -> "StepSpec | None":
-        """The spec `like` if it has the very objects that decide which device makes a pass and where data is."""
+        """The spec `like`, if its fields `PLACING` are the same objects, and so its mesh and places; else None."""
         return self.like if all(getattr(self.like, x, None) is getattr(self, x) for x in PLACING) else None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The devices of the step, and which passes each of them makes."""
+        """The devices of the step, and which passes (forwards, backwards and their parts) each of them makes."""
         if self._placed is not None:
             return self._placed.mesh
         return DeviceMesh(self.layout, self.settings, self.world, self.order, self.stage, self.peers)
@@ -261,7 +261,7 @@ class StepSpec:
 
     @cached_property
     def first_on_disk(self) -> frozenset[int]:
-        """The first bucket that a step reads from the disk, if any; with pp, the first of each stage."""
+        """The first bucket with state or parameters on the disk, if any; with pp, the first of each stage."""
         there = [x for x in self.places if "disk" in (x.state, x.params)]
         return frozenset({x.home if self.mesh.over_ranks else 0: x.index for x in reversed(there)}.values())
 
@@ -286,7 +286,7 @@ class StepSpec:
 
     @cached_property
     def grad_bytes(self) -> tuple[int, ...]:
-        """For each segment, bytes of its gradients on the device as separate tensors."""
+        """For each segment, the bytes on the device of the gradients of its weights, as separate tensors."""
         layout = self.layout
 
         def of(s: int, names: frozenset[str]) -> int:

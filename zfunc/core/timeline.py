@@ -47,14 +47,14 @@ class Timeline:
         return in_notebook("timeline", self)
 
     def text(self, width: int = 100) -> str:
-        """A picture of the step in letters, `width` columns wide: a row a lane, a time axis, a legend.
+        """A text diagram of the step, `width` columns wide: a row for each lane, a time axis, a legend.
 
         Raises ValueError for a width that is too small.
         """
         return above("text")(self, width)
 
     def svg(self, title: str = "", width: int = 1200) -> str:
-        """A picture of the step as an SVG file, `width` px wide. Raises ValueError for a width below 400."""
+        """An SVG diagram of the step, as text, `width` px wide. Raises ValueError for a width below 400."""
         return above("svg")(self, title=title, width=width)
 
     @cached_property
@@ -72,7 +72,7 @@ class Timeline:
         return (e for e in self.events if e.lane == lane)
 
     def busy(self, lane: str) -> float:
-        """The share of the step, 0 to 1, in which `lane` ran an operation."""
+        """The fraction of the step's duration, 0 to 1, in which `lane` ran an operation."""
         return self.busy_seconds.get(lane, 0.0) / self.seconds if self.seconds else 0.0
 
     @cached_property
@@ -91,7 +91,7 @@ class Timeline:
         return [e for e in self.events if e.kind in kinds]
 
     def hidden(self, *kinds: Kind) -> float | None:
-        """The share, 0 to 1, of the time with operations of `kinds` in which compute ran too; None without any.
+        """The share, 0 to 1, of the time of operations of `kinds` in which compute ran, too; None if none ran.
 
         >>> events = Event("gpu", "use", "compute", 0.0, 2.0), Event("bus", "move", "d2h", 1.0, 5.0)
         >>> Timeline(events, "measured").hidden("d2h", "h2d")
@@ -104,7 +104,7 @@ class Timeline:
 
 
 def _covered(events: Collection[Event]) -> float:
-    """The seconds in which at least one of `events` ran."""
+    """The seconds in which at least one of `events` ran, an overlap counted once."""
     seconds, until = 0.0, 0.0
     for e in sorted(events, key=lambda e: e.start):
         seconds += max(0.0, e.end - max(e.start, until))

@@ -9,10 +9,10 @@ Moved = Iterable[tuple[Hashable, int]]  # memory, and how many bytes of it
 
 @define
 class Traffic:
-    """Adds up the bytes of device memory that kernels read and write, one kernel after another.
+    """Adds up the bytes of device memory that the kernels of a pass read and write, one kernel after another.
 
-    Of a `compiled` pass, kernels in a row that can be fused are one: it reads what it is given once and writes what
-    others read.
+    In a `compiled` pass, consecutive kernels that can be fused count as one, which reads each input once and writes
+    what other kernels read.
 
     >>> for compiled in (False, True):
     ...     traffic = Traffic(compiled)

@@ -31,7 +31,7 @@ def plan_with(schedule: Schedule, graph: Graph) -> Plan:
 
 
 def verify(plan: Plan) -> Plan:
-    """Return `plan` if it is correct; else PlanError with operations, region, lanes and the marked plan.
+    """Return `plan` if any timing gives the serial result; else PlanError with operations, region, lanes and plan.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -98,8 +98,8 @@ def _dropped(plan: Plan, i: int) -> str:
 
 
 def _defined(plan: Plan) -> Iterator[str]:
-    """Error texts for regions that are read before they are written: all but a State and inputs of the step, as
-    staging is not valid beyond one step."""
+    """Error texts for regions that an operation reads before any has written them, unless they are part of a State
+    or inputs of the step; content of staging slots is not valid beyond one step."""
     regions = plan.graph.regions
     written = {n for n, r in enumerate(regions) if r.lifetime in ("state", "value")}
     for i, (reads, writes) in enumerate(plan.graph.accesses):
