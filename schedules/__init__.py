@@ -46,11 +46,11 @@ __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "Sha
 
 
 def make_order(order: str | int | Order) -> Order:
-    """The order of passes: the class of `ORDERS` with the name `order`, or the file if `order` ends in .csv; one
-    device's, by name or number, in groups of micro-batches; an order object is returned as it is. "by-device" is
-    that of several devices.
+    """The order of passes for setting `order`: a class of `ORDERS` by its name; "by-device", the usual one of
+    several devices; a file whose name ends in .csv; "horizontal", "vertical" or a number, for micro-batches in
+    groups on one device. An order object is returned as it is.
 
-    After a name and a colon come the numbers of segments of the stages, for RoundPipe forward/backward.
+    A name may have a colon and the numbers of segments of the stages behind it, for RoundPipe as forward/backward.
 
     >>> make_order("OneFOneB:5,4"), make_order("RoundPipe:2,2/1,2,2").backward
     (OneFOneB(cut=(5, 4)), (1, 2, 2))
@@ -78,7 +78,7 @@ def make_order(order: str | int | Order) -> Order:
 
 
 def order_name(order: str | int | Order) -> str:
-    """Text of an order of passes: the text from which `make_order` makes the same order, if there is one.
+    """Text of an order of passes: the one from which `make_order` makes the same order, if there is one.
 
     >>> order_name(OneFOneB((5, 4))), order_name(ZeroBubble(2))
     ('OneFOneB:5,4', 'ZeroBubble(stages=2, cut=())')

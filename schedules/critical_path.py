@@ -28,7 +28,7 @@ from .plain import Interleaved, Overlapped
 
 @frozen
 class CriticalPath:
-    """One lane for each kind, of each device, in the order of a simulated step that runs the longest chains first.
+    """A schedule: a lane for each kind of operation and device, where those that begin the longest chains go first.
 
     List scheduling by upward rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). On `hardware` the plan is at least
     as fast as `Overlapped` and `Interleaved`, and needs on no tier more memory than the larger of the two.
@@ -66,7 +66,7 @@ def upward_ranks(graph: Graph, seconds: list[float], handoff: float = 0.0) -> li
 
 
 def _in_order(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Pairs (earlier, later) of compute operations on transient memory of one device, which keep their order."""
+    """Pairs (earlier, later) of a device's compute operations on transient memory, whose order is kept."""
     last: dict[int, int] = {}
     for i, op in enumerate(graph):
         if op.kind == "compute" and not all(r.kept for r in op.regions):
@@ -77,7 +77,7 @@ def _in_order(graph: Graph) -> Iterator[tuple[int, int]]:
 
 @define
 class _ListScheduler:
-    """A simulated step: the ready operations of each lane, and the times of future ends and hand-offs."""
+    """A step simulated for list scheduling: ready operations of each lane, times of future ends and hand-offs."""
 
     graph: Graph
     hardware: Hardware

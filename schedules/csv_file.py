@@ -26,7 +26,7 @@ CELL = re.compile(rf"|{PASS}|\({PASS}(;{PASS})*\)OVERLAP_F_B|{DERIVED}")
 class FromCSV:
     """The order of passes in the CSV file `path`, as `_dump_csv` of torch.distributed.pipelining writes it.
 
-    `cut` has the number of segments of each stage; without it the numbers are as equal as possible.
+    `cut` has the number of segments of each stage; without it, stages are as equal as possible.
     """
 
     path: str = field(converter=os.fspath)
@@ -54,7 +54,7 @@ class FromCSV:
 
 
 def write_csv(path: str | os.PathLike[str], order: Sequence[Passes], stages: Sequence[range] = ()) -> None:
-    """Write the passes of each device to the CSV file `path`; `stages` are ranges of segments (default: 1)."""
+    """Write `order`, passes by device, to the CSV file `path`; `stages` are ranges of segments, by default of 1."""
     stages = stages or [range(s, s + 1) for s in range(1 + max(s for own in order for _, _, s in own))]
     begin = {F: {own[0]: k for k, own in enumerate(stages)}}
     last = {own[-1]: k for k, own in enumerate(stages)}

@@ -16,7 +16,7 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class DualPipeV:
-    """The order of github.com/deepseek-ai/DualPipe; with fewer micro-batches than stages, without the surplus.
+    """DualPipeV's order of passes (github.com/deepseek-ai/DualPipe), also for fewer micro-batches than stages.
 
     `cut` has the number of segments of each stage; there are two stages on each device.
     """

@@ -11,10 +11,10 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class GPipe:
-    """GPipe: a stage of consecutive segments on each device; all forwards of the step, then all backwards.
+    """GPipe's order: a stage of consecutive segments on each device; all forwards of the step, then all backwards.
 
-    `cut` has the number of segments of each stage; without it the numbers are as equal as possible. Each device
-    keeps the activations of all micro-batches until backward.
+    `cut` has the number of segments of each stage; without it, stages are as equal as possible. Each device keeps
+    the activations of all micro-batches until backward.
     """
 
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])

@@ -13,7 +13,7 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class LoopedBFS:
-    """`stages` stages on each device, dealt in turn; all micro-batches pass a device's stage before its next stage.
+    """Looped BFS: `stages` stages on each device, dealt in turn; all micro-batches pass one before the next.
 
     Weights that are fetched for a stage serve all micro-batches. `cut` has the number of segments of each stage;
     where it is given, its length is the number of stages on all devices, and `stages` is ignored.

@@ -14,9 +14,9 @@ from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
 @frozen
 class OneFOneB:
-    """1F1B: a stage of consecutive segments on each device; a device is as many forwards ahead as stages follow.
+    """1F1B: a stage of consecutive segments on each device, which makes as many forwards ahead as stages follow it.
 
-    `cut` has the number of segments of each stage; without it the numbers are as equal as possible. No device keeps
+    `cut` has the number of segments of each stage; without it, stages are as equal as possible. No device keeps
     activations of more micro-batches than there are stages.
     """
 
@@ -44,7 +44,7 @@ class Interleaved1F1B:
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in the order of 1F1B."""
+        """The passes `(way, micro-batch, segment)` of each device, in the order of interleaved 1F1B."""
         stages = len(self.cut) // devices or self.stages
         size, order = min(devices, micro_batches), list[Passes]()
         for d in range(devices):

@@ -20,7 +20,7 @@ def _by(lane: Callable[[Op], str], graph: Graph) -> dict[str, list[int]]:
 
 @frozen
 class Serial:
-    """All operations on one lane, in the graph's order: the reference for all other schedules."""
+    """A schedule: all operations on one lane, in the graph's order, the reference for all other schedules."""
 
     def __call__(self, graph: Graph) -> Plan:
         """The plan of `graph` with all operations on the lane "serial"."""
@@ -29,7 +29,7 @@ class Serial:
 
 @frozen
 class Overlapped:
-    """One lane for each kind of operation, of each device, in graph order.
+    """A schedule: one lane for each kind of operation, of each device, in graph order.
 
     Backward, copies to the host, Adam and copies to the device run concurrently, as far as dependencies allow.
     """
@@ -41,7 +41,7 @@ class Overlapped:
 
 @frozen
 class TwoThreads:
-    """The lanes of `schedule`: the host's thread issues copies to the device too, and compute's those to the host.
+    """A schedule with the lanes of `schedule`, but "host" issues copies to the device, "compute" those to the host.
 
     For steps so small that Python bounds them: a thread need not wake another for what it issues itself. But a copy
     to the device is issued behind the update before it. Ranks of a pipeline keep a thread for each lane.
@@ -50,7 +50,7 @@ class TwoThreads:
     schedule: Callable[[Graph], Plan] = Overlapped()
 
     def __call__(self, graph: Graph) -> Plan:
-        """The plan of `graph` by `schedule`, with lanes of copies on the threads of others."""
+        """The plan of `graph` by `schedule`, with lanes of copies moved to the threads of host and compute."""
         plan = self.schedule(graph)
         if any(r.of_rank for r in graph.regions):
             return plan
@@ -65,7 +65,7 @@ class TwoThreads:
 
 @frozen
 class SharedCores:
-    """Compute, copies and the optimizer one after the other; the network, reads and writes on lanes of their own.
+    """A schedule: compute, copies and optimizer on one lane; the network, reads and writes on lanes of their own.
 
     The default on a CPU. There compute, copies and optimizer share the cores: separate lanes would not be faster,
     each brings a team of OpenMP threads, and every barrier of a team waits for a thread whose core another team
@@ -84,13 +84,13 @@ class SharedCores:
 
 @frozen
 class Interleaved:
-    """One lane for each kind of operation; compute in graph order, others by depth: about when ready.
+    """A schedule: a lane for each kind of operation, compute in graph order, others by depth, about when they are
+    ready.
 
     On a FIFO lane in graph order, the all_gather of one bucket, which waits for its Adam, blocks the reduce_scatter
     of the next, which is ready. The depth of an operation is the length of the longest chain of dependencies before
-    it, host operations counted twice. So reduces and copies to the host precede the gathers and
-    copies to the device, which wait for the host. Depth grows along every dependency, so no order by depth can
-    deadlock.
+    it, host operations counted twice. So reduces and copies to the host precede the gathers and copies to the
+    device, which wait for the host. Depth grows along every dependency, so no order by depth can deadlock.
     """
 
     def __call__(self, graph: Graph) -> Plan:

@@ -15,7 +15,7 @@ from .stages import Passes, cut_in_stages
 
 @frozen
 class RoundPipe:
-    """Stages dealt to the devices one by one, forward, then backward; rounds of as many micro-batches as devices.
+    """RoundPipe's order: stages of forward, then backward, dealt to devices in turn, as many micro-batches a round.
 
     `forward` and `backward` have the number of segments of each stage, both from the first segment on; the last
     stage of forward and the first of backward begin at one segment, as the last segment goes both ways on one

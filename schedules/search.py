@@ -20,20 +20,20 @@ from .plain import Interleaved, Overlapped, Serial
 
 @frozen
 class Search:
-    """The fastest of `schedules`, by default those for an accelerator, whose plan fits into memory of `hardware`.
+    """A schedule: the fastest of `schedules`, by simulation, whose plan fits into the memory of `hardware`.
 
-    If none fits, the schedule whose plan exceeds memory by the fewest bytes.
+    By default those for an accelerator are tried. If none fits, the plan that exceeds memory by the fewest bytes.
     """
 
     hardware: Hardware = ROUND
     schedules: tuple[Callable[[Graph], Plan], ...] = field(default=(), converter=tuple)
 
     def __call__(self, graph: Graph) -> Plan:
-        """The best plan of `graph` by simulation of all schedules; of equals the first, the simplest."""
+        """The best plan of `graph` by simulation of all schedules; of equal ones, that of the first schedule."""
         usual = (Serial(), Overlapped(), Interleaved(), CriticalPath(self.hardware))
         return min((schedule(graph) for schedule in self.schedules or usual), key=self._cost)
 
     def _cost(self, plan: Plan) -> tuple[int, float]:
-        """Cost of `plan`, compared as a tuple: bytes over the memory of the hardware, then simulated seconds."""
+        """Cost of `plan`, compared as a tuple: bytes that exceed the hardware's memory, then simulated seconds."""
         lacking = self.hardware.lacking({tier: peak.nbytes for tier, peak in peak_memory(plan).items()})
         return sum(lacking.values()), simulate(plan, self.hardware).seconds

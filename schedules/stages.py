@@ -32,7 +32,7 @@ def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) ->
 
 
 def cuts_by_cost(costs: Sequence[float]) -> Iterator[list[int]]:
-    """For 1 stage, 2 and so on, the numbers of segments of the stages such that the most expensive stage costs
+    """For 1 stage, 2 and so on, the number of segments of each stage such that the most expensive stage costs
     least; ties go to the least sum of squares. `costs` are those of the segments, in any unit.
 
     >>> [*cuts_by_cost([0, 1, 1, 1, 1, 1, 2])][:3]
@@ -50,8 +50,8 @@ def cuts_by_cost(costs: Sequence[float]) -> Iterator[list[int]]:
 
 
 def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -> Passes:
-    """The passes of device `d` forward or backward (`way`), with `stages` stages on each device, dealt in turn; in
-    rounds of as many micro-batches as there are devices.
+    """The passes `(way, micro-batch, stage)` of device `d` forward or backward (`way`), with `stages` stages on
+    each device, dealt in turn; in rounds of as many micro-batches as there are devices.
 
     >>> in_rounds("B", 0, 2, 2, 3)
     [('B', 0, 2), ('B', 1, 2), ('B', 0, 0), ('B', 1, 0), ('B', 2, 2), ('B', 2, 0)]
@@ -62,15 +62,15 @@ def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -
 
 
 def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes]:
-    """Each device's passes of segments, from `order`, its passes of stages; `stages` are ranges of segments."""
+    """Each device's passes of segments, given `order`, its passes of stages, and `stages`, ranges of segments."""
     down = [own[::-1] for own in stages]
     return [[(way, m, s) for way, m, k in own for s in (stages if way == F else down)[k]] for own in order]
 
 
 @frozen
 class RecomputeAhead:
-    """The order `order` with each segment recomputed just before its backward, where the device would wait for the
-    gradient.
+    """The order of passes `order` with a recomputation (R) of each segment just before its backward, to be made
+    while the device waits for the gradient.
 
     >>> RecomputeAhead(lambda *_: [[("F", 0, 0), ("B", 0, 0)]])(1, 1, 1)
     [[('F', 0, 0), ('R', 0, 0), ('B', 0, 0)]]

@@ -13,17 +13,17 @@ from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
 @frozen
 class ZeroBubble:
-    """ZB-H1, the paper's schedule with the memory of 1F1B; with more `stages` on each device its interleaved form.
+    """The order ZB-H1 (Qi et al., 2401.10241), in the memory of 1F1B; with more `stages` on a device interleaved.
 
-    A device is as many forwards ahead as devices follow, half as many as in 1F1B, whose backward is not split, and
-    as many gradients of weights behind as devices precede it. `cut` has the number of segments of each stage.
+    A device is as many forwards ahead as devices follow it, half of what interleaved 1F1B has, and as many
+    gradients of weights behind as devices precede it. `cut` has the number of segments of each stage.
     """
 
     stages: int = field(default=1, converter=partial(whole, "ZeroBubble: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in ZB-H1's order."""
+        """The passes `(way, micro-batch, segment)` of each device, in ZB-H1's order, with backward split."""
         stages, order = len(self.cut) // devices or self.stages, list[Passes]()
         for d in range(devices):
             forwards, inputs = (in_rounds(way, d, devices, stages, micro_batches) for way in (F, I))

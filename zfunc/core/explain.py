@@ -51,8 +51,8 @@ class Explanation:
 
     @property
     def bounds(self) -> tuple[dict[Bound, float], dict[Bound, float]]:
-        """Of each plan, seconds of its critical path by kind of operation and "waiting"; they add up to its
-        step."""
+        """For each plan, seconds of its critical path by kind of operation, or "waiting"; their sum is the
+        step's."""
         a, b = map(bound_seconds, self.paths)
         return a, b
 

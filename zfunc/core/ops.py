@@ -144,8 +144,7 @@ class OpBuilder:
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Copy bucket `b`'s reduced gradient to a buffer on the device, or add it to the fp32 sum in that
-        buffer."""
+        """Copy bucket `b`'s reduced gradient to a buffer on the device, or add it to the fp32 sum held there."""
         place = self.spec.places[b]
         grad, stays = self.at.gradient(b), place.gradient == "device"
         into = self.at.sum(b, d) if stays else self.at.delivered(b)

@@ -443,8 +443,8 @@ class Regions:
         return next(r for r in self.bucket_state(b) if r.buffer == HIGH_HALF)
 
     def paged(self, b: int) -> tuple[Region, ...]:
-        """The slot of bucket `b`'s state, if that is on the disk; of a frozen bucket on the disk, the
-        parameters'."""
+        """The slot of bucket `b`'s state, if that is on the disk, or of a frozen bucket's parameters on the
+        disk."""
         place = self.spec.places[b]
         if place.state == "disk":
             return (self.slot_of("state_slot", b),)

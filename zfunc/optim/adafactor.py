@@ -63,7 +63,7 @@ for _moments in MOMENTS:
 
 
 class Matrices(NamedTuple):
-    """`count` matrices of a parameter's last two dimensions; a vector is one row. Lines are rows, then columns."""
+    """A parameter as `count` matrices of its last two dimensions; a vector is one row. Lines: rows and columns."""
 
     count: int
     rows: int
@@ -97,7 +97,7 @@ class Matrices(NamedTuple):
     def kept(self) -> slice:
         """The slice of the lines (rows, then columns) whose mean squared gradients the state keeps.
 
-        A single row or column has a mean for each element; the one more mean, of these, is not kept.
+        A single row or column has a mean for each element; the mean of the row or column as a whole is not kept.
         """
         if not prod(self[:3]):
             return slice(0, 0)
@@ -107,7 +107,7 @@ class Matrices(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """The number of mean squared gradients of rows and columns that the state keeps."""
+        """The number of lines (rows and columns) of the parameter whose mean squared gradients the state keeps."""
         return self.kept.stop - self.kept.start
 
     def rectangles(self, start: int, stop: int) -> Iterator[Rectangle]:
@@ -141,7 +141,7 @@ class Rectangle(NamedTuple):
     columns: slice
 
     def of(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The values in `lines` of the rectangle's rows [matrices, rows, 1] and columns [matrices, 1, columns]."""
+        """The values that `lines` has for its rows [matrices, rows, 1] and its columns [matrices, 1, columns]."""
         count = self.shape[0]
         return lines[self.rows].view(count, -1, 1), lines[self.columns].view(count, 1, -1)
 
@@ -175,8 +175,8 @@ def _eps(value: Any) -> tuple[float, float]:
 class Adafactor(KernelOptimizer):
     """Adafactor (Shazeer & Stern 2018), with the settings and the meaning of `torch.optim.Adafactor`.
 
-    Of a matrix it keeps the means of the squared gradients of every row and column, of a vector all of them. A step
-    is relative to the size (root mean square) of a parameter, but at least `eps[1]`, times min(lr, 1 / sqrt(step));
+    The state has the mean squared gradients of a matrix's rows and columns, of a vector's elements. A step is
+    relative to the size (root mean square) of a parameter, but at least `eps[1]`, times min(lr, 1 / sqrt(step));
     updates whose size is above `d` are scaled down to it. The means decay by 1 - step**beta2_decay. `eps[0]` bounds
     what small gradients are divided by; None is float32's, 2^-23. Weight decay is decoupled: lr * weight_decay.
 
@@ -216,7 +216,7 @@ class Adafactor(KernelOptimizer):
         return 6 * numel + 128 * min(numel + SUMMED, PIECE) + (1 << 16)
 
     def checked_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
-        """The scalars of a step for `group`. Raises ValueError for a scalar that float32 cannot hold."""
+        """The scalars of the update of `decision` for `group`; ValueError for one that float32 cannot hold."""
         lr, add = decision.factors["lr"], decision.number**self.beta2_decay
         grad_scale = number("grad_scale", decision.grad_scale)
         decay = lr * (0.0 if group & 1 else self.weight_decay)
@@ -255,7 +255,7 @@ class Adafactor(KernelOptimizer):
 
 
 class Update:
-    """An Adafactor update of a parameter's 1-D contiguous buffers, by name, in place or `into` others.
+    """An Adafactor update of one parameter's buffers, 1-D, contiguous and by name, in place or `into` others.
 
     `out`: [n] fp32, bf16 or fp16, receives the rounded new weights. Raises TypeError or ValueError with every
     buffer unchanged.
@@ -284,7 +284,7 @@ class Update:
         self.variance, self.new_variance = state[variance], self.into[variance]
 
     def run(self) -> None:
-        """Run the update: measure the parameter, and write its new mean squared gradients and weights."""
+        """Update the parameter: measure it, then write its new mean squared gradients and its new weights."""
         if not self.grad.numel():
             return
         kept = self.matrices.num_kept
@@ -319,7 +319,7 @@ class Update:
 
     @cached_property
     def _means(self) -> Tensor:
-        """The new mean squared gradients of the lines (rows and columns) that the state keeps."""
+        """The new mean squared gradients of those lines (rows and columns) for which the state keeps means."""
         old = self.variance[: self.matrices.num_kept].clone()
         if self.matrices.factored:
             mean = _over(self._sums, self._counts)[self.matrices.kept]
@@ -346,7 +346,7 @@ class Update:
 
     @property
     def _rate(self) -> Tensor:
-        """The learning rate of this parameter, from the root mean squares of the direction and the weights."""
+        """The learning rate of this parameter: relative to the size of its weights, less for a large direction."""
         n = self.grad.numel()
         blocks = self._zeros(2 * -(-n // SUMMED)).view(2, -1)  # sums of squares: direction, weights
         self._fill_blocks(*blocks)
@@ -359,7 +359,7 @@ class Update:
     # Its sweeps
 
     def _pieces(self) -> Iterator[slice]:
-        """Slices that cut the parameter at multiples of SUMMED elements, and of whole rows if PIECE has room."""
+        """Slices of the parameter, cut at multiples of SUMMED elements, and between rows if PIECE has room."""
         unit, n = lcm(SUMMED, max(1, self.matrices.columns)), self.grad.numel()
         size = max(1, PIECE // unit) * unit if unit <= PIECE else PIECE
         return (slice(at, min(at + size, n)) for at in range(0, n, size))
@@ -425,9 +425,9 @@ POINTERS = [  # its buffers, in the order of csrc/_adafactor_kernel.h
 
 
 class KernelUpdate(Update):
-    """An update in host memory by the compiled kernel: four sweeps over the gradient.
+    """An Adafactor update of one parameter in host memory by the compiled kernel: four sweeps over the gradient.
 
-    Threads and instruction set change no bit. Allocates n / 4 bytes, and 64 for each row and column.
+    Neither threads nor instruction set change a bit. Allocates n / 4 bytes, and 64 for each row and column.
     """
 
     on_host = True
@@ -457,7 +457,7 @@ class KernelUpdate(Update):
         self._sweep("FACTORED", rate=rate.item())
 
     def _sweep(self, sweep: str, at: Rectangle | None = None, *, rate: float = 0.0, **known: Tensor) -> None:
-        """Run the kernel's sweep named `sweep` over rectangle `at`, or the parameter, with tensors by name."""
+        """Run the kernel's `sweep`, by name, over rectangle `at`, or the whole parameter, with tensors by name."""
         from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 
         k, known["grad"] = self.k, self.grad if at is None else self.grad[at.elements]
@@ -483,8 +483,8 @@ class KernelUpdate(Update):
 
 
 def _unit_of(largest: Tensor, bits: int | Tensor) -> Tensor:
-    """The number to add to a term of an exact sum and subtract again, which rounds the term: from the `largest`
-    term [n] fp64 and the `bits` of the number of terms.
+    """The number (a power of two) that rounds a term of an exact sum, if it is added and subtracted again, from the
+    `largest` term [n] fp64 and the `bits` of the number of terms.
 
     >>> import torch
     >>> unit = _unit_of(torch.tensor([1.0], dtype=torch.float64), 2)
@@ -513,7 +513,7 @@ def _square_sums(x: Tensor) -> Tensor:
 
 
 def _over(sums: Tensor, count: int | Tensor) -> Tensor:
-    """The means `sums / count` of float64 sums, rounded to float32."""
+    """The means `sums / count` of float64 `sums` of `count` terms, rounded to float32."""
     return (sums / (sums.new_ones(()) * count)).float()  # by a tensor: a device may multiply by 1 / count
 
 

@@ -35,11 +35,11 @@ class Adagrad(Elementwise):
     eps: float = eps_field(1e-10)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Adagrad's rule: the gradient divided by the root of the sum of all its squares."""
+        """Adagrad's rule: weights move by gradient `g` over the root of its squares' sum so far, the new `m`."""
         m = m + g * g
         return k.rate * (g / (o.sqrt(m + k.initial) + k.eps)), m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """The scalars of Adagrad's rule in step number `step`."""
+        """The scalars of Adagrad's rule (fields of `Factors`) in step number `step`, at learning rate `lr`."""
         rate = lr / (1.0 + (step - 1) * self.lr_decay)
         return {"rate": rate, "eps": self.eps, "initial": self.initial_accumulator_value}

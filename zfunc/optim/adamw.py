@@ -64,13 +64,13 @@ class AdamW(Elementwise):
     split_master: bool = field(default=False, kw_only=True, repr=False)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any, v: Any) -> tuple[Any, ...]:
-        """Adam's rule: the change of the weights and both moments (Kingma & Ba 2015, algorithm 1)."""
+        """Adam's rule (Kingma & Ba 2015, algorithm 1): the change of the weights, and the two new moments."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         v = o.flush(k.keep_sq * v + k.add_sq * (g * g), EXP_AVG_SQ_FLOOR)
         return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v
 
     def scalars(self, step: int, lr: float, betas: Betas) -> dict[str, float]:
-        """The scalars of Adam's rule in step `step`, bias corrections included (Kingma & Ba 2015, section 3)."""
+        """The scalars of Adam's rule in step `step`, with bias corrections (Kingma & Ba 2015, section 3)."""
         beta1, beta2 = betas
         return {
             "rate": lr / (1.0 - beta1**step),
@@ -84,7 +84,7 @@ class AdamW(Elementwise):
 
     @classmethod
     def kind(cls) -> str:
-        """The prefix of the names of Adam's state formats, which is empty."""
+        """The prefix of the names of Adam's state formats: "", since these are "fp32", "16bit" and the like."""
         return ""
 
     def state_format(self, group: int = 0) -> str:
@@ -93,7 +93,7 @@ class AdamW(Elementwise):
         return adam_format(self.moments, split_master=self.split_master)
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> AdamW:
-        """A copy of the optimizer with its moments in format `moments`, and the fp32 master split or not."""
+        """A copy of the optimizer with moments in format `moments` and, for "fp32", the master split or not."""
         return evolve(self, moments=moments, split_master=self.split_master or split_master)
 
 

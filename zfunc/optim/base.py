@@ -23,16 +23,16 @@ class Optimizer(Protocol):
     The slices are of parameters of one group, side by side. Where the format has a `whole` or a `matrix` buffer,
     the slices are of one parameter, whose `shape=` is passed too.
 
-    - `whole`, as of `zfunc.optim.adafactor`: an update needs numbers of a whole parameter, so a single rank, whose
-      slice has it whole.
-    - `matrix`, as of `zfunc.optim.muon`: an update needs all of a matrix. `direction(state, grad, decision,
-      group=, out=)` updates the momentum and writes a direction in bf16, with the same bits anywhere;
-      `orthogonalize(direction, group=)` makes of a whole matrix of it [rows, columns] what the weights move along,
-      and `update_work(shape, group=)` says what that takes; an update has it as its gradient, whatever the
-      `grad_scale`.
+    - `whole`, as of `zfunc.optim.adafactor`: an update needs statistics of a whole parameter, so a single rank,
+      whose slice has it whole.
+    - `matrix`, as of `zfunc.optim.muon`: an update needs a whole matrix. `direction(state, grad, decision, group=,
+      out=)` updates the momentum and writes a direction in bf16, with the same bits anywhere;
+      `orthogonalize(direction, group=)` turns the direction of a whole matrix [rows, columns] into what the weights
+      move along, and `update_work(shape, group=)` returns the work of that; an update gets the result as its
+      gradient, whatever the `grad_scale`.
 
-    One with a choice of the format that its state has between steps says which by `moments`, and has
-    `with_moments(moments, split_master=)`: the same optimizer with another; with `split_master`, on two halves if
+    An optimizer with a choice of state formats has `moments`, the format chosen, and `with_moments(moments,
+    split_master=)`, which returns the same optimizer with another format; with `split_master`, on two halves if
     that changes no bit.
     """
 
@@ -40,10 +40,10 @@ class Optimizer(Protocol):
         """The number of a parameter's group of settings, such as 0 with weight decay and 1 without."""
 
     def state_format(self, group: int) -> str:
-        """The name of a group's format in `core.optimizer_state.STATE_FORMATS`; buffers but weights start at 0."""
+        """The name of a group's format in `core.optimizer_state.STATE_FORMATS`; all but the weights start at 0."""
 
     def factors(self, step: int) -> Mapping[str, Any]:
-        """The settings that depend on the step, counted from 1, by name: `lr`, other numbers, number tuples."""
+        """The settings that may change by `step`, counted from 1, by name: `lr`, and other numbers or tuples."""
 
     def describe(self) -> Mapping[str, Any]:
         """The optimizer's settings that are constant over all steps, by name, as JSON values."""
@@ -86,5 +86,5 @@ def has_moments(optimizer: Any) -> bool:
 
 
 def gathers_calls(optimizer: Any, group: int) -> bool:
-    """Whether updates of `group` on the host take `calls=`, which receives the kernel's calls: zfunc's own do."""
+    """Whether `host_update` for `group` takes `calls=`, which receives the kernel's calls: zfunc's own do."""
     return hasattr(optimizer, "gathers_calls") and optimizer.gathers_calls(group)

@@ -18,8 +18,8 @@ NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor | GroupedOptimizer
 def make_optimizer(name: str, **arguments: Any) -> NamedOptimizer:
     """The optimizer called `name` in `CLASSES`, with `arguments` for its class.
 
-    "muon" is Muon for hidden matrices, and AdamW with `betas` and `eps` for the rest. The other arguments, the
-    learning rate among them, go to both.
+    "muon" is Muon for hidden matrices, and AdamW for the rest, with `betas` and `eps`. The other arguments, such as
+    the learning rate, go to both.
 
     >>> make_optimizer("lion", lr=1e-4).betas
     (0.9, 0.99)

@@ -39,13 +39,13 @@ WhichDecay = Callable[[str, tuple[int, ...]], bool]
 
 
 def decay_all(name: str, shape: tuple[int, ...]) -> bool:
-    """Apply weight decay to every parameter, as torch's optimizers do."""
+    """Whether weight decay applies to a parameter: always, as in torch's optimizers. A value for `decay`."""
     del name, shape
     return True
 
 
 def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
-    """Apply weight decay to matrices and embeddings, but not to norms and biases, which are vectors.
+    """Whether weight decay applies to a parameter: to matrices and embeddings, not to norms and biases (vectors).
 
     >>> matrices_only("head.weight", (8, 4)), matrices_only("head.bias", (8,))
     (True, False)
@@ -55,7 +55,7 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a matrix of neither embedding nor head, by names of zfunc's GPT and Hugging Face.
+    """Whether a parameter is a matrix, but no embedding or head by its name in zfunc's GPT or Hugging Face models.
 
     >>> [hidden_matrices(x, (8, 4)) for x in ("block0.up.weight", "embed.tok.weight", "lm_head.weight")]
     [True, False, False]
@@ -67,12 +67,12 @@ def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def lr_field(default: float) -> Any:
-    """An attrs field for a learning rate of at least 0, or a schedule."""
+    """An attrs field for a learning rate: a number of at least 0, or a schedule, a function of the step."""
     return field(default=default, converter=_schedule_or(partial(number, "lr", least=0)))
 
 
 def betas_field(default: Betas) -> Any:
-    """An attrs field for two decay rates in [0, 1), or a schedule of them."""
+    """An attrs field for Adam's betas, two decay rates in [0, 1), or a schedule, a function of the step."""
     return field(default=default, kw_only=True, converter=_schedule_or(partial(checked_betas, "betas")))
 
 
@@ -87,7 +87,7 @@ def number_field(name: str, default: float, *, least: float = 0.0, **bounds: flo
 
 
 def eps_field(default: float) -> Any:
-    """An attrs field for 0 or a normal float32: the kernel flushes subnormal values to 0."""
+    """An attrs field for `eps`: 0 or a normal float32, as the kernel flushes subnormal values to 0."""
 
     def converted(value: Any) -> float:
         if 0.0 < (eps := number("eps", value, least=0)) < rules.SMALLEST_NORMAL:
@@ -124,7 +124,7 @@ def checked_betas(name: str, betas: Any) -> Betas:
 
 @frozen
 class KernelOptimizer(ABC):
-    """Methods of `zfunc.optim.base.Optimizer` for a frozen class of settings, and settings common to all.
+    """Base class of optimizers with a compiled kernel: common settings, methods of `zfunc.optim.base.Optimizer`.
 
     A subclass adds `lr`, and changes the default of a common setting by a field of its own.
     """
@@ -140,19 +140,19 @@ class KernelOptimizer(ABC):
 
     @abstractmethod
     def state_format(self, group: int = 0) -> str:
-        """The name of the state of parameter group `group` in `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of the state format of parameter group `group` in `zfunc.core.optimizer_state.STATE_FORMATS`."""
 
     @abstractmethod
     def checked_factors(self, decision: StepDecision, group: int) -> Any:
-        """The scalars of a step; ValueError for one that float32 cannot hold."""
+        """The scalars of the update of `decision` for `group`; ValueError for one that float32 cannot hold."""
 
     def __attrs_post_init__(self) -> None:
-        """Check the settings together, by the scalars of a step; values of schedules are checked at each step."""
+        """Check the settings together, by the scalars of step 1; values of schedules are checked at each step."""
         if not callable(self.lr) and not callable(getattr(self, "betas", None)):
             self.factors(1)
 
     def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate, and betas where there are some, of step `step`, counted from 1.
+        """The optimizer's learning rate `lr` in step `step`, counted from 1, and its `betas` if it has some.
 
         Raises TypeError or ValueError if a schedule returns another type, or a value that float32 cannot hold.
         """
@@ -165,7 +165,7 @@ class KernelOptimizer(ABC):
         return found
 
     def describe(self) -> dict[str, Any]:
-        """The settings that are constant over all steps, as JSON values."""
+        """The optimizer's settings that are constant over all steps, by name, as JSON values."""
         values = {x.name: getattr(self, x.name) for x in fields(cast("Any", type(self)))}
         constant = {name: x for name, x in values.items() if name not in UNDESCRIBED}
         return {name: [*x] if isinstance(x, tuple) else x for name, x in constant.items()}
@@ -175,10 +175,10 @@ class KernelOptimizer(ABC):
         return int(not self.decay(name, shape))
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> Self:
-        """A copy of the optimizer with its state in format `moments`; beside "fp32" the master weights are not
-        split.
+        """A copy of the optimizer with its state in format `moments`. With "fp32" the master weights stay whole,
+        whatever `split_master`.
 
-        To round as a bf16 copy does, half of a master needs a 33rd bit; no bit of a momentum is free.
+        For a half to round as a bf16 copy does, a master needs a 33rd bit; no bit of a momentum is free for it.
         """
         del split_master
         return evolve(self, moments=moments)  # pyright: ignore
@@ -203,8 +203,8 @@ class KernelOptimizer(ABC):
 
 
 class Elementwise(KernelOptimizer):
-    """Base class of optimizers whose rule sees one element at a time: a frozen class with a field `lr`. Weights and
-    moments are float32 in the rule, whatever their format between steps."""
+    """Base class of optimizers whose rule computes each element alone: a frozen class with a field `lr`. Weights
+    and moments are float32 in the rule, whatever their format between steps."""
 
     state: ClassVar[tuple[str, ...]] = ()
     unsigned: ClassVar[tuple[str, ...]] = ()  # those of them that are never below 0
@@ -214,7 +214,7 @@ class Elementwise(KernelOptimizer):
 
     @abstractmethod
     def update(self, o: Operations, k: Factors, g: Any, *moments: Any) -> tuple[Any, ...]:
-        """The optimizer's rule: the change of weights and the new moments, in operations of `o` and + - * /."""
+        """The optimizer's rule for gradient `g`: the change of weights, and new moments, in `o` and + - * /."""
 
     @abstractmethod
     def scalars(self, step: int, lr: float, **factors: Any) -> dict[str, float]:
@@ -244,14 +244,14 @@ class Elementwise(KernelOptimizer):
         return cls.__name__.lower()
 
     def state_format(self, group: int = 0) -> str:
-        """The name of the state of parameter group `group` in `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of the state format of parameter group `group` in `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
         return f"{self.kind()}-{self.moments}"
 
     def device_workspace(self, numel: int) -> int:
-        """An upper bound of the bytes that `device_update` of `numel` parameters allocates.
+        """An upper bound of the bytes that `device_update` of `numel` parameters (elements) allocates.
 
-        Allocated are gradient, new moments and a rule's temporaries in fp32, and fp32 copies of compact state.
+        These are for gradient, new moments and a rule's temporaries in fp32, and fp32 copies of compact state.
         """
         n, rows = (
             min(round_up(numel, ALIGNMENT), rules.PIECE),
@@ -268,7 +268,7 @@ class Elementwise(KernelOptimizer):
         host_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
     def gathers_calls(self, group: int) -> bool:
-        """Whether `host_update` takes `calls=`, as `updates.host_update_`; a subclass's may read the result."""
+        """Whether `host_update` takes `calls=` as `updates.host_update_` does: not if a subclass overrides it."""
         del group
         return type(self).host_update is Elementwise.host_update
 
@@ -281,7 +281,7 @@ class Elementwise(KernelOptimizer):
         device_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
     def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
-        """The optimizer's rule for an update, with the scalars of the step that `decision` describes."""
+        """The optimizer's rule for `group`, with the scalars of the update that `decision` describes."""
         del shape
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"
@@ -293,7 +293,7 @@ class Elementwise(KernelOptimizer):
         return Rule(self.update, self.state, self.kernel)
 
     def checked_factors(self, decision: StepDecision, group: int) -> Factors:
-        """The scalars of a step; group 1 has no weight decay. ValueError for a scalar that float32 cannot hold."""
+        """The scalars of `decision`'s update; group 1 has no weight decay. ValueError for one beyond float32."""
         scale = number("grad_scale", decision.grad_scale)
         decay = 0.0 if group else self.weight_decay
         found = {

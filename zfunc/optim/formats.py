@@ -70,7 +70,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _floats(bits: Tensor) -> Tensor:
-    """The float32 values whose bits are the int32 `bits`."""
+    """The float32 values whose bits are the int32 `bits`; a view."""
     return bits.view(torch.float32)
 
 
@@ -93,7 +93,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bfloat16 nearest to x (ties away from zero), and the int16 with which `join` restores x.
+    """The bfloat16 nearest to float32 `x` (ties away from zero), and the int16 with which `join` restores `x`.
 
     >>> join(*split(torch.tensor([1.0, -3.1415927])))
     tensor([ 1.0000, -3.1416])
@@ -105,7 +105,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 def split_to_even(x: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split fp32 `x` as `split`, but with ties to even; exp_avg_sq gets a sign where a tie was rounded down.
 
-    An even bfloat16 is the nearest to 65,537 values then, one more than an int16 can tell apart: the ties on both
+    An even bfloat16 is then the nearest to 65,537 values, one more than an int16 can tell apart: the ties on both
     sides of it have the same lower bits. exp_avg_sq is never negative, so its sign is free to say which side it is.
 
     >>> high, low, v = split_to_even(torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]), torch.tensor([0.5, 0.5]))
@@ -132,7 +132,7 @@ def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None = None) -> Tensor:
 
 
 def first_dither(step: int, moment: int) -> int:
-    """The dither of a block's first element, in 2^-32: MurmurHash3's finalizer (Appleby) over step and moment."""
+    """The dither of a block's first element, in units of 2^-32: MurmurHash3's finalizer over step and moment."""
     x = (2 * step + moment) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -140,20 +140,20 @@ def first_dither(step: int, moment: int) -> int:
 
 
 def dither(step: int, moment: int, like: Tensor) -> Tensor:
-    """The dithers of one step for a block: [64] int32, fractions of 2^31, on the device of `like`."""
+    """The dithers of a block's elements in a step: [64] int32, in units of 2^-31, on the device of `like`."""
     places = torch.arange(BLOCK, device=like.device)  # int64: the product has up to 38 bits
     return (places * SPREAD + first_dither(step, moment) & 0xFFFFFFFF).bitwise_right_shift_(1).int()
 
 
 def pack_bf16(x: Tensor, dither: Tensor) -> Tensor:
-    """Round float32 to bfloat16: up with the probability the dither gives; NaN stays NaN."""
+    """Round float32 `x` [n] to bfloat16, up or down by `dither`, so without bias; NaN stays NaN."""
     rounded = _blocks(_bits(x)) + (dither >> 15)
     bits = where(_blocks(x) != _blocks(x), NAN, rounded)
     return _bf16(bits >> 16).reshape(-1)[: len(x)]
 
 
 def pack_floats(x: Tensor, dither: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks.
+    """Round float32 `x` [n] by `dither` to codes [n] uint8, and scales [ceil(n / 64)] int16, one for each block.
 
     For a moment with a sign the highest bit of a code is the sign, and 7 bits are left for the size.
     """
@@ -195,7 +195,7 @@ def unpack_floats(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
 
 def pack_exp_avg(x: Tensor, dither: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Round float32 x [n] to codes [n] uint8, in units of the packed exp_avg_sq: `codes` and `scale`."""
+    """Round exp_avg, float32 `x` [n], to codes [n] uint8 in units by the packed exp_avg_sq: `codes`, `scale`."""
     bits = _bits(_blocks(x) * _floats((254 << 23) - _unit_bits(codes, scale)))
     bits = where((bits & SIZE) > EXPONENT, NAN, bits)  # without a sign
     log = where((bits & SIZE) > LARGEST, LARGEST, bits & SIZE)
@@ -206,7 +206,7 @@ def pack_exp_avg(x: Tensor, dither: Tensor, codes: Tensor, scale: Tensor) -> Ten
 
 
 def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """The float32 values of exp_avg's codes x [n], given the packed exp_avg_sq; exact."""
+    """The float32 values of exp_avg's codes `x` [n], given those of exp_avg_sq, `codes` and `scale`; exact."""
     given = _blocks(_ints(x))
     log = ((given & 127) << CUT) + SMALLEST_NORMAL
     linear = _bits(_floats(log) - 0.25)
@@ -215,13 +215,13 @@ def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _plain_bits(codes: Tensor, scale: Tensor, min_shift: int) -> Tensor:
-    """The bits of the values of blocks of codes, as if none were special (0 or infinity)."""
+    """The bits of the float32 values of blocks of codes, read as if none were a special one (0 or infinity)."""
     given = _ints(scale)[:, None]
     return (codes << (given & NUM_SHIFTS - 1) + min_shift) + ((given & SCALE_BITS >> 16) << 16)
 
 
 def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
-    """The bits of exp_avg's unit, by blocks: the power of two at or below the root of exp_avg_sq."""
+    """The float32 bits of exp_avg's units, by blocks: the power of two at or below the root of exp_avg_sq."""
     plain = _plain_bits(_blocks(_ints(codes)), scale, MIN_SHIFT)
     return (plain >> 1 & SIZE) + ROOT & EXPONENT
 
@@ -230,7 +230,7 @@ def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def unpack_weights(state: Mapping[str, Tensor]) -> Tensor:
-    """The exact float32 weights of an optimizer state of any format, buffers by name; may share its memory."""
+    """The exact float32 weights of optimizer state `state`, buffers by name in any format; may share its memory."""
     if "master" in state:
         return state["master"]
     return join(state[HIGH_HALF], state["master_low"], state["exp_avg_sq"] if _has_signs(state) else None)
@@ -245,7 +245,7 @@ def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor
 
 
 def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weight buffers of a state like `state` before the first step, from fp32 weights [n], on the host."""
+    """The buffers of fp32 `weights` [n] in the format of `state`, by name, before the first step; on the host."""
     if "master" in state:
         return {"master": weights}
     even = _has_signs(state)
@@ -254,7 +254,7 @@ def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _has_signs(state: Mapping[str, Tensor]) -> bool:
-    """Whether the sign of exp_avg_sq is a bit of the split master, as with fp32 moments."""
+    """Whether the master is split with the sign of exp_avg_sq as one of its bits, as with fp32 moments."""
     return "master" not in state and "exp_avg_sq" in state and state["exp_avg_sq"].itemsize == 4
 
 
@@ -271,7 +271,7 @@ def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tenso
 
 
 def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: int) -> dict[str, Tensor]:
-    """Float32 weights `p` (None: no weights) and moments as buffers of a format, rounded as in step `step`."""
+    """Buffers by name of float32 weights `p` (or None) and moments in `state_format`, rounded as in `step`."""
     kinds = moment_buffers(state_format)
 
     def spread(moment: int) -> Tensor:
@@ -297,10 +297,10 @@ def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: i
 
 @cache
 def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
-    """A state format as arguments of a compiled kernel with room for `room` moments.
+    """A state format as two arguments of a compiled kernel with room for `room` moments.
 
-    The names of the buffers of weights, their low half, moments and scales, "" for none; then the kernel's names
-    for how weights and moments are stored.
+    First the names of the buffers: weights, their low half, moments, scales, with "" for none. Then the kernel's
+    names for how it stores weights and moments.
 
     >>> kernel_layout("lion-8bit")
     (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])

@@ -24,8 +24,8 @@ Rule = str | Callable[[str, tuple[int, ...]], bool]
 def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> GroupedOptimizer:
     """One optimizer out of several: `groups((rule, optimizer), ..., default)`.
 
-    A rule is a glob over full names of parameters ("head.*") or a function `(name, shape) -> bool`. The first that
-    matches a parameter decides, the default has the rest. The learning rate of metrics is the default's.
+    A rule is a glob over full names of parameters ("head.*") or a function `(name, shape) -> bool`. The first rule
+    that matches a parameter decides, the default has the rest. The learning rate in metrics is the default's.
 
     Raises TypeError for a rule that is neither or a member that is no optimizer, ValueError without a default and
     for optimizers with different `moments`. `compile` raises ValueError for a rule that matches nothing, and for a
@@ -55,7 +55,7 @@ def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> GroupedOptimizer:
 
 
 def _of_member(method: str) -> Any:
-    """A method of GroupedOptimizer that calls `method` of the optimizer of the given group."""
+    """A method of GroupedOptimizer that calls `method` of the optimizer of the given parameter group."""
 
     def call(self: GroupedOptimizer, *args: Any, group: int, **given: Any) -> Any:
         own, n = divmod(group, len(self.optimizers))
@@ -101,7 +101,7 @@ class GroupedOptimizer:
         return next((x.moments for x in self.optimizers if has_moments(x)), "fp32")
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> GroupedOptimizer:
-        """A copy with state format `moments` for all members. Raises ValueError if one has no choice."""
+        """A copy with state format `moments` for all members. Raises ValueError if one has no choice of formats."""
         without = [type(x).__name__ for x in self.optimizers if not has_moments(x)]
         if moments != "fp32" and without:
             got = f"{moments!r} with {without[0]}, which has no choice"
@@ -113,29 +113,29 @@ class GroupedOptimizer:
         return evolve(self, optimizers=tuple(changed))
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """The number of the group of a parameter, over the groups of all member optimizers."""
+        """The number of a parameter's group, which tells the member optimizer and that member's own group."""
         n = self._member(name, shape)
         return n + len(self.optimizers) * self.optimizers[n].group(name, shape)
 
     def state_format(self, group: int) -> str:
-        """The name of a group's state format in `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of `group`'s state format in `zfunc.core.optimizer_state.STATE_FORMATS`."""
         own, n = divmod(group, len(self.optimizers))
         return self.optimizers[n].state_format(own)
 
     def factors(self, step: int) -> dict[str, Any]:
-        """The default optimizer's learning rate as `lr`, and the factors of all optimizers, such as "2.lr"."""
+        """The factors of all optimizers in `step`, by names such as "2.lr"; `lr` is the default optimizer's."""
         each = [x.factors(step) for x in self.optimizers]
         named = {f"{n}.{name}": value for n, own in enumerate(each) for name, value in own.items()}
         return {"lr": each[-1]["lr"], **named}
 
     def describe(self) -> dict[str, Any]:
-        """The settings of each member optimizer that are constant over all steps."""
+        """The rules, and of each member optimizer the settings that are constant over all steps, as JSON values."""
         shown = [x if isinstance(x, str) else getattr(x, "__name__", "a function") for x in self.rules]
         each = zip([*shown[:-1], "default"], self.optimizers, strict=True)
         return {"groups": [{"rule": rule, "optimizer": type(x).__name__, **x.describe()} for rule, x in each]}
 
     def gathers_calls(self, group: int) -> bool:
-        """Whether the group's optimizer takes `calls=` in `host_update`."""
+        """Whether the member optimizer of `group` takes `calls=` in `host_update`, to collect kernel calls in."""
         own, n = divmod(group, len(self.optimizers))
         return gathers_calls(self.optimizers[n], own)
 
@@ -157,7 +157,7 @@ def _matches(rule: Rule, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _decision(decision: StepDecision, n: int) -> StepDecision:
-    """The decision on a step with the factors of member optimizer `n` alone."""
+    """`decision` with the factors of member optimizer `n` alone, under that member's own names."""
     prefix = f"{n}."
     own = {name.removeprefix(prefix): x for name, x in decision.factors.items() if name.startswith(prefix)}
     return evolve(decision, factors=own)

@@ -33,7 +33,7 @@ class LinearWarmup:
     warmup: int = field(validator=_warmup)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """The learning rate of step number `step`, counted from 1."""
         if step < 1:
             raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
         return self.lr * (min(1.0, step / self.warmup) if self.warmup else 1.0)
@@ -49,14 +49,14 @@ class _Decaying(LinearWarmup):
         whole(f"{type(self).__name__}: total, warmup included", value, least=self.warmup + 1)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """The learning rate of step number `step`, counted from 1: a linear warmup, then the fall to `final`."""
         if step <= self.warmup:
             return super().__call__(step)
         gone = min(1.0, (step - self.warmup) / (self.total - self.warmup))
         return self.final + (self.lr - self.final) * self.left(gone)
 
     def left(self, gone: float) -> float:
-        """The share of the learning rate's fall that is left after the share `gone` of the fall's steps."""
+        """The fraction of the fall from `lr` to `final` that remains after the fraction `gone` of its steps."""
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class WarmupCosine(_Decaying):
     """
 
     def left(self, gone: float) -> float:
-        """The share of the learning rate's fall left, along half a cosine, after the share `gone` of its steps."""
+        """The fraction of the fall from `lr` to `final` that remains, on a half cosine, after `gone` of it."""
         return 0.5 * (1.0 + math.cos(math.pi * gone))
 
 
@@ -88,7 +88,7 @@ class WarmupLinear(_Decaying):
     """
 
     def left(self, gone: float) -> float:
-        """The share of the learning rate's fall that is left, along a line, after the share `gone` of its steps."""
+        """The fraction of the fall from `lr` to `final` that remains after the fraction `gone` of its steps."""
         return 1.0 - gone
 
 
@@ -105,7 +105,7 @@ class Scaled:
     factor: float = field(validator=_rate)
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """The learning rate of step number `step`, counted from 1, times the factor."""
         return self.rate(step) * self.factor
 
 

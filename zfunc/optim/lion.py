@@ -14,7 +14,7 @@ class Lion(Elementwise):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), with decoupled decay.
 
     Every weight moves by `lr` in the direction of the sign of beta1 * exp_avg + (1 - beta1) * gradient, and not at
-    all where the sign is 0. So the size of gradients, and clipping, change their balance with exp_avg alone. The
+    all where the sign is 0. So gradient size and clipping affect only the weight of a gradient against exp_avg. The
     paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
 
     `lr` and `betas` are values or pure functions of the step, counted from 1; `decay(name, shape)` says whether

@@ -47,7 +47,7 @@ class LossScale:
             object.__setattr__(self, "left", self.hysteresis)
 
     def update(self, *, overflow: bool) -> "LossScale":
-        """The loss scale after a step. Raises NonFiniteError for an overflow when the scale is at its minimum."""
+        """The loss scale after a step. Raises NonFiniteError for an `overflow` when the scale is at its minimum."""
         steps = self.steps + 1
         if not overflow:
             stable = self.steps - self.last_overflow - 1

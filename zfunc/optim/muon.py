@@ -38,14 +38,14 @@ def _quintic_setting(value: Any) -> Quintic:
 
 @attrs.frozen
 class Muon(Elementwise):
-    """Muon for matrices (Jordan et al. 2024), as `torch.optim.Muon` has it; other parameters take another one.
+    """Muon for matrices (Jordan et al. 2024), as in `torch.optim.Muon`; other parameters need another optimizer.
 
-    The momentum is the running mean momentum * momentum_buffer + (1 - momentum) * gradient; the direction is that,
-    or with `nesterov` the same mean of it and the gradient. The weights move along what Newton-Schulz makes of the
-    direction of a matrix, with singular values near 1. The learning rate of a matrix [rows, columns] is `lr` *
-    max(1, rows / columns) ** 0.5 or, with `adjust_lr_fn="match_rms_adamw"`, `lr` * 0.2 * max(rows, columns) ** 0.5,
-    for which AdamW's learning rates serve (Liu et al. 2025, "Muon is Scalable for LLM Training"). Weight decay is
-    decoupled, by `lr` itself.
+    The momentum is the running mean momentum * momentum_buffer + (1 - momentum) * gradient; the direction is the
+    momentum, or with `nesterov` the same mean of it and the gradient. The weights move along what Newton-Schulz
+    makes of a matrix's direction, with singular values near 1. The learning rate of a matrix [rows, columns] is
+    `lr` * max(1, rows / columns) ** 0.5 or, with `adjust_lr_fn="match_rms_adamw"`, `lr` * 0.2 * max(rows, columns)
+    ** 0.5, for which AdamW's learning rates serve (Liu et al. 2025, "Muon is Scalable for LLM Training"). Weight
+    decay is decoupled, by `lr` itself.
 
     `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight decay
     applies to a parameter. `moments` is the format of momentum_buffer, as SGD's. `ns_steps`, `ns_coefficients` and
@@ -75,47 +75,47 @@ class Muon(Elementwise):
     eps: float = number_field("eps", 1e-7)
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
-        """Muon's second rule: weights move along the orthogonalized direction, which is passed as the gradient."""
+        """Muon's second rule: weights move along the orthogonalized direction, which is passed as gradient `g`."""
         return (k.rate * o.flush(0.0 + g, EXP_AVG_FLOOR),)
 
     @property
     def rule(self) -> Rule:
-        """Muon's rule for the weights, which reads no momentum."""
+        """Muon's second rule, which moves the weights and reads no momentum, as a `Rule`."""
         return Rule(self.update, (), self.kernel)
 
     @property
     def look_ahead_rule(self) -> Rule:
-        """Muon's rule for momentum and direction, which updates no weights."""
+        """Muon's first rule as a `Rule`: it updates the momentum and makes the direction, but moves no weights."""
         return Rule(self.look_ahead, self.state, "direction", weights=False)
 
     def look_ahead(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Muon's first rule: the direction to orthogonalize, and the new momentum."""
+        """Muon's first rule: the direction to orthogonalize, and the new momentum, by gradient `g`."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         return k.look_keep * m + k.look_add * g, m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """The scalars of step number `step` for both of Muon's rules."""
+        """The scalars of both of Muon's rules (fields of `Factors`) in step number `step`."""
         del step
         mean = {"keep": self.momentum, "add": 1.0 - self.momentum}
         look = mean if self.nesterov else {"keep": 1.0, "add": 0.0}
         return {"rate": lr, **mean, "look_keep": look["keep"], "look_add": look["add"]}
 
     def lr_ratio(self, shape: tuple[int, ...]) -> float:
-        """The factor of the learning rate of a matrix of this shape [rows, columns]."""
+        """The factor by which the learning rate of a matrix of `shape` [rows, columns] differs from `lr`."""
         rows, columns = shape
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1.0, rows / columns))
 
     def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
-        """The rule step that moves the weights of a matrix along an orthogonalized direction."""
+        """The second rule of Muon in the step of `decision`, to move a matrix of `shape` along its direction."""
         assert shape is not None  # by the format of its state
         step = super().rule_step(evolve(decision, grad_scale=1.0), group)
         rate = number("lr of a matrix", step.factors.rate * self.lr_ratio(shape))
         return step._replace(state_format=f"weights-{self.moments}", factors=step.factors._replace(rate=rate))
 
     def direction_step(self, decision: StepDecision) -> RuleStep:
-        """The rule step that updates Muon's momentum and makes the direction from the gradient."""
+        """The first rule of Muon in the step of `decision`, to update the momentum and make the direction."""
         return super().rule_step(decision, 1)._replace(rule=self.look_ahead_rule)
 
     def direction(
@@ -146,7 +146,7 @@ class Muon(Elementwise):
         return wide if direction.size(0) <= direction.size(1) else wide.T
 
     def update_work(self, shape: tuple[int, ...], *, group: int) -> UpdateWork:
-        """The work of `orthogonalize` for a matrix.
+        """The FLOPs, bytes and kernel launches of `orthogonalize` for a matrix of `shape`.
 
         A Newton-Schulz step takes 4 m m n + 2 m m m FLOPs, n the longer side: 6 h a parameter if h x h.
 

@@ -61,7 +61,7 @@ class Operations(Protocol):
 class Rule(NamedTuple):
     """An optimizer's rule: `update(o, k, g, *moments)` returns the change of the weights, then the new moments.
 
-    `name` is the rule's name in C, printed by `rules_in_c`; None for a rule that the compiled kernel lacks.
+    `name` is the rule's name in the C that `rules_in_c` prints; None for a rule that the compiled kernel lacks.
     """
 
     update: Callable[..., tuple[Any, ...]]
@@ -71,7 +71,7 @@ class Rule(NamedTuple):
 
 
 class RuleStep(NamedTuple):
-    """Step number `number` of a rule: all that an update needs beside its tensors."""
+    """A rule's update number `number`, counted from 1: all that the update needs beside its tensors."""
 
     rule: Rule
     state_format: str
@@ -89,7 +89,7 @@ def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) 
         c = c + decay * p                     only with decoupled weight decay
         p = p - c                             the one rounding at the magnitude of the weight
 
-    Of a rule without weights the first result is c.
+    For a rule without weights the first result is c.
     """
     k = step.factors
     g = scaled(o, k, grad)
@@ -102,7 +102,7 @@ def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) 
 
 
 def scaled(o: Operations, k: Factors, grad: Any) -> Any:
-    """The gradient times `grad_scale`, with 0 for elements below the floor, as a rule takes it."""
+    """The gradient `grad` times `grad_scale`, as a rule takes it: 0 where the product is below the floor 2^-56."""
     return o.flush(grad, k.grad_floor) * k.grad_scale
 
 
@@ -123,6 +123,6 @@ def as_float32(factors: T) -> T:
 
 
 def grad_floor_of(grad_scale: float) -> float:
-    """The floor of a gradient before its product with `grad_scale`, so that no denormal is multiplied."""
+    """The absolute value below which a gradient is set to 0, before `grad_scale` could multiply a denormal."""
     floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
     return max(floor, SMALLEST_NORMAL)

@@ -98,7 +98,7 @@ class _Names:
 
 
 def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> dict[Value, None]:
-    """All Values in the expressions `results`, each once, operands before the Values that use them."""
+    """All Values in the expressions `results`, and those `seen`, each once, operands before what uses them."""
     seen = {} if seen is None else seen
     for x in results:
         if x not in seen:
@@ -111,14 +111,14 @@ def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> d
 
 
 class Printer:
-    """Prints Values as C code on the `vector` type of csrc/_vectors.h, or on single floats, of a device too."""
+    """Prints Values as C, on the type `vector` of csrc/_vectors.h or on single floats, for a device, too."""
 
     def __init__(self, *, vector: bool = False, on_device: bool = False) -> None:
         self.vector, self.on_device = vector, on_device
         self.names: dict[Value, str] = {}
 
     def text(self, x: Value) -> str:
-        """The C expression of a Value; the variable's name for a Value that has a variable."""
+        """The C expression of Value `x`: the name of its variable, if the Printer has one, or its operation."""
         if x in self.names or x.op == "name":
             return self.names.get(x, x.text)
         if x.op == "floor":
@@ -150,7 +150,7 @@ class Printer:
         return f"ZF_FLOOR_{known.upper()}" if known else hex(bits_of(floor))
 
     def lines(self, results: Sequence[Value]) -> Iterator[str]:
-        """Lines of C that define a variable for each Value read more than once, and for each new moment."""
+        """Lines of C for `results`: a variable for each Value read more than once, and for each new moment."""
         uses = Counter(y for x in unique(results) for y in x.args) + Counter(results[1:])
         for x in unique(results):
             # Also of an old moment that becomes another: stores come last.
@@ -166,7 +166,7 @@ def bits_of(x: float) -> int:
 
 
 def plain_loop(rule: Rule, *, on_device: bool = False) -> str:
-    """The C loop of a rule over some elements, with moments in float arrays; `on_device`, of a CUDA kernel."""
+    """The C function that applies a rule to n elements in a loop, moments in float arrays; `on_device` for CUDA."""
     k: Any = Factors._make(name(f"k.{x}") for x in Factors._fields)
     o, printer, g, p = _Names(), Printer(on_device=on_device), name("g"), name("p[i]")
     change, *new = rule.update(o, k, g, *(name(f"{x}[i]") for x in rule.state))
@@ -188,8 +188,8 @@ def plain_loop(rule: Rule, *, on_device: bool = False) -> str:
 
 
 def staged(rule: Rule) -> str:
-    """The C of a rule with one square root for vectors, in stages: `keep`, the products of old moments alone; the
-    new `moments`; after their square root the `change` of the weights."""
+    """C functions, on vectors, of a rule with one square root: `keep`, products of old moments alone; the new
+    `moments`; after their square root, the `change` of the weights."""
     k: Any = Factors._make(name(f"k->{x}") for x in Factors._fields)
     o, g, p, old = _Names(), name("g"), name("p"), [name(f"*{x}") for x in rule.state]
     change, *new = rule.update(o, k, g, *old)
@@ -250,7 +250,7 @@ def header(printed: Sequence[Rule], vectors: Rule | None = None, *, on_device: b
 
 
 class CompiledRule:
-    """The update function of a compiled library for one rule, with room for `num_moments` moments."""
+    """The update function of one rule in the compiled `library`, with room for `num_moments` moments."""
 
     def __init__(self, library: Path, num_moments: int) -> None:
         self.num_moments = num_moments
@@ -258,20 +258,20 @@ class CompiledRule:
         self._call.restype = None
 
     def update(self, *args: Any) -> None:
-        """Update as `_cpu_adam.update` does, with arguments as unchecked; ctypes releases the GIL."""
+        """Update as `_cpu_adam.update` does, with the same arguments, unchecked; ctypes releases the GIL."""
         *arrays, n, threads, isa = args  # addresses, how, dithers and factors first
         kinds = zip((ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_float), arrays, strict=True)
         self._call(*((kind * len(x))(*x) for kind, x in kinds), ctypes.c_size_t(n), threads, isa)
 
     def update_runs(self, calls: Sequence[tuple[Any, ...]]) -> None:
-        """Update as `_cpu_adam.update_runs` does."""
+        """Make the updates `calls`, each a tuple of arguments of `update`, as `_cpu_adam.update_runs` does."""
         for call in calls:
             self.update(*call)
 
 
 def compiled(rule: Rule) -> CompiledRule | None:
-    """The compiled kernel of a rule that zfunc's kernel lacks; None where the rule runs in torch operations. A rule
-    is pure, so its C is printed once."""
+    """The compiled kernel for `rule`, which zfunc's own kernel lacks; None if the rule has to run in torch
+    operations. As a rule is pure, its C is printed once."""
     try:
         return _of(rule)
     except TypeError:  # it has no hash
@@ -290,7 +290,7 @@ def _of(rule: Rule) -> CompiledRule | None:
 
 @cache
 def _library(text: str, num_moments: int) -> CompiledRule | None:
-    """The library compiled from the C code `text`, shared by all processes with the same compiler."""
+    """The library compiled from the C code `text`, which processes share if the compiler is the same; or None."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return _in_torch("there is no C compiler: apt install gcc, or name one in CC")
@@ -309,7 +309,7 @@ def _library(text: str, num_moments: int) -> CompiledRule | None:
 
 
 def _folder() -> Path:
-    """The folder of compiled rules in the user's cache, writable by the user alone, as its files are loaded."""
+    """The folder of compiled rules in the user's cache, which only the user may write, as its files are loaded."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zfunc" / "rules"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not system_calls.is_owners_alone(folder.stat()):

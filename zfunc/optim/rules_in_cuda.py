@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for: a rule, the state's format, the decay, the kernel's numbers of both dtypes."""
+    """What a CUDA kernel is compiled for: rule, state format, weight decay, the kernel's numbers of two dtypes."""
 
     rule: Rule
     state_format: str
@@ -60,7 +60,7 @@ class Variant(NamedTuple):
 
 
 def device_kernel(step: RuleStep, grad: Tensor, out: Tensor | None) -> Callable[..., None] | None:
-    """The kernel that makes the update `step` on the device of `grad`; None where that is torch's operations."""
+    """The CUDA kernel for update `step` on the device of `grad`; None if torch operations make the update."""
     if compiler_of(grad.device) is None:
         return None
     types = [0 if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
@@ -86,7 +86,7 @@ def _compiled(variant: Variant, device: Device) -> Callable[..., None] | None:
 def launch(
     kernel: Callable[..., None], step: RuleStep, state: Mapping[str, Tensor], grad: Tensor, out: Tensor | None
 ) -> None:
-    """Queue the update `step` on the current stream of the device, in one launch; arguments are as checked."""
+    """Queue update `step` by `kernel` on the device's current stream, in one launch; tensors are checked before."""
     room = len(step.rule.state)
     names, _ = kernel_layout(step.state_format, room, weights=step.rule.weights)
     dithers = [first_dither(step.number, moment) for moment in range(room)]
@@ -102,13 +102,13 @@ def launch(
 
 
 def per_thread(state_format: str, room: int) -> int:
-    """The elements of a thread: one, or those that share a scale."""
+    """The elements that a thread of a CUDA kernel updates: one or, with scales, the 64 that share a scale."""
     _, kept = kernel_layout(state_format, room)
     return 1 if all(x.startswith("KEPT_") for x in kept[1 : room + 1]) else ALIGNMENT
 
 
 def kernel_text(variant: Variant) -> str:
-    """The CUDA source of the kernel for a variant: formats, the rule, and a function `zf_update`."""
+    """The CUDA source of the kernel for `variant`: number formats, the rule, and a function `zf_update`."""
     rule, room = variant.rule._replace(name="own"), len(variant.rule.state)
     names, kept = kernel_layout(variant.state_format, room, weights=rule.weights)
     how, *kinds = kept[: room + 1]
@@ -169,7 +169,7 @@ _DECAYS = {"none": "NO_DECAY", "decoupled": "DECOUPLED", "l2": "L2"}
 
 
 def _unpacked(kinds: list[str], j: int) -> str:
-    """The C that makes fp32 of moment `j`."""
+    """The CUDA code that reads moment `j`, stored as `kinds[j]`, as fp32."""
     of, codes = f"m{j}, (const uint16_t *)moment{j} + at, few", f"(const uint8_t *)moment{j} + at"
     return {
         "KEPT_NONE": f"for (size_t i = 0; i < few; i++) m{j}[i] = 0.0f;",
@@ -183,7 +183,7 @@ def _unpacked(kinds: list[str], j: int) -> str:
 
 
 def _packed(kinds: list[str], j: int) -> str:
-    """The C that rounds moment `j` to how it is kept."""
+    """The CUDA code that rounds moment `j` and stores it as `kinds[j]`."""
     codes, scale = f"(uint8_t *)moment{j} + at", f"((int16_t *)scale{j})[at / ZF_SHARED]"
     return {
         "KEPT_NONE": "",

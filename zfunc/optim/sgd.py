@@ -43,7 +43,7 @@ class SGD(Elementwise):
 
     @property
     def kernel(self) -> str:  # pyright: ignore
-        """The name of SGD's rule in the compiled kernel."""
+        """The name of SGD's rule in the compiled kernel, by its momentum and `nesterov`."""
         return "nesterov" if self.nesterov else "sgd"
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any = 0.0) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ class SGD(Elementwise):
         return k.rate * (g + k.keep * m if self.nesterov else m), m
 
     def scalars(self, step: int, lr: float) -> dict[str, float]:
-        """The scalars of SGD's rule in step number `step`."""
+        """The scalars of SGD's rule (fields of `Factors`) in step number `step`, at learning rate `lr`."""
         add = 1.0 - self.dampening if step > 1 and self.momentum else 1.0
         return {"rate": lr, "keep": self.momentum, "add": add}
 

@@ -56,8 +56,8 @@ class _Torch:
 
 
 class CheckedState(dict[str, Tensor]):
-    """A state's buffers by name that nobody else changes: the spans that `update_spans` found are kept for the next
-    update with the very same arguments. Where a buffer gets other memory, its owner makes another CheckedState."""
+    """An optimizer state's buffers by name, with the memory spans that `update_spans` found kept for updates with
+    the same arguments. If a buffer gets other memory, its owner makes a new CheckedState."""
 
     asked: tuple[Any, ...] = ()
     spans: "dict[str, Span]"
@@ -83,8 +83,8 @@ def host_update_(
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
     result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
-    set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`rules_in_c`).
-    `calls` receives the kernel's call, which its owner makes with others, instead of it being made here.
+    set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`rules_in_c`). If
+    given, `calls` collects the kernel's call, which the caller makes later together with others.
 
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
     that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
@@ -151,7 +151,7 @@ def device_update_(
 
 
 def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
-    """Set `ema` [n] fp32 to `decay * ema + (1 - decay) * weights`, with the weights of a state in any format.
+    """Set `ema` [n] fp32 to `decay * ema + (1 - decay) * weights`, with the weights of a `state` in any format.
 
     Two products and their sum are each rounded once, so no cut, device or number of threads changes a bit.
     `torch.lerp`, which `torch.optim.swa_utils` averages with, rounds once less in vectorized parts.
@@ -185,7 +185,7 @@ def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None =
 
 
 def square_sum(grad: Tensor, *, threads: int | None = None) -> Tensor:
-    """The sum of squares of grad [n] (fp32, bf16 or fp16), with the result and guarantees of `accumulate_`.
+    """The exact sum of squares of `grad` [n] (fp32, bf16 or fp16), in parts [SUM_PARTS] fp64 as of `accumulate_`.
 
     >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16)).sum().item()
     25.0
@@ -202,7 +202,7 @@ def _sum(acc: int, address: int, grad: Tensor, first: bool, threads: int | None)
 
 
 def exact_parts(sums: Tensor) -> Tensor:
-    """Sums of squares [..., n] fp64, added up without rounding, in the parts of `square_sum`.
+    """The exact sum over the last dimension of `sums` [..., n] fp64, none negative, in SUM_PARTS parts.
 
     >>> exact_parts(torch.tensor([9.0, 16.0], dtype=torch.float64)).shape == (SUM_PARTS,)
     True
@@ -223,7 +223,7 @@ INTO = "into "  # prefix of the buffers that receive a new state
 
 
 def checked_threads(threads: int | None) -> int:
-    """The number of threads of an update: `threads`, at most those available; the default for None."""
+    """The number of threads for an update: `threads`, but at most those available, or the default for None."""
     return default_threads() if threads is None else limit_threads(whole("threads", threads, 1))
 
 
