@@ -314,6 +314,16 @@ def test_stopped_at_once_says_where_the_run_is(at_step: Any, capsys: Out) -> Non
     assert summary("run")["ended"] == "stopped at once"
 
 
+def test_stopped_while_the_sample_is_made_is_no_step_in_its_middle(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    monkeypatch.setattr("zfunc.train.loop.sample", _raises(KeyboardInterrupt()))
+    assert train("--steps", 2, "--out", "run") == 130
+    *_, stopped, kept = capsys.readouterr().err.splitlines()
+    assert (stopped, kept[-3:]) == ("zfunc train: stopped at once, after the last step", "run")
+    assert summary("run")["ended"] == "steps"
+
+
 def test_a_failure_while_training_is_1_and_keeps_what_there_is(capsys: Out) -> None:
     assert train("--steps", 20, "--lr", "1e30", "--warmup", 0, "--out", "run") == 1
     err = capsys.readouterr().err

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # they need torch
     from zfunc.train.setup import TrainingJob
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training
-EARLY = "early stopping"
+EARLY, AT_ONCE = "early stopping", "stopped at once"
 COMPLETE = ("steps", "seconds", EARLY)  # endings after which nothing is left to train
 TEMPERATURE = 0.8  # of the sample
 ENDINGS = {  # how a training may end, in words
@@ -26,7 +26,7 @@ ENDINGS = {  # how a training may end, in words
     "interrupt": "stopped as asked",
     "terminated": "terminated",
     "failed": "failed",
-    "stopped at once": "stopped at once, in the middle of a step",
+    AT_ONCE: "stopped at once, in the middle of a step",
 }
 
 

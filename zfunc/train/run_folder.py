@@ -36,7 +36,7 @@ from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, rep
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.errors import refuse
 from zfunc.train.deepspeed.keys import read_file
-from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
+from zfunc.train.events import AT_ONCE, Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.run_history import (
     CONFIG,
     METRICS,
@@ -132,7 +132,7 @@ class RunFolder:
             self.begun = False
         if self.begun and not (stopped and self.summary):
             message = f"{type(error).__name__}: {error}".rstrip(": ")
-            ended = {} if self.summary else {"ended": "stopped at once" if stopped else "failed"}
+            ended = {} if self.summary else {"ended": AT_ONCE if stopped else "failed"}
             with suppress(OSError):  # a full disk may be the error itself
                 self._summarize({**ended, "error": message})
 

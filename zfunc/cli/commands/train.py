@@ -50,7 +50,7 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
     """
     from zfunc.cli.train_lines import TrainingOutput, progress
     from zfunc.planner.kept_costs import cache_folder
-    from zfunc.train.events import Saved
+    from zfunc.train.events import AT_ONCE, ENDINGS, Saved
     from zfunc.train.loop import train_events
     from zfunc.train.setup import prepare_job
     from zfunc.train.tracking import tracking
@@ -77,11 +77,8 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
         if run is not None:
             run.fail(error)
             if type(error) is KeyboardInterrupt:
-                at = (
-                    "stopped at once, in the middle of a step"
-                    if run.begun
-                    else "stopped before the first step"
-                )
+                known = {None: "stopped before the first step", AT_ONCE: ENDINGS[AT_ONCE]}
+                at = known.get(run.summary.get("ended"), f"{AT_ONCE}, after the last step")
                 error.args = (f"{at}{kept if run.begun else ''}",)
         if not begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             raise
