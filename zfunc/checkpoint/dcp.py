@@ -74,7 +74,7 @@ class _Folder:
     metadata: Any
 
     def read(self, key: str) -> Any:
-        """A tensor, put together from its chunks, or the value that was saved under `key`."""
+        """The value saved under `key` in this DCP; a tensor is assembled from its chunks."""
         stored = self.metadata.state_dict_metadata[key]
         if not hasattr(stored, "chunks"):
             return self._load(key, None)
@@ -121,7 +121,7 @@ class _Folder:
 
 
 def open_dcp(folder: Path) -> ForeignRun:
-    """The run in a DCP, or in the two of a Trainer's checkpoint. Raises CheckpointError, with what to do."""
+    """Open the DCP in `folder`, or both DCPs of a Trainer with FSDP. Raises CheckpointError, with what to do."""
     paths = [folder / x for x in PARTS] if (folder / PARTS[0]).is_dir() else [folder]
     places: dict[str, _Folder] = {}
     for path in paths:
@@ -166,8 +166,8 @@ def _tensor(place: _Folder, key: str) -> ForeignTensor | None:
 
 
 def _prefix(folder: Path, weights: set[str], named: set[str]) -> str:
-    """What stands before the model's names in the keys of weights: of all for which every moment has a weight, the
-    shortest, or "model." if that is one."""
+    """The prefix before the model's parameter names in the keys of weights: "model.", or else the shortest, with
+    which every name of a moment in `named` becomes the key of a weight. Raises CheckpointError if there is none."""
     first = min(named, default="")
     ends = {x.removesuffix(first) for x in weights if first and (x == first or x.endswith(f".{first}"))}
     fits = sorted(
@@ -202,7 +202,7 @@ def export_dcp(source: Path, out: Path) -> ExportedWeights:
         state = {key: x if isinstance(x, Tensor) else x[0] for key, x in reads.items()}
 
         class Planner(dcp.DefaultSavePlanner):
-            """Reads a tensor of the checkpoint when it is written; the plan is made of tensors without memory."""
+            """Save planner that plans with meta tensors, and reads each tensor only when it is written."""
 
             def lookup_object(self, index: Any) -> Any:
                 found = reads[index.fqn]
@@ -222,7 +222,7 @@ def export_dcp(source: Path, out: Path) -> ExportedWeights:
 
 
 def _saved(reader: CheckpointReader, entry: ParameterEntry) -> Iterator[tuple[str, Any]]:
-    """What a DCP has of a parameter: by key a tensor, or one without memory and the function that reads it."""
+    """Yield the DCP keys of a parameter, each with its tensor, or with a meta tensor and a function to read it."""
     name, numel, own = entry.name, entry.numel, reader.manifest.format_of(entry)
     if not entry.trainable:
         kind = BUFFER if BUFFER in entry.pieces else FROZEN

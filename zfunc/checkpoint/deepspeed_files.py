@@ -49,7 +49,7 @@ Parts = Sequence[
 
 @frozen(eq=False)
 class _Shard:
-    """A rank's part of the optimizer's state: of the master weights and each moment, a flat tensor a group."""
+    """One rank's ZeRO partition: of the fp32 weights and of each moment, a flat tensor for each parameter group."""
 
     flat: Mapping[str, Sequence[Tensor]]
     steps: Sequence[float]
@@ -63,7 +63,7 @@ def is_deepspeed(folder: Path) -> bool:
 
 
 def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
-    """The run in a folder such as global_step100. Raises CheckpointError, with what to do."""
+    """Open the DeepSpeed checkpoint in a folder such as global_step100. Raises CheckpointError, with what to do."""
     models = [_load(x, allow_pickle) for x in _files(folder, "model")]
     model: Any = models[0]
     if model.get("param_shapes") is None:
@@ -96,7 +96,7 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
-    """The files of all ranks, in their order. CheckpointError where one is missing, or a model is divided."""
+    """The "model" or "optim" files by rank. CheckpointError if one is missing, or tensor parallelism was used."""
     found = {x: m for x in folder.iterdir() if (m := _RANK.fullmatch(x.name)) and m[3] == kind}
     if not found:
         reject(folder, f"no file *mp_rank_00_{kind}_states.pt", "those of all ranks", COPY_AGAIN)
@@ -121,7 +121,7 @@ def _load(file: Path, allow_pickle: bool) -> Any:
 def _zero(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], world: int | None, allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """Of ZeRO's files: the step of each group on each rank; by kind and parameter the parts on all ranks."""
+    """From ZeRO's files: the step of each group on each rank; each parameter's parts by kind and name."""
     files = _files(folder, "optim")
     shards = [_shard(x, _load(x, allow_pickle)["optimizer_state_dict"]) for x in files]
     world = world or shards[0].ranks
@@ -176,7 +176,7 @@ def _shard(file: Path, saved: Any) -> _Shard:
 def _universal(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """Of a universal checkpoint: the step of each parameter that has one; by kind and parameter its one part."""
+    """From a universal checkpoint: the step of each parameter that has one; its single part, by kind and name."""
     steps: list[tuple[str, float]] = []
     parts: dict[str, dict[str, Parts]] = {kind: {} for kind in (FP32, *MOMENTS)}
     for name in shapes:
@@ -197,7 +197,7 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Fo
 
 
 def _joined(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Tensor:
-    """A parameter of the parts of all ranks; the last may have padding behind it."""
+    """Join all ranks' parts of parameter `name`, without the padding at the end, to a tensor of `shape`."""
     flat, numel = (
         torch.cat([*map(_cut, *zip(*parts, strict=True))] if parts else [torch.empty(0)]),
         prod(shape),
@@ -208,7 +208,7 @@ def _joined(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Te
 
 
 def _cut(flat: Sequence[Tensor], start: int, numel: int) -> Tensor:
-    """Elements `start` and on of tensors that are one."""
+    """The `numel` elements from `start` on, as far as they exist, of the flat tensors joined in order."""
     found: list[Tensor] = []
     for x in flat:
         found.append(x[max(start, 0) : max(start + numel, 0)])

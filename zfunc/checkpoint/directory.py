@@ -52,7 +52,7 @@ class UnfinishedCheckpoint:
         weakref.finalize(self, _delete, self.path, os.getpid())
 
     def hold(self, lock: int) -> None:
-        """Keep the folder's lock, an open file descriptor, until `release`."""
+        """Own `lock`, the open file descriptor that holds the folder's lock, until `release`."""
         self._lock = lock
 
     def release(self) -> None:
@@ -162,10 +162,10 @@ def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoin
 
 
 def locate_checkpoint(path: Path) -> Path:
-    """The folder of the checkpoint at `path`: itself, or the newest complete one in it.
+    """The folder of the checkpoint at `path`: `path` itself, or the newest complete checkpoint in it.
 
-    `path` is a checkpoint's folder, a swap space's, a folder of checkpoints, or a run's (which
-    has one named FOLDER). A checkpoint's own folder is returned even if it is not complete.
+    `path` is the folder of a checkpoint or a swap space, a folder of checkpoints, or the folder of a run, with its
+    checkpoints in the folder FOLDER. A checkpoint's own folder is returned even if the checkpoint is not complete.
     Raises CheckpointError if there is none.
     """
     if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE) or has_swap_files(path):
@@ -196,7 +196,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def has_commit(folder: Path) -> bool:
-    """Whether a swap space whose first folder this is has a commit of any rank."""
+    """Whether the swap space whose first folder is `folder` has a commit of any rank."""
     return has_swap_files(folder) and any(any(read_space(path)[1]) for path in swap_files(folder))
 
 
@@ -206,7 +206,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 
 def _steps(folder: Path, names: re.Pattern[str] = _STEP) -> list[Path]:
-    """The folders with a checkpoint's name, or an unfinished one's, the newest first. Links are ignored."""
+    """The folders in `folder` whose names match `names` (default: checkpoints), newest first. Links are ignored."""
     if not os.path.lexists(folder):
         return []
     with disk.os_errors_as(folder, "looking for checkpoints"), os.scandir(folder) as entries:
@@ -216,7 +216,7 @@ def _steps(folder: Path, names: re.Pattern[str] = _STEP) -> list[Path]:
 
 
 def _order(name: re.Match[str]) -> tuple[int, int]:
-    """The sort key of a checkpoint's folder name: how often training had gone back, then the step."""
+    """The sort key of a checkpoint's folder name: how often training went back to an older step, then the step."""
     return int(name[2] or 0), int(name[1])
 
 
@@ -232,9 +232,9 @@ def _free(folder: Path, step: int) -> Path:
 
 
 def _set_aside(folder: Path, keep: int, spare: str) -> list[Path]:
-    """Rename old checkpoints, and return the folders to delete, including those that killed writers left.
+    """Rename all checkpoints but the newest `keep` and `spare`; return the folders to delete, killed writers' too.
 
-    The checkpoint just published is the newest, so it is not among them.
+    The checkpoint just published is the newest, so it is kept.
     """
     obsolete: list[Path] = []
     try:

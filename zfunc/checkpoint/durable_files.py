@@ -36,14 +36,14 @@ def reject(where: object, got: str, expected: str, do: str = USE_ANOTHER) -> NoR
 
 @contextmanager
 def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
-    """Turn an OSError into a CheckpointError that names `path` and what was being done to it."""
+    """A context that turns OSError into CheckpointError with `path` and `doing`, what was being done to it."""
     with explain_os_errors(CheckpointError, path, doing, _NEXT):
         yield
 
 
 @define(eq=False)
 class Opened:
-    """An open file, closed once no call uses its descriptor, whose number the next opened file may get."""
+    """A file open for reading, closed when nothing refers to this object, so never during one of its reads."""
 
     fd: int = -1  # of a closed one
     path: Path = Path()
@@ -150,7 +150,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a checkpoint's file, and wait until its name is on the disk too. For one writer at a time."""
+    """Replace checkpoint file `path` by `data`, and wait until data and name are on the disk. For one writer."""
     partial = path.with_name(f"{UNFINISHED}{path.name}")
     with os_errors_as(path, "writing it"), atomic_replace(path, mode=0o600, partial=partial) as file:
         file.write(data)
@@ -199,7 +199,7 @@ def unlock(fd: int) -> None:
 
 @contextmanager
 def locked(path: Path) -> Generator[None, None, None]:
-    """A context that holds the lock on a folder."""
+    """A context that waits for the lock on folder `path`, and holds the lock until its end."""
     fd = lock(path)
     try:
         yield
@@ -223,7 +223,7 @@ def is_locked(path: Path) -> bool:
 
 
 def check_folders(folders: Sequence[Path]) -> None:
-    """Raise CheckpointError, in one line, for a folder that is missing, in memory or given twice."""
+    """Raise CheckpointError, in one line, for a folder that is missing, in memory (tmpfs, say), or given twice."""
     from zfunc.runtime.direct_io import file_system_of  # here: `zfunc --help` needs none of it
 
     if not folders:

@@ -105,7 +105,7 @@ def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
 
 
 def _stored_kind(entry: ParameterEntry) -> str:
-    """What a checkpoint has of a module's buffer, or of a frozen parameter: a moving average may be beside it."""
+    """The kind of state that has the values of a module's buffer (BUFFER) or of a frozen parameter (FROZEN)."""
     return BUFFER if BUFFER in entry.pieces else FROZEN
 
 

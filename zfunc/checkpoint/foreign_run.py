@@ -66,7 +66,7 @@ def own_name(name: str) -> str:
 
 
 def one_step(place: Path, steps: Iterable[tuple[str, float]]) -> int:
-    """The step that all parameters have, given by name. CheckpointError where two differ, or there is none."""
+    """The one step in `steps`, pairs of a name and its step. CheckpointError where two differ, or there is none."""
     first: tuple[str, float] | None = None
     for name, step in steps:
         first = first or (name, step)
@@ -80,7 +80,7 @@ def one_step(place: Path, steps: Iterable[tuple[str, float]]) -> int:
 
 @contextmanager
 def reading_pickle(file: Path) -> Generator[None, None, None]:
-    """Turn what is raised while the tensors of `file` are read into CheckpointError, with what to do."""
+    """A context that turns errors of reading the tensors of `file` into CheckpointError, with what to do."""
     try:
         with os_errors_as(file, "reading it"):
             yield
@@ -94,14 +94,14 @@ def reading_pickle(file: Path) -> Generator[None, None, None]:
 
 
 def load_pickle(file: Path, *, allow_pickle: bool, classes: Sequence[Any] = ()) -> Any:
-    """What torch.save wrote in `file`, whose tensors are mapped. CheckpointError for a pickle of more than tensors,
-    numbers, texts and `classes`, unless `allow_pickle`."""
+    """The object that torch.save wrote to `file`, its tensors memory-mapped. Unless `allow_pickle`, CheckpointError
+    for a pickle of more than tensors, numbers, texts and `classes`."""
     with reading_pickle(file), torch.serialization.safe_globals([] if allow_pickle else [*classes]):
         return torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
 
 
 def foreign_tensor(value: Tensor) -> ForeignTensor:
-    """A tensor that is in memory, or mapped."""
+    """The ForeignTensor whose read returns `value`, a tensor in memory or memory-mapped."""
     return ForeignTensor(value.shape, value.dtype, partial(_itself, value))
 
 

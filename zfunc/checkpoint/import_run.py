@@ -40,7 +40,7 @@ __all__ = ["ImportedRun", "adapters_in", "import_run", "is_trainer", "open_run"]
 
 @frozen
 class ImportedRun:
-    """A checkpoint that `import_run` wrote: its folder, number of parameters, step and sequences."""
+    """A checkpoint that `import_run` wrote: its folder, number of parameters, step, and sequences trained on."""
 
     path: Path
     parameters: int
@@ -50,7 +50,7 @@ class ImportedRun:
 
 @frozen(eq=False)
 class _Entry:
-    """A parameter, or a module's buffer, of the checkpoint to be: what is kept of it, by kind."""
+    """A parameter, or a module's buffer, of the checkpoint to be written: its tensors by kind of state."""
 
     name: str
     trainable: bool
@@ -119,7 +119,7 @@ def import_run(
 
 
 def _of_all(run: ForeignRun) -> list[_Entry]:
-    """The entries of a run whose every parameter is trained unless it is called frozen; a tied one once."""
+    """Entries of all weights of `run`, where no model is named: trained unless in `run.frozen`, tied ones once."""
     owners = {x: x if x in run.frozen else _owner(run, x) for x in run.weights}
     _log_tied({x: owner for x, owner in owners.items() if x != owner})
     own = {x: run.weights[x] for x, owner in owners.items() if x == owner}
@@ -154,7 +154,7 @@ def _of_model(run: ForeignRun, segments: Sequence[Any]) -> list[_Entry]:
 
 
 def _base(segments: Sequence[Any]) -> dict[str, _Entry]:
-    """Entries of the frozen parameters of segments, with their first values, by name."""
+    """Entries, by name, of the frozen parameters of segments with their initial values: the base of adapters."""
 
     @lru_cache(maxsize=1)  # of one segment: what it encodes it has in memory
     def first(n: int) -> Mapping[str, Tensor]:
@@ -179,14 +179,14 @@ def _log_tied(owners: Mapping[str, str]) -> None:
 
 
 def _named(run: ForeignRun, name: str) -> str:
-    """The name by which a run has the tensor `name` of the model: another one where it is tied."""
+    """The name that `run` gives the model's tensor `name`: its owner's where `run` lists it as tied."""
     there = own_name(name)
     return there if there in run.weights else run.tied.get(there, there)
 
 
 def _owner(run: ForeignRun, name: str, apart: Set[str] = frozenset()) -> str:
-    """The name by which a run has the moments of the trained tensor `name`: where it is tied another one, none of
-    those `apart`."""
+    """The name under which `run` has the moments of trained tensor `name`: for a tied one, the other tensor's, which
+    is none of `apart`."""
     there = _named(run, name)
     if there not in run.weights or run.moments.get(there):
         return there
@@ -195,7 +195,7 @@ def _owner(run: ForeignRun, name: str, apart: Set[str] = frozenset()) -> str:
 
 
 def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:
-    """Of the `others`, the one with the same bits as `name`, which has no moments: it is tied to that."""
+    """The first of `others` with the same bits as weight `name`, so tied to it; None if `name` has own moments."""
     own = run.weights[name]
     if run.moments.get(name):
         return None
@@ -204,7 +204,7 @@ def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:
 
 
 def _entry(run: ForeignRun, name: str, there: str, shape: tuple[int, ...], *, trainable: bool) -> _Entry:
-    """The entry of a parameter that the run has under the name `there`."""
+    """The entry of parameter `name`, whose weight and moments `run` has under the name `there`."""
     weight = _weight(run, name, there, shape)
     if weight.dtype not in _EXACT:
         got = f"{name!r} in {str(weight.dtype).removeprefix('torch.')}"

@@ -56,7 +56,7 @@ Format = Annotated[str, known(lambda: {_written(name): name for name in STATE_FO
 
 
 def _written(state_format: str) -> str:
-    """The name of a state format as a manifest's file has it."""
+    """The name of `state_format` in a manifest's file: "8bit-2" for "8bit", for any other its own."""
     return _FORMAT_NAMES.get(state_format, state_format)
 
 
@@ -69,7 +69,7 @@ def _loss_scale(value: Any) -> LossScale:
 
 
 class StateSlice(NamedTuple):
-    """Elements `start` to `stop` of one kind of a parameter's state, in a shard's `tensor` from `offset` on."""
+    """Elements `start` to `stop` of one kind of a parameter's state, in a shard's `tensor` at element `offset`."""
 
     start: int
     stop: int
@@ -114,7 +114,7 @@ class TrainingPosition:
 
 @frozen
 class Manifest:
-    """The contents of a checkpoint. `world`, the number of ranks that wrote the files, decides nothing else.
+    """The description of a checkpoint; `world` is the number of ranks that wrote it, which readers need not match.
 
     `state_format` is that of every parameter whose entry names none. `optimizer` and `extra` are dicts of JSON's
     own types. Raises CheckpointError if the parts do not fit together.
@@ -155,7 +155,7 @@ class Manifest:
         return frozenset(x.name for x in self.parameters if BUFFER in x.pieces)
 
     def tensor(self, piece: StateSlice) -> TensorInfo:
-        """The tensor of a shard in which a piece of a parameter's state lies."""
+        """The tensor of a shard that has `piece`, a slice of a parameter's state."""
         return self.shards[piece.shard].by_name[piece.tensor]
 
     def format_of(self, entry: ParameterEntry) -> str:
@@ -163,7 +163,7 @@ class Manifest:
         return entry.state_format or self.state_format
 
     def kinds(self, entry: ParameterEntry) -> dict[str, tuple[int, tuple[str, ...]]]:
-        """By kind of a parameter's state, how many elements it has and which types they may be stored in."""
+        """Each kind of a parameter's state, with its number of elements and the safetensors dtypes it may have."""
         if BUFFER in entry.pieces:
             return {BUFFER: (entry.numel, tuple(BYTES))}
         kinds: dict[str, tuple[int, tuple[str, ...]]] = {FROZEN: (entry.numel, _FROZEN)}
@@ -242,7 +242,7 @@ def _check_shard(shard: Shard) -> None:
 def _check_pieces(
     manifest: Manifest, entry: ParameterEntry, used: dict[tuple[int, str], list[tuple[int, int]]]
 ) -> None:
-    """Refuse an entry whose slices do not tile each kind in one type. Adds ranges in tensors to `used`."""
+    """Raise CheckpointError unless an entry's slices tile each kind, in one dtype. Adds their ranges to `used`."""
     kinds = manifest.kinds(entry)
     if set(entry.pieces) != set(kinds):
         reject(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
@@ -265,7 +265,7 @@ def _check_pieces(
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
-    """The flaw of `ranges` that should tile 0 to `numel` in this order, but for `gaps` if allowed; "" for none."""
+    """What is wrong with `ranges` that should tile 0 to `numel` in order, or with `gaps`, in words; or else ""."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
@@ -328,7 +328,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _checksum(named: Mapping[str, Any]) -> int:
-    """The CRC-32 of all fields of a manifest but the checksum, as the file has them."""
+    """The CRC-32 of the JSON of a manifest's fields, `named` as in the file, without the checksum itself."""
     return zlib.crc32(strict_json.render(named))
 
 
@@ -358,8 +358,8 @@ Kinds = Mapping[int, Sequence[StateBuffer]]  # what is kept of the parameters of
 def stored_kinds(
     layout: Layout, frozen: Mapping[int, Dtype], *, ema: bool = False, averaged: Collection[int] = ()
 ) -> dict[int, list[StateBuffer]]:
-    """The kinds of state that a checkpoint has by bucket; `frozen` has the type of each frozen bucket's values;
-    with `ema` there are moving averages, of the frozen buckets in `averaged` too."""
+    """The kinds of state that a checkpoint stores, by bucket. `frozen` has the dtype of each frozen bucket's
+    values. `ema` adds moving averages to the trained buckets; `averaged` are the frozen buckets that have them."""
     averages = [EMA] if ema else []
     kinds = {x.index: [*STATE_FORMATS[x.state_format], *averages] for x in layout.buckets}
     return kinds | {
@@ -391,7 +391,7 @@ def _in_own_shard(rank: int, x: Slice) -> Iterator[StateSlice]:
 
 @frozen
 class Snapshot:
-    """A State about to be saved: everything that a checkpoint describes, but the bytes."""
+    """The description of a State about to be saved: all that a checkpoint's manifest needs, without tensor data."""
 
     layout: Layout
     kinds: Kinds

@@ -55,7 +55,7 @@ class CheckpointReader:
         return self.checkpoint.manifest
 
     def dtype(self, parameter: str, kind: str) -> Dtype:
-        """The dtype of the stored elements of a parameter's state of one kind; "fp32" if it has none."""
+        """The dtype of the stored elements of a parameter's state of one kind; "fp32" if no elements are stored."""
         pieces = self.manifest.by_name[parameter].pieces[kind]
         return _DTYPES[self.manifest.tensor(pieces[0]).dtype] if pieces else "fp32"
 

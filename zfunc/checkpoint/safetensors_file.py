@@ -127,7 +127,7 @@ class Shard:
 
 
 def num_chunks(nbytes: int, chunk: int) -> int:
-    """The number of chunks with a checksum each in a tensor of `nbytes`."""
+    """The number of chunks, each of `chunk` bytes with its own checksum, in a tensor of `nbytes` bytes."""
     return -(-nbytes // chunk)
 
 

@@ -85,7 +85,7 @@ _loads = partial(json.loads, parse_int=_integer, parse_float=_number, parse_cons
 
 @define
 class Refusal(Exception):  # noqa: N818
-    """Raised for a JSON value that is not as expected; the objects around it add its place on the way out."""
+    """Raised for a JSON value that is not as expected; decoders of the enclosing objects add the value's place."""
 
     got: str
     expected: str
@@ -200,7 +200,7 @@ def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def to_plain(value: Any) -> Any:
-    """An attrs instance as JSON's own types, of which `decoded` makes an equal one; None is left out."""
+    """An attrs instance as JSON's own types, without fields that are None; `decoded` makes an equal one of them."""
     cls: Any = value.__class__
     if has(cls):
         own = [x for x in fields(cls) if x.metadata != IN_MEMORY]

@@ -44,11 +44,11 @@ _Format: TypeAlias = Annotated[str, known(lambda: {x: x for x in STATE_FORMATS})
 
 @frozen
 class SwapIdentity:
-    """What the bytes of a swap space mean: buckets and parameters; frozen ones are stored in `precision`.
+    """What the bytes of a swap space mean: its buckets and parameters; frozen ones are stored in `precision`.
 
-    `state_formats` has the format of each bucket, where they differ; `in_fp32` the numbers of buckets whose
-    parameters are fp32 in any precision, `in_bytes` of those that are bytes; `pp` the number of pipeline stages, if
-    several.
+    `state_formats` has the state format of each bucket, if they differ; `in_fp32` the numbers of buckets whose
+    parameters are fp32 in any precision; `in_bytes` the numbers of buckets of encoded weights, which are uint8;
+    `pp` the number of pipeline stages, if above 1.
     """
 
     state_format: _Format
@@ -63,7 +63,7 @@ class SwapIdentity:
     in_bytes: tuple[Count, ...] | None = None
 
     def layout(self) -> Layout:
-        """The layout of buckets and spans that this identity describes, as far as slices of state need it."""
+        """The Layout rebuilt from this identity: only the buckets and spans that slices of state need."""
         formats = self.state_formats or (self.state_format,) * len(self.buckets)
         if len(formats) != len(self.buckets):
             disk.reject("swap space", "formats of other buckets than it has", "one for each")
@@ -80,7 +80,7 @@ class SwapIdentity:
 
 @frozen
 class CommitMetadata:
-    """The metadata of a commit: the position of the training, the optimizer's settings, the caller's own."""
+    """The metadata of a swap space's commit: training position, optimizer settings, and the caller's `extra`."""
 
     position: TrainingPosition
     optimizer: Mapping[str, Any]
@@ -139,7 +139,7 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _there(header: SwapHeader, n: int, folder: Path, number: int) -> Path:
-    """The path of a rank's swap file `n`, in `folder` if `n` is `number`. CheckpointError if it is missing."""
+    """The path of swap file `n`, in `folder` if `n` equals `number`. CheckpointError if the file is missing."""
     path = folder / header.paths[n].name if n == number else header.paths[n]
     if not path.exists():
         do = "if another host has it, copy it here, or resume on those hosts with the same ranks and folders"

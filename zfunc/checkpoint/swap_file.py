@@ -71,7 +71,7 @@ class Stripe:
 
     @property
     def last(self) -> int:
-        """The number behind that of the stripe's last checksum, among the checksums of all buffers."""
+        """The number after that of the stripe's last checksum, counted over the checksums of all buffers."""
         return self.first + num_chunks(self.stop - self.start, SUMMED)
 
 
@@ -79,8 +79,8 @@ Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 
 
 def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int], first: int = 0) -> tuple[Stripe, ...]:
-    """Lay a buffer of `nbytes` bytes in stripes behind the `ends` of swap files, which this advances, with
-    checksums numbered from `first` on."""
+    """Lay out a buffer of `nbytes` bytes as a stripe in each swap file, in proportion to `shares`, at the files'
+    `ends` in bytes, which are advanced; checksums are numbered from `first` on."""
     stripes: list[Stripe] = []
     for n, (start, stop) in enumerate(cut_in_shares(nbytes, shares)):
         if start < stop:
@@ -90,7 +90,7 @@ def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int], first: int 
 
 
 def num_checksums(stripes: Sequence[Stripe]) -> int:
-    """The number behind that of the last checksum of a buffer with these stripes; 0 for a buffer without bytes."""
+    """The number after that of the last checksum of a buffer with these stripes; 0 for a buffer without bytes."""
     return stripes[-1].last if stripes else 0
 
 
@@ -110,7 +110,7 @@ class StripedBuffer:
 
 @frozen
 class _Chunk:
-    """Bytes of a buffer that share checksum `number`: their memory, in whole blocks, and `place` in a file."""
+    """The bytes of a buffer under checksum `number`: `data`, in whole blocks, at byte `place` of a swap file."""
 
     buffer: StripedBuffer
     number: int
@@ -207,7 +207,7 @@ def block_checksum(data: memoryview) -> int:
 
 
 def _extents(value: Any) -> dict[int, Extent]:
-    """Decode extents from JSON, each a list of its bucket, generations, and bytes of its buffers by name."""
+    """Decode extents by bucket from JSON: a list of [bucket, number of generations, bytes of buffers by name]."""
     each = decoded(value, tuple[tuple[Count, Annotated[int, Within(int, 1, 2)], Mapping[str, Count]], ...])
     extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
     if len(extents) < len(each):
@@ -217,7 +217,7 @@ def _extents(value: Any) -> dict[int, Extent]:
 
 @frozen
 class SwapHeader:
-    """The header of a rank's swap files, which differs only in `folder`, the number of the file's own folder.
+    """The header of one rank's swap files, which differ only in `folder`, the number of the file's own folder.
 
     `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart. Folder n has
     a stripe of every buffer, in proportion to `shares[n]`: all equal, but older versions of zfunc made shares
@@ -255,8 +255,8 @@ class SwapHeader:
 
     @cached_property
     def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int], int, list[int]]:
-        """The stripes by bucket and generation; the end of those before the records in each file, in bytes; the
-        number of checksums of a generation; and the end of all stripes in each file."""
+        """The stripes by bucket and generation; by file, the byte at which those before the commit records end; the
+        number of checksums in a commit; and by file, the byte at which all stripes end."""
         ends, firsts = [len(self.of(n).raw) for n in range(len(self.folders))], dict[int, int]()
         stripes, last = dict[int, tuple[Stripes, ...]](), 0
 
@@ -280,7 +280,7 @@ class SwapHeader:
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
-        """The stripes of each buffer by name, for both generations of each bucket, which share checksum numbers."""
+        """By bucket, for each generation, the stripes of each buffer by name; both share their checksum numbers."""
         return self._laid[0]
 
     @property
@@ -301,11 +301,11 @@ class SwapHeader:
 
     @property
     def sizes_of_two(self) -> list[int]:
-        """The size in bytes of each folder's swap file with two generations of every extent."""
+        """The size in bytes of each folder's swap file once every extent has two generations."""
         return self._laid[3]
 
     def record_at(self, number: int) -> int:
-        """The offset of a commit's record in the first file: two places alternate."""
+        """The byte offset of the record of commit `number` in the first swap file, where two places alternate."""
         return self._laid[1][0] + number % 2 * self.record_size
 
 

@@ -52,7 +52,7 @@ log = logging.getLogger("zfunc")
 
 @define(eq=False)
 class _Bucket:
-    """A bucket's stripes in a swap space, its committed generation (-1: none), and the writes since then."""
+    """A bucket's stripes in a swap space, its committed generation (-1: none), and the buffers written since."""
 
     sizes: dict[str, int]  # of its buffers, in bytes
     stripes: tuple[Stripes, ...]  # of the generations
@@ -65,12 +65,12 @@ class _Bucket:
         return 0 if self.committed < 0 else 1 - self.committed
 
     def newest(self, name: str) -> int:
-        """The generation of buffer `name` that `read` takes: one written since the commit, else the committed."""
+        """The generation of buffer `name` to read: the uncommitted one if written to since, else the committed."""
         return self.other if name in self.written else self.committed
 
     @property
     def missing(self) -> list[str]:
-        """Names of the bucket's buffers to be written before a commit, because other buffers of it were."""
+        """Names of the bucket's buffers still to be written before a commit: it commits all buffers or none."""
         changed = self.committed < 0 or self.written
         return [x for x in self.sizes if changed and x not in self.written]
 
@@ -199,7 +199,7 @@ class SwapSpace:
             raise
 
     def lose(self, why: str) -> None:
-        """Refuse every further read, write and commit of this space."""
+        """Refuse every further read, write and commit of this swap space, with `why` as the reason."""
         self._lost = self._lost or why
 
     def close(self) -> None:
@@ -224,22 +224,22 @@ class SwapSpace:
         return self._buckets[b].committed >= 0 or bool(self._buckets[b].written)
 
     def missing(self, b: int) -> list[str]:
-        """Buffers of bucket `b` to be written before `commit`, because other buffers of `b` were written."""
+        """Names of buffers of bucket `b` still to be written before `commit`, which takes all of `b` or none."""
         return self._buckets[b].missing
 
     def make_room(self) -> None:
-        """Reserve a second generation for extents with one, which may be written after a commit then. Raises
-        DiskError where there is no room; the space can still be used."""
+        """Reserve a second generation for extents that have one, which can then be written again after a commit.
+        Raises DiskError where the drive has no room; the space can still be used."""
         self._check_not_lost()
         for file, nbytes in zip(self._files, self.header.sizes_of_two, strict=True):
             file.extend(nbytes)
 
     def read(self, b: int, names: Sequence[str], into: Sequence[memoryview]) -> None:
-        """Fill views `into` with the newest bytes of bucket `b`'s buffers `names`, committed or not; check their
-        sums.
+        """Read the newest bytes of buffers `names` of bucket `b`, committed or not, into views `into`, and check
+        their checksums.
 
-        A view begins at a page, with its buffer's size in whole blocks of 4,096 bytes; neighbours are one request.
-        Raises CheckpointError, with file and bucket, for bytes that are not what was written.
+        A view begins at a page, with its buffer's size in whole blocks of 4,096 bytes; adjacent buffers share a
+        request. Raises CheckpointError, with file and bucket, for bytes that are not what was written.
         """
         bucket = self._usable(b, names, into)
         for name in (x for x in names if bucket.newest(x) < 0):
@@ -249,8 +249,8 @@ class SwapSpace:
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
         """Write buffers `names` of bucket `b`, from views as for `read`, to the generation that is not committed.
 
-        After a write that failed the space cannot be used: the bytes to be replaced are lost. Raises ValueError for
-        a bucket of one generation that was committed, without `make_room`.
+        After a failed write the space cannot be used: the bytes to be replaced are lost. Raises ValueError for a
+        committed bucket of one generation, unless `make_room` was called.
         """
         bucket = self._usable(b, names, data)
         again = bucket.other == self.header.extents[b].generations
@@ -268,7 +268,7 @@ class SwapSpace:
         finds.
 
         Raises CheckpointError for a bucket written in part, and before the first commit for one not written; the
-        space can still be used. After any other error it cannot: the disk has this commit or the one before, whole.
+        space can still be used, but not after any other error: the disk has this commit or the one before, whole.
         """
         self._check_not_lost()
         check_plain(record, "record")
@@ -364,7 +364,7 @@ def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:
 
 
 def _reads(file: DirectFile) -> Read:
-    """A function that reads the header and records of a swap file."""
+    """A function of (offset, nbytes) that reads the header and commit records of a swap file."""
 
     def read(offset: int, nbytes: int) -> bytes:
         with pages_for(nbytes) as pages:
@@ -376,7 +376,7 @@ def _reads(file: DirectFile) -> Read:
 
 
 def _close(files: list[DirectFile], locks: list[int]) -> None:
-    """Close swap files, and release `locks` if no write is under way: a hanging drive keeps them."""
+    """Close swap files, and release `locks` unless a write to a hanging drive is still under way."""
     closed = [file.close() for file in files]
     if all(closed):
         while locks:
@@ -409,7 +409,7 @@ def _lock_file(path: Path) -> int:
 
 
 def _refuse_others(path: Path, run: str) -> None:
-    """Raise CheckpointError if the folder of `path` has a swap file of another run than `run`, or `path` itself."""
+    """Raise CheckpointError if swap file `path` exists, or its folder has a swap file of a run other than `run`."""
     for other in swap_files(path.parent):
         if other == path or read_space(other)[0].run != run:
             do = "resume that run, name another folder, or delete its .swap files if its state is not wanted"

@@ -32,22 +32,22 @@ _ADAPTER, _WHOLE, _FSDP = "adapter_model.safetensors", "model*.safetensors", "py
 
 
 def is_trainer(folder: Path) -> bool:
-    """Whether a folder has an optimizer's state of the Trainer in one file."""
+    """Whether a folder has the optimizer state of a Hugging Face Trainer in one file, such as optimizer.pt."""
     return any((folder / x).is_file() for x in OPTIMIZERS)
 
 
 def adapters_in(folder: Path) -> Path | None:
-    """The folder, if it has adapters of peft, as the `lora` of `zfunc.hf.load`."""
+    """`folder` if it has adapters of peft, for the argument `lora` of `zfunc.hf.load`; else None."""
     return folder if (folder / _CONFIG).is_file() else None
 
 
 def open_trainer(
     folder: Path, groups: Sequence[Sequence[str]] = (), *, allow_pickle: bool = False
 ) -> ForeignRun:
-    """The run in a folder such as checkpoint-500. Raises CheckpointError, with what to do.
+    """Open the Trainer's checkpoint in a folder such as checkpoint-500. Raises CheckpointError, with what to do.
 
-    `groups` are names of the trained parameters in each of the optimizer's groups, in its order: a state of one
-    process has numbers instead.
+    `groups` are the names of the trained parameters in each group of the optimizer, in its order: the optimizer
+    state of one process has numbers in place of names.
     """
     file = next(folder / x for x in OPTIMIZERS if (folder / x).is_file())
     saved = load_pickle(file, allow_pickle=allow_pickle)
@@ -78,7 +78,7 @@ def _is_state(saved: Any) -> bool:
 
 
 def _by_name(file: Path, saved: Any, groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """The state of each parameter that has one. CheckpointError where it has a number, and no name is known."""
+    """The optimizer state of each parameter by name. CheckpointError for numbers that `groups` does not name."""
     state: Mapping[Any, Any] = saved["state"]
     if all(isinstance(x, str) for x in state):
         return state

@@ -47,7 +47,7 @@ def _folder(path: Any) -> Path:
 
 @frozen
 class Save:
-    """Where to save checkpoints: `folder` gets one for each, of which the newest `keep` and `spare`, a name, stay.
+    """Where to save checkpoints: each gets a folder in `folder`; the newest `keep` and the one named `spare` stay.
 
     `extra`, a dict of JSON's own types, is saved with each checkpoint. Raises ValueError for a `keep` below 1, and
     CheckpointError for an `extra` that JSON cannot hold.
@@ -86,8 +86,8 @@ class CheckpointWriter:
     _failure: str = ""
 
     def write(self, bucket: int, buffers: Mapping[str, Tensor]) -> None:
-        """Write this rank's slices of `bucket` from the bucket's `buffers` by kind of state; of a frozen bucket
-        also what the rank keeps of it beside these, fp32 values in place of the device's.
+        """Write this rank's slices of `bucket` from the bucket's `buffers` by kind of state; for a frozen bucket,
+        the fp32 tensors that the rank keeps replace those of the device.
 
         A failure does not stop the step: `publish` reports it.
         """
@@ -113,7 +113,7 @@ class CheckpointWriter:
         self._writer.write_at(x.stored.name, start, data)
 
     def publish(self) -> SaveResult:
-        """Wait until all ranks' files are on the disk, and give the checkpoint its name."""
+        """Wait until all ranks' files are on the disk, and name the checkpoint; returns its folder, or why none."""
         ranks = self.ranks
         try:
             shard = all_or_none(ranks, self._finish)

@@ -30,9 +30,9 @@ class CompletionSettings:
 
 
 def print_script(settings: CompletionSettings) -> int:
-    """Run `zfunc completion`: print the shell's completion script by shtab, which starts no Python at a key.
+    """Run `zfunc completion`: print the shell's completion script, made by shtab, which completes without Python.
 
-    An option offers its words, and what its metavar has that is not in capitals.
+    For an option it offers the option's words, and those alternatives of its metavar that are not in capitals.
     """
     import shtab
 

@@ -41,7 +41,7 @@ BUG = "\nThis is a bug in zfunc: please report it, with the output of --debug"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and return its exit code."""
+    """Run the command of `zfunc` that `argv`, by default sys.argv, names, and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     _prepare_streams()
     if "OMP_WAIT_POLICY" not in os.environ:  # before torch loads GNU OpenMP, which reads it once
@@ -93,7 +93,7 @@ def _parse(words: list[str], args: argparse.Namespace) -> None:
 
 
 def _unknown(word: str, which: str, flags: set[str]) -> str:
-    """The error for a word that a command with these flags does not take."""
+    """The error message for `word`, which command `which` with these `flags` does not take."""
     got = word.partition("=")[0]
     if not word.startswith("-"):
         return f"got {word!r} where an option was expected: options begin with --"
@@ -131,7 +131,7 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 
 
 def _length(given: dict[str, Any]) -> dict[str, Any]:
-    """The default length of a training. Bounds that are given are the only ones; a fine-tuning is one epoch."""
+    """Defaults for steps and epochs: no bound beside one in `given`, and one epoch where `hf` is fine-tuned."""
     if {"steps", "epochs"} <= given.keys():
         got = f"{given['epochs']:g} with {setting('steps', given['steps'])}"
         refuse("epochs", got, "one of them", "leave one out")
@@ -164,7 +164,7 @@ def _without_path(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-    """The marked message of an error; one of the system, or a missing package, gets what to do added."""
+    """An error's message, its settings marked for `in_flags`; for OSError and missing packages, with what to do."""
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         if _without_path(error):
             return f"got {error.strerror!r} while printing or writing: free some space, or print elsewhere"

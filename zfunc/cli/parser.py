@@ -124,7 +124,7 @@ def version_line() -> str:
 def make_parser(
     commands: Mapping[str, Command], *, everything: bool = False
 ) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of `zfunc`, and those of its commands by name. Help has the common options, or `everything`."""
+    """The parser of `zfunc`, and its commands' parsers by name. Help shows the common options, or `everything`."""
     top = Parser(
         "zfunc",
         usage="zfunc COMMAND [options]",
@@ -227,7 +227,7 @@ def _default(field: "attrs.Attribute[Any]") -> str:
 
 
 def in_flags(text: str, options: Mapping[str, Option]) -> str:
-    """A marked text of an error, with the flags of a command for the settings in it. Anything else stays as it is.
+    """An error's `text`, as `marked` returns it, with a command's flags for the settings in it; the rest stays.
 
     >>> from zfunc.errors import SettingError, marked, setting
     >>> from zfunc.options import anything
@@ -247,7 +247,7 @@ def in_flags(text: str, options: Mapping[str, Option]) -> str:
 
 
 def with_flags(text: str, options: Mapping[str, Option]) -> str:
-    """A text with the flags of a command for settings in backquotes, as `seq_length` or `seq_length=16`."""
+    """`text` with settings in backquotes, such as `seq_length` or `seq_length=16`, as flags of a command."""
 
     def typed(m: re.Match[str]) -> str:
         return f"{flag(m[1])} {m[2] or ''}".rstrip() if m[1] in options else m[0]

@@ -93,7 +93,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
 
 
 def headline(run: RunHistory) -> str:
-    """A run's figures, hidden shares and state in one line for a terminal."""
+    """One line for a terminal: a run's figures, what share of copies and the like compute hid, and its state."""
     recorded, _ = _recorded_step(run)
     hidden = (
         (f"{name.partition(' ')[0]} hidden", f"{measured}, planned {planned}")
@@ -194,8 +194,8 @@ def _step_section(step: RecordedStep | None, text: str) -> str:
 
 
 def _hidden_rows(step: RecordedStep) -> Iterator[Cells]:
-    """What ran beside compute, its time, and the share of it that compute hid: as planned, with each operation as
-    long as it was measured and no time lost between lanes, and as measured."""
+    """Rows of what ran beside compute: name, time, and the share that compute hid, as planned (the measured
+    operations simulated without time lost between lanes) and as measured."""
     seconds = [e.seconds for e in events_of(step.plan, step.timeline)]
     planned = simulate(step.plan, attrs.evolve(ROUND, shared={}), seconds)
     for name, kinds in HIDDEN.items():
@@ -241,7 +241,7 @@ def _memory_rows(run: RunHistory) -> Iterator[Cells]:
 
 
 def _figures_of(row: Row) -> Cells:
-    """The table of a measured step's figures, names and values."""
+    """The cells of a step's row in the table of steps: the step's number, its figures, and memory."""
     memory = finite_number(row.get("device_bytes")) or finite_number(row.get("host_bytes")) or 0.0
     figures = (_figure(row, name, form) for name, (_, form) in FIGURES.items())
     return (f"{row['step']:,}", *figures, format_bytes(memory))
@@ -276,7 +276,7 @@ def _plain(value: Any) -> str:
 
 
 def _listed(heads: Cells, rows: Sequence[Cells], caption: str, kind: str = "") -> str:
-    """A table of `rows`, if there are any: of many LISTED, evenly, the first and the last among them."""
+    """An HTML table of `rows`, of many LISTED at even distances, with the first and the last; "" without rows."""
     listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)}) if rows else []
     of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
     return html_table(heads, [rows[n] for n in listed], caption + of_all, kind) if rows else ""

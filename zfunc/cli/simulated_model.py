@@ -31,7 +31,7 @@ _hardware = partial(option, group="hardware")
 
 @frozen(kw_only=True)
 class SimulatedFlags(GPTFlags):
-    """A model, and the hardware that it is simulated on: `UNNAMED` where none is named, None for round figures."""
+    """Flags of a model and of the hardware to simulate it on: `UNNAMED` by default; None means round figures."""
 
     UNNAMED: ClassVar[str | None] = None
 
@@ -71,7 +71,7 @@ class SimulatedFlags(GPTFlags):
 
 @frozen(eq=False)
 class SimulatedModel:
-    """Sizes of a model, and its costs for so many rows, tokens of each, and ranks.
+    """Sizes of a model, and `costs`, a function of the rows a rank has, the tokens of a row, and the ranks.
 
     Tied parameters count once. `longest` is the most tokens of a sequence, if its config limits that.
     """
@@ -117,12 +117,12 @@ def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
 
 
 def _optimizer(settings: SimulatedFlags) -> NamedOptimizer:
-    """The optimizer that `zfunc train` would take: its state formats order the parameters of a segment."""
+    """The optimizer that `zfunc train` would use: its state formats decide the order of a segment's parameters."""
     return make_optimizer(settings.optimizer, decay=matrices_only, **OPTIMIZERS[settings.optimizer][2])
 
 
 def _of_config(settings: SimulatedFlags) -> SimulatedModel:
-    """The model of a Hugging Face config. Torch and transformers are imported only where no costs are kept."""
+    """The model of a Hugging Face config. Imports torch and transformers only where no costs are cached on disk."""
     from zfunc.planner.cost_model import SegmentCosts
     from zfunc.planner.kept_costs import ModelFacts, kept, kept_trace
 

@@ -37,7 +37,7 @@ def can_redraw(stream: TextIO | None = None) -> bool:
 
 @contextmanager
 def progress_line() -> Generator[Callable[[str], None]]:
-    """A function that shows a text on stderr, a terminal, at most once a second: one line, erased in the end."""
+    """A context with a function that shows a text in one stderr line, at most once a second; erased at the end."""
     shown, last = False, time.monotonic()
 
     def show(text: str) -> None:
@@ -58,9 +58,9 @@ def progress_line() -> Generator[Callable[[str], None]]:
 def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
     """In this context Ctrl-C, SIGTERM and SIGHUP request a stop; the second Ctrl-C raises KeyboardInterrupt.
 
-    The request is "", INTERRUPT or TERMINATED, which is the stronger. With `tell`, the first of each is answered on
-    stderr. Earlier handlers are restored after the context. An ignored SIGHUP, as under nohup, stays ignored; where
-    it comes because the terminal is gone, later output is discarded. A thread that gets no signals has no requests.
+    It yields a function that returns the request: "", INTERRUPT or TERMINATED, the stronger. With `tell`, the first
+    of each is answered on stderr. Earlier handlers are restored at the end. An ignored SIGHUP, as under nohup,
+    stays so; where it comes as the terminal is gone, later output is discarded. Only the main thread gets requests.
     """
     taken: list[int] = []
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -106,7 +106,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def logged(options: Options) -> Generator[None]:
-    """In this context what zfunc logs is printed, with the flags of a command that has these options."""
+    """A context that prints what zfunc logs, with settings in it as the flags of a command with `options`."""
     log, handler = logging.getLogger("zfunc"), _Lines(options)
     before = log.level, log.propagate
     log.addHandler(handler)

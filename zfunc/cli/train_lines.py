@@ -40,7 +40,7 @@ INTERVAL = 5.0  # seconds between two lines of steps
 
 @define
 class TrainingOutput:
-    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else."""
+    """Prints a training's lines: a step every few seconds, or every `steps` steps, and all other events."""
 
     run: RunFolder
     unit: str
@@ -94,11 +94,11 @@ class TrainingOutput:
                 pass
 
     def counted_step(self, step: int) -> str:
-        """'step 12/500', padded to one width; without a total 'step 12'."""
+        """The label of a step: 'step 12/500', padded to one width; 'step 12' if the total is unknown."""
         return f"step {step:>{len(str(self.total))}}/{self.total}" if self.total else f"step {step:>5}"
 
     def status(self) -> Text:
-        """The activity of the training, for the end of the progress bar."""
+        """What the training does now, or the time it has left, for the end of the progress bar."""
         if how := self.stopping():
             asked = f"{self.working or 'stopping'}; Ctrl-C again: at once"
             return Text("terminated: stopping" if how == TERMINATED else asked, "yellow")
@@ -107,7 +107,7 @@ class TrainingOutput:
 
 @contextmanager
 def progress(output: TrainingOutput) -> Generator[None]:
-    """Below the lines on stdout, a terminal, a progress bar, until the context ends."""
+    """A context that shows a training's progress bar below its lines on stdout, which must be a terminal."""
     console = Console(highlight=False)
 
     def drawn() -> RenderableType:
@@ -124,7 +124,7 @@ def progress(output: TrainingOutput) -> Generator[None]:
 
 
 def introduction(event: Started, run: RunFolder) -> Iterator[str]:
-    """Data, model, plan and run folder, in a few lines."""
+    """The lines that begin `zfunc train`: data, model, plan, run folder, and the checkpoint it resumes from."""
     job, s, plan = event.job, event.job.settings, event.job.program.plan
     first, *more = job.corpus.description
     yield f"data: {first}"
@@ -147,7 +147,7 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
 
 
 def step_figures(event: Stepped) -> str:
-    """Epoch, loss, learning rate, gradient norm, speed and memory."""
+    """One line of a step's figures: epoch, loss, learning rate, gradient norm, speed and memory."""
     m, epoch = event.metrics, f"epoch {event.epoch:.2f}  " if event.epoch is not None else ""
     scale = f"  scale {m.loss_scale:g}" if m.loss_scale != 1 else ""
     adam = m.host_seconds / m.seconds if m.seconds else 0.0  # most of what the host does is Adam

@@ -128,7 +128,7 @@ _GROUPED: ContextVar[bool | None] = ContextVar(
 
 @contextmanager
 def modelled(grouped: bool | None) -> Iterator[None]:
-    """Trace on the CPU for an accelerator with grouped kernels (True), without (False), or the CPU (None)."""
+    """A context to trace on the CPU for an accelerator with grouped kernels (True), without (False), or the CPU."""
     before = _GROUPED.set(grouped)
     try:
         yield
@@ -149,14 +149,14 @@ def has_grouped_kernels(device: torch.device) -> bool:
 
 
 def fuses_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether fused attention on `device` in `dtype` takes fewer key heads than query heads."""
+    """Whether fused attention on `device` in `dtype` takes fewer key heads than query heads (GQA)."""
     if not on_accelerator(device):
         return (grouped := _GROUPED.get()) is None or (grouped and dtype.itemsize == 2)
     return dtype.itemsize == 2 and has_grouped_kernels(device)
 
 
 def multiplies_groups(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `device` has one kernel in `dtype` for groups of rows, of sizes in a tensor, each times a matrix."""
+    """Whether `device` has a kernel in `dtype` for grouped matrix products: groups of rows, each times a matrix."""
     grouped = has_grouped_kernels(device) if on_accelerator(device) else _GROUPED.get()
     return dtype == torch.bfloat16 and bool(grouped)
 
@@ -201,7 +201,7 @@ def in_turn(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def take_stream(device: torch.device) -> torch.Stream:
-    """A stream of `device` for one user: a spare one, else a new one. Of 33 streams of torch, two share a queue."""
+    """A stream of `device` for one user: a returned one if any, as torch's streams beyond 32 share their queues."""
     spare = _spare_streams.setdefault(device, [])
     return spare.pop() if spare else torch.Stream(device)
 
@@ -378,13 +378,13 @@ def _vendor(device: torch.device) -> Vendor:
 
 
 def are_peers(devices: Sequence[torch.device]) -> bool:
-    """Whether each of several devices copies from the memory of each other, past the host's."""
+    """Whether each of several `devices` copies straight from the memory of every other, not through the host."""
     peers = _vendor(devices[0]).peers
     return len(devices) > 1 and peers is not None and all(peers(*pair) for pair in permutations(devices, 2))
 
 
 def compiler_of(device: torch.device) -> Compile | None:
-    """The compiler of kernels for `device` from CUDA source; None where torch has none."""
+    """A function that compiles CUDA source to kernels for `device`; None where torch has none."""
     compile_kernel = _vendor(device).compile_kernel
     return None if compile_kernel is None else compile_kernel(device)
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class DaemonThreads:
-    """Daemon threads that make calls in turn. The end of the process does not wait for them."""
+    """`count` daemon threads that make submitted calls in order. The end of the process does not wait for them."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count

@@ -97,7 +97,7 @@ class RankGroup:
 
     @property
     def several(self) -> bool:
-        """Whether the group has more than one rank."""
+        """Whether more than one rank trains, over all pipeline stages."""
         return self.job.world > 1
 
     @property
@@ -197,7 +197,7 @@ class RankGroup:
         ]
 
     def _sizes(self, size: int) -> list[int]:
-        """The `size` of each rank, sent with its complement, which detects the data of another collective."""
+        """The bytes of each rank's text; `size` is sent with its complement to detect another collective's data."""
         sizes = torch.zeros(self.world, 2, dtype=torch.int64, device="cpu")
         sizes[self.rank] = torch.tensor([size, ~size], device="cpu")
         self._all_reduce(sizes)
@@ -306,8 +306,8 @@ class RankGroup:
             self._watching.release()
 
     def settle(self) -> None:
-        """Wait until the device has done the group's collectives, as a blocking copy behind a collective that a
-        rank does not join could not be given up. Raises RankError, as `watch` does, and after the time-out."""
+        """Wait until the device has done the group's collectives: a wait that ends if a rank does not join, unlike
+        a blocking copy behind a collective. Raises RankError, as `watch` does, and after the time-out."""
         if not poll(self._settled, self.limit.total_seconds(), lambda: self.watch() and False):
             self._abort("late")
 

@@ -58,7 +58,7 @@ _ADVICE = {
 
 @frozen
 class _Request:
-    """One request to a drive: areas of memory, and the offset in the file of their consecutive bytes."""
+    """One read or write of a drive: areas of memory, and the byte offset in the file of their consecutive bytes."""
 
     pieces: list[memoryview]
     offset: int
@@ -67,14 +67,14 @@ class _Request:
 
 @define(eq=False)
 class DirectFile:
-    """A file whose size `extend` alone changes, read and written past the page cache in requests of 8 MiB on a few
+    """A file whose size only `extend` changes, read and written past the page cache in requests of 8 MiB on a few
     threads.
 
-    THREADS make the requests of a direction; all files of a drive share them. Where the file system refuses
-    O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once. One that
-    is not `named` is gone with its process.
+    Each drive has THREADS threads for reads and as many for writes, shared by its files. Where the file system
+    refuses O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once.
+    A file that is not `named` is gone when its process ends.
 
-    Any thread may call. The order of transfers of the same bytes is the callers' business.
+    Any thread may call. Callers have to order transfers of the same bytes.
     """
 
     path: Path
@@ -112,7 +112,7 @@ class DirectFile:
     def unnamed(cls, folder: Path, nbytes: int) -> "DirectFile":
         """A new file of `nbytes` in `folder` without a name, its space reserved; errors name the folder.
 
-        The file has lost its name before it has any bytes, so nothing is left when the process ends.
+        The file is unlinked before it has any bytes, so nothing is left when the process ends.
         """
         with _reserving(folder, nbytes):
             name = f".zfunc-{os.urandom(8).hex()}"
@@ -230,7 +230,7 @@ class DirectFile:
 
     @contextmanager
     def _in_use(self, *, begun: bool = False) -> Generator[None, None, None]:
-        """A context that keeps the file's descriptor open: another file may get the number of a closed one."""
+        """A context that keeps the file's descriptor open; with `begun` also while `close` waits for transfers."""
         with self._idle:
             if self._closed and not (begun and self._users):
                 raise ValueError(f"{self.path}: got a closed file, expected an open one: open it again")
@@ -301,7 +301,7 @@ class DirectFile:
     def _call_each(
         self, direction: Direction, function: Callable[[T], Any], items: Sequence[T], doing: str
     ) -> None:
-        """Make calls on the drive's threads; log slow calls, and refuse the file after an abandoned call."""
+        """Call `function` on each item in the drive's threads; log slow calls; abandoning one, refuse the file."""
 
         def tell(seconds: float) -> None:
             log.warning("%s: %s: the drive has not answered for %.0f s", self.path, doing, seconds)
@@ -316,7 +316,7 @@ class DirectFile:
             raise
 
     def _make(self, direction: Direction, request: _Request) -> None:
-        """Read or write all bytes of a request; after a short count continue at a page, as O_DIRECT needs."""
+        """Read or write all bytes of a request; a short transfer is continued at a page, as O_DIRECT needs."""
         call = system_calls.read_at if direction == "read" else system_calls.write_at
         done = retries = 0
         while done < request.nbytes:

@@ -81,7 +81,7 @@ class IssuedOp:
 
 @frozen(eq=False)
 class PreparedPlan:
-    """A plan with its stages looked up, thread by thread; `main` is that of the caller."""
+    """A plan with the stage functions of its operations looked up, by thread; `main` is the caller's thread."""
 
     plan: Plan
     threads: dict[str, tuple[IssuedOp, ...]]
@@ -93,7 +93,7 @@ class PreparedPlan:
 
 @define(eq=False)
 class RunningStep:
-    """The state that the threads of one step share."""
+    """The state of one step while it runs, shared by the threads that issue its operations."""
 
     prepared: PreparedPlan
     mem: Any  # region -> its content
@@ -121,8 +121,8 @@ class RunningStep:
 class RunOptions:
     """Options of the run of a plan: random delays, checks of declared regions, device times, faults.
 
-    `watch` is called now and then while the host waits for the device: it raises if the wait is in vain, and
-    returns whether a collective is under way, for which the wait is as long again.
+    `watch` is called every so often while the host waits for the device: it raises if the wait is in vain, and
+    returns whether a collective is under way, in which case the host waits up to twice as long.
     """
 
     jitter: Jitter | None = None
@@ -142,7 +142,7 @@ class StepRun:
 
 
 def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device) -> PreparedPlan:
-    """Look up the stages of a plan's operations on `devices`. Raises ValueError for a verb without a stage."""
+    """Look up the stage function of each operation of a plan on `devices`. ValueError for a verb without one."""
     missing = sorted({op.verb for op in plan.graph} - stages.keys())
     if missing:
         raise ValueError(
@@ -250,7 +250,7 @@ class Executor:
         return StepRun(_timeline(run, bases), time.perf_counter() - run.origin, host)
 
     def check_process(self, action: str) -> None:
-        """Raise RuntimeError in a fork of the process that has run a step: a fork has none of its threads."""
+        """Raise RuntimeError, naming `action`, in a fork of the process that ran a step: its threads are gone."""
         if self._process not in (0, os.getpid()):
             raise RuntimeError(
                 f"{action}: got process {os.getpid()}, a fork of process {self._process} that has trained with "
@@ -304,7 +304,7 @@ class Executor:
     def _let_end(self, run: RunningStep, lanes: list[threading.Event]) -> None:
         """After a failure, wait until the running operations have ended, as they may still write the memory.
 
-        After an interrupt, do not wait for a drive that does not answer; after a second one, for nothing.
+        After an interrupt, do not wait for a drive that does not answer; after a second one, do not wait at all.
         """
         began, interrupted = time.monotonic(), not isinstance(run.failure, Exception)
         try:
@@ -358,7 +358,7 @@ class Executor:
         del run.waiting[thread]
 
     def _drive(self, run: RunningStep, thread: str) -> None:
-        """Issue the operations of a thread in order; an exception stops every thread."""
+        """Issue the operations of thread `thread` in order; an exception stops every thread of the step."""
         entered: torch.Stream | None = None
         random = Random(f"{run.options.jitter.seed} {thread}") if run.options.jitter else None
         last: dict[str, tuple[IssuedOp, torch.Stream | None]] = {}  # of each lane
@@ -401,14 +401,13 @@ class Executor:
             delay_stream(self.devices[item.op.device], random.random() * jitter.seconds)
 
     def _size_team(self, item: IssuedOp) -> None:
-        """Set the size of the OpenMP team of a thread: compute has the caller's on any lane, or the bits of
-        a product would depend on the schedule. Copies and small host work are memory-bound and get one thread, or
-        two lanes on two cores would be four spinning threads.
-
-        The Adam kernel has a team of its own, of all cores, beside compute on the CPU too. A smaller team would
-        starve compute: every product waits at its barrier for the thread whose core the sweep has, while the other
-        threads spin. With a full team there are more threads than CPUs, for which libgomp spins briefly: waiting
-        threads sleep, and are woken ahead of the sweep."""
+        """Set the size of this thread's OpenMP team for an operation. Compute gets the caller's size on any lane,
+        or the bits of a product would depend on the schedule. Copies and small host work are memory-bound and get
+        one thread, or two lanes on two cores would be four spinning threads. The Adam kernel has a team of its own,
+        of all cores, even beside compute on the CPU. A smaller team would starve compute: every product waits at
+        its barrier for the thread whose core the Adam kernel has, while the other threads spin. With a full team
+        there are more threads than CPUs, for which libgomp spins briefly: waiting threads sleep, and are woken
+        ahead of the Adam kernel's."""
         wanted = self._team if item.op.kind == "compute" else 1
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
@@ -496,7 +495,7 @@ class Executor:
 
 
 def _work(tasks: "SimpleQueue[Any]") -> None:
-    """The loop of a thread: run its operations in each step from the queue `tasks`, until None comes."""
+    """The loop of an executor's thread: run its operations of each step that `tasks` brings, until None comes."""
     while (task := tasks.get()) is not None:
         executor, run, thread, done = task
         try:
@@ -509,7 +508,7 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 def _named(
     error: BaseException, item: IssuedOp | None, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
-    """The error that train_step raises: zfunc's errors and interrupts as they are, others with the operation."""
+    """What train_step raises for `error`: zfunc's errors and interrupts as they are, others with the operation."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
@@ -521,7 +520,7 @@ def _named(
 
 
 def _device_error(error: BaseException, noticed: str, device: torch.device) -> BaseException:
-    """An ExecutionError for an error that a device reported after its cause; any other error as it is."""
+    """An ExecutionError for an error of the device, `noticed` after its cause; any other `error` as it is."""
     if not isinstance(error, torch.AcceleratorError):
         return error
     late = ExecutionError(
@@ -533,7 +532,7 @@ def _device_error(error: BaseException, noticed: str, device: torch.device) -> B
 
 
 def _recovery(device: torch.device) -> str:
-    """Advice on where to look for the cause of an error of `device`, if not in this process."""
+    """Words for an error's message: that `device` can no longer be used in this process, or "" if it can."""
     try:
         torch.accelerator.current_stream(device).query()
     except RuntimeError:

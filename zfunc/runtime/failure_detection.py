@@ -114,10 +114,10 @@ class FailureDetector:
         return self._ask(lambda: self.store.check([_key("failed")]), STORE_TIMEOUT)
 
     def find_missing(self, symptom: Symptom, *, min_wait: float, max_wait: float) -> MissingRanks:
-        """Report this rank, and wait at most `max_wait` seconds for the others; the same verdict on every rank.
+        """Report this rank's `symptom`, wait for the other ranks, and return the same verdict on every rank.
 
-        Ends when all ranks have reported, or all but one after `min_wait` seconds. Raises StoreLost if the store
-        does not answer.
+        Ends when all ranks have reported, or all but one after `min_wait` seconds, or after `max_wait` seconds.
+        Raises StoreLost if the store does not answer.
         """
         return self._ask(
             lambda: self._find_missing(symptom, min_wait, max_wait), 2 * max_wait + EXIT_GRACE + STORE_TIMEOUT

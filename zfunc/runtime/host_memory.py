@@ -74,7 +74,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most physical memory that this process has had so far, in bytes; what it has now where no system says."""
+    """The peak physical memory of this process so far, in bytes; its memory now where the system has no peak."""
     if system_calls.resource is None:
         import psutil
 

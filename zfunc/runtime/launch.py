@@ -34,8 +34,8 @@ def process_group() -> Iterator[RankGroup]:
     """The ranks of this job: those of the default process group, made from torchrun's environment.
 
     With accelerators a rank uses the device numbered LOCAL_RANK, or the only one its launcher shows it. Collectives
-    on the device are of its own backend (NCCL on CUDA), those on the host gloo's. One on the device that waits in
-    vain is given up by `RankGroup.watch`, not by NCCL's watchdog, which would end the process without a word:
+    on the device use its own backend (NCCL on CUDA), those on the host gloo. A device collective that waits in vain
+    is given up by `RankGroup.watch`, not by NCCL's watchdog, which would end the process without a word:
     TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 unless it is set.
     """
     if world_size() == 1:
@@ -86,9 +86,9 @@ def _own_device() -> torch.device | None:
 
 
 def fresh_store(store: Store, rank: int, world: int) -> Store:
-    """A part of `store` under a name that rank 0 has just made up. All `world` ranks have to call this.
+    """A view of `store` under a key prefix that rank 0 has just made up. All `world` ranks have to call this.
 
-    Each other rank sends a fresh request id, so a reply cannot come from a previous incarnation; it then
+    Each other rank sends a fresh request id, so a reply cannot come from an earlier start of the job; it then
     acknowledges. Raises TimeoutError, or torch's own error, if a rank does not come within the store's time-out.
     """
     name = uuid4().hex

@@ -26,7 +26,7 @@ _thread = threading.local()
 
 
 def fold_seed(*parts: Any) -> int:
-    """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine."""
+    """A 63-bit seed from the `repr` of `parts`: equal parts give an equal seed, on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -64,7 +64,7 @@ def seeded(number: int | None) -> Iterator[None]:
 
 @contextmanager
 def seeded_part(*part: int) -> Iterator[None]:
-    """A context whose random draws depend on this thread's pass and the numbers `part` of a part of the pass."""
+    """A context whose random draws depend on this thread's pass and on `part`, numbers of a part of the pass."""
     draws: Draws | None = getattr(_thread, "draws", None)
     with seeded(None if draws is None else fold_seed(draws.key, *part)):
         yield

@@ -37,7 +37,7 @@ class StageRanks(RankGroup):
 
     @classmethod
     def of_stage(cls, job: RankGroup, pp: int) -> "StageRanks":
-        """The group of the ranks of this rank's pipeline stage, of `pp` stages. A collective of these ranks."""
+        """The group of the ranks of this rank's pipeline stage, one of `pp`; all those ranks call it together."""
         world = job.world // pp
         stage, rank = divmod(job.rank, world)
         members = job.members[stage * world : (stage + 1) * world]
@@ -77,8 +77,8 @@ class StageRanks(RankGroup):
         self._point_to_point("send to", dist.isend, [begin[:FIRST], flat, begin[FIRST:]], stage, tag)
 
     def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
-        """The text and `nbytes` bytes sent with `tag` by this rank's counterpart in `stage`, in `pinned` memory or
-        not. Raises RankError if they do not come, or with another size: a message's own claim allocates nothing."""
+        """The text and `nbytes` bytes (in `pinned` memory or not) that this rank's counterpart in `stage` sent with
+        `tag`. Raises RankError if they do not come, or in another size, before memory is allocated for that."""
         begin = torch.zeros(FIRST, dtype=torch.uint8, device="cpu")
         message = self._point_to_point("receive from", dist.irecv, [begin], stage, tag)
         self._arrived(message)
@@ -98,8 +98,8 @@ class StageRanks(RankGroup):
         return (said[SIZES.size :] + rest.numpy().tobytes())[:head], flat
 
     def from_stage(self, stage: int, values: Tensor) -> Tensor:
-        """The host tensor `values` of the first rank of `stage`; each rank passes one of the same size and dtype. A
-        collective of the whole job."""
+        """Broadcast the host tensor `values` of the first rank of `stage` to all ranks of the job, which call this
+        together, each with a tensor of the same size and dtype; returns it."""
         values, first = values.cpu(), self.job.members[stage * self.world]
         issue = partial(_broadcast, values, first, group=self.job.group, async_op=True)
         self.job._wait_for("broadcast", issue)
@@ -161,7 +161,7 @@ class _Waiter(threading.Thread):
 
     @classmethod
     def does(cls, job: Callable[[], None]) -> None:
-        """Have an idle waiter do `job`, or a new one."""
+        """Run `job` on an idle waiter thread, or on a new one if none is idle."""
         try:
             waiter = cls.idle.pop()
         except IndexError:

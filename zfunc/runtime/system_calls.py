@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _module(name: str) -> Any:
-    """A module of Python that is built for some systems alone; None elsewhere."""
+    """Python's module `name`, which only some operating systems have; None elsewhere."""
     try:
         return import_module(name)
     except ImportError:
@@ -105,7 +105,7 @@ def sync_names(folder: Path) -> None:
 
 
 def set_direct(fd: int, *, direct: bool) -> bool:
-    """Let transfers of file `fd` bypass the page cache, or not, and wait; returns whether they do.
+    """Make transfers of file `fd` blocking, past the page cache if `direct`; returns whether they bypass the cache.
 
     False without O_DIRECT. Raises OSError where the file system refuses.
     """
@@ -147,7 +147,7 @@ def unlock_descriptor(fd: int) -> None:
 
 
 def bind(cpus: Iterable[int]) -> None:
-    """Keep the thread that calls on `cpus`; where threads cannot be bound, leave the choice to the system."""
+    """Bind the calling thread to `cpus`; on a system that cannot bind threads, do nothing."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
 

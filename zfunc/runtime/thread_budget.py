@@ -36,10 +36,10 @@ class ThreadBudget:
 def choose_threads(
     environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT, *, on_accelerator: bool = False
 ) -> ThreadBudget:
-    """Threads for a sweep: the physical cores behind `cpus`, no more than the cgroup's quota, over the local ranks.
+    """Threads for a sweep over host memory: the cores of `cpus`, at most the cgroup's quota, over the local ranks.
 
     With an accelerator one core is left for the thread that launches its work, if there is another. OMP_NUM_THREADS
-    is followed, up to the number of CPUs, but for the 1 that torchrun sets where it starts several processes.
+    is followed, up to the number of CPUs, except for the 1 that torchrun sets where it starts several processes.
     Raises ValueError for a LOCAL_WORLD_SIZE that is no whole number above 0.
     """
     cores, quota = physical_cores(cpus, root), cpu_quota(root)
@@ -81,7 +81,7 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks that train together, from torchrun; 1 without a RANK, which alone says that this is one of them.
+    """Ranks that train together, from torchrun's WORLD_SIZE; 1 unless RANK says that this process is one of them.
 
     Raises ValueError unless it is a number.
 
@@ -104,7 +104,7 @@ def allowed_cpus() -> frozenset[int]:
 
 @functools.cache
 def default_threads() -> int:
-    """The number of threads of this process's sweeps, by `choose_threads`. Decided once, logged in one line."""
+    """The number of threads of this process's host Adam, by `choose_threads`. Decided once, logged in one line."""
     from zfunc.runtime.accelerator import accelerator_type  # torch, which help starts without
 
     decision = choose_threads(os.environ, allowed_cpus(), on_accelerator=accelerator_type() is not None)
@@ -178,7 +178,7 @@ def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> int:
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """CPUs the cgroup grants (v2 cpu.max, v1 cfs_quota), the tightest level on the way up; inf if none."""
+    """CPUs that the cgroup grants (v2 cpu.max, v1 cfs_quota), the least over it and its parents; inf if none."""
     quotas = [math.inf]
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         if line.count(":") < 2:

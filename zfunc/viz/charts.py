@@ -22,7 +22,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 546.0, 10.0, 184.0  # edges of the plot in 
 
 @frozen
 class Curve:
-    """A curve of a chart: points by step, drawn as a "line" through the mean of each place, or as "dots"."""
+    """A curve of a chart: values by step, as a "line" through the mean of steps that share pixels, or as "dots"."""
 
     name: str
     form: Literal["line", "dots"]
@@ -43,7 +43,7 @@ class Chart:
 
 @frozen
 class PlotPoint:
-    """The points of a curve that share a place: the first and last step, lowest, mean and highest value."""
+    """The points of a curve at one place of the axis: their first and last step, lowest, mean and highest value."""
 
     first: int
     last: int
@@ -92,7 +92,7 @@ def _chart_svg(chart: Chart, span: tuple[int, int]) -> str:
 
 @frozen
 class _Frame:
-    """The frame of a chart: steps and values at the plot's edges, and the place of others in px."""
+    """The axes of a chart: steps and values at the edges of the plot, and the px of any step or value."""
 
     first: int
     last: int
@@ -115,7 +115,7 @@ class _Frame:
         return _TOP + (_BOTTOM - _TOP) * (self.high - value) / (self.high - self.low)
 
     def through(self, places: Sequence[PlotPoint], which: int) -> str:
-        """The SVG points of a line through the lowest (0), mean (1) or highest (2) values of the places."""
+        """SVG path data of a line through the lowest (0), mean (1) or highest (2) values of the places."""
         points = [
             f"{self.x((p.first + p.last) / 2):.1f} {self.y(p.values[which]):.1f}" for p in places if p.values
         ]

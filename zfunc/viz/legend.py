@@ -94,7 +94,7 @@ def colour_of(verb: str) -> str:
 
 
 def verbs_of(timelines: Sequence[Timeline], plan: Plan | None = None) -> dict[str, int]:
-    """Verbs numbered by first appearance: in the plan's serial order if there is one, or by start."""
+    """Verbs numbered by first appearance: in the plan's serial order if there is a plan, else by start time."""
     planned = (op.verb for op in plan.graph) if plan else ()
     started = (verb_of(e.op) for t in timelines for e in sorted(t.events, key=lambda e: e.start))
     names = dict.fromkeys((*planned, *started))

@@ -51,7 +51,7 @@ def live_page(
 
 
 def live_data(plans: Mapping[Answers, Plan], hardware: Hardware, questions: Sequence[str]) -> dict[str, Any]:
-    """The values that the page simulates and shows, in JSON's types.
+    """The values that the page of `live_page` simulates and shows, in JSON's types.
 
     Verbs, kinds, places of memory, lanes, regions and operations are numbers wherever they are referred to; a graph
     that several plans share is there once.

@@ -67,7 +67,7 @@ def run_calibrate(settings: CalibrateSettings) -> int:
 
 
 def measure_machine(settings: CalibrateSettings) -> "Profile":
-    """The Profile of this machine, by a model as `zfunc train` would run it. All ranks call it together.
+    """Measure this machine's Profile by training the settings' model as `zfunc train` would, on all ranks together.
 
     Raises what `zfunc.planner.calibrate.calibrate` does, and ValueError for a batch that cannot be dealt out to the
     ranks.

@@ -57,7 +57,7 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 
 def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
-    """Figures of this machine, of the drives of `folders` and of every device, by the name of their line."""
+    """Yield for each line of `zfunc doctor` its name and a function to measure the machine, a drive or a device."""
     import torch
 
     from zfunc.optim.kernel_loader import cpu_adam

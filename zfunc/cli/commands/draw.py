@@ -154,7 +154,7 @@ def run_draw(settings: DrawSettings) -> int:
 
 @frozen
 class DrawnStep:
-    """A plan, the hardware, and the step: simulated on it, and perhaps as a run measured it."""
+    """A step to draw: its plan, the hardware, and timelines, simulated on the hardware and, for a run, measured."""
 
     heading: str
     plan: Plan
@@ -164,7 +164,7 @@ class DrawnStep:
 
 
 class _Job:
-    """The model of a command's settings, its step, and the hardware that it is simulated on."""
+    """What `zfunc draw` simulates: the model of its settings, the model's step, and the hardware."""
 
     def __init__(self, settings: DrawSettings) -> None:
         from zfunc.planner.cost_model import precision_for
@@ -180,19 +180,19 @@ class _Job:
         self.words = f"one step of a {self.model.name}, batch {settings.batch_size} x {settings.seq_length}"
 
     def graph(self, step: StepSettings) -> Graph:
-        """The operations of the job's step with the settings `step`."""
+        """The graph of operations of the model's step with the settings `step`."""
         from zfunc.planner.candidate import operations_of
 
         return operations_of(self.spec(step))
 
     def spec(self, step: StepSettings) -> StepSpec:
-        """The step of the job with the settings `step`, as of a CPU: every schedule takes its operations."""
+        """The StepSpec of the model's step with settings `step`, as on a CPU: there every schedule can plan it."""
         return evolve(self._costs.spec(step), commit=False)
 
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
-    """Simulated steps by the name of their schedule: of the settings' one, or of every schedule, slowest first; of
-    two that are compared, the settings' one last."""
+    """Simulate the step under the settings' schedule, or under every schedule, and return it by the schedule's
+    name, slowest first; where two schedules are compared, the settings' one comes last."""
     job = _Job(settings)
     graph, on = job.graph(job.step), job.hardware
     chosen = schedule_for(settings.schedule, on_cpu=on.unified)
@@ -211,8 +211,8 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
 
 
 def live_step(settings: DrawSettings) -> str:
-    """The live page of the settings' step, with plans of other schedules, bucket sizes and tiers of the state, as
-    many as keep the page small; the settings' own plan is shown first."""
+    """The HTML page that simulates the settings' step live, with plans of other schedules, bucket sizes and tiers
+    of the state, as many as keep the page small; the settings' own plan is shown first."""
     job = _Job(settings)
     largest = max(bucket.numel for bucket in job.spec(job.step).layout.buckets)
     own = min(job.step.bucket_size or largest, largest)

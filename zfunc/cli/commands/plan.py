@@ -106,7 +106,7 @@ class PlanSettings(PlannedStepFlags):
 
 @garbage_collection_paused()  # the import of torch, too
 def run_plan(settings: PlanSettings) -> int:
-    """`zfunc plan`: 0 if it fits, 1 if it does not; also what Ctrl-C has ended."""
+    """Run `zfunc plan`, and print its answer, also after Ctrl-C; returns exit code 0 if the step fits, 1 if not."""
     from zfunc.planner.planned import report_html
     from zfunc.planner.search import Watch
 
@@ -127,10 +127,10 @@ def run_plan(settings: PlanSettings) -> int:
 
 @frozen(eq=False)
 class PlannedModel:
-    """A model that was planned. With `max`, `settings` have the layers, the batch or the length that fits, and
-    `limit` says what else than memory bounds it, if anything does; `knee` has lengths up to that one and their
-    tokens/s. With `gpus`, `layouts` are those that were planned, and `box` says what machine
-    other than that of the profile named has them."""
+    """A model and the plan of its step. With `max`, `settings` have the layers, batch or length that fits, `limit`
+    says what bounds it besides memory, if anything, and `knee` has lengths up to that one with their tokens/s. With
+    `gpus`, `layouts` are the planned divisions into ranks and devices, and `box` says which machine has all these
+    GPUs, if not the profile's."""
 
     settings: PlanSettings
     planned: "Planned"
@@ -149,7 +149,7 @@ class PlannedModel:
 
 
 def plan_model(settings: PlanSettings, watch: "Watch | None" = None) -> PlannedModel:
-    """Plan the step of `settings`. Its searches may have a `watch`.
+    """Plan the step of `settings`. A `watch` is told how searches progress, and can stop them.
 
     Raises ValueError for what cannot work, FileNotFoundError for hardware that is not known.
     """
@@ -196,8 +196,8 @@ def _stopped(watch: "Watch | None") -> bool:
 def _fastest_layout(
     settings: PlanSettings, gpus: int, hardware: Profile, watch: "Watch | None"
 ) -> PlannedModel:
-    """The plan of the fastest division of the GPUs into ranks of several devices that fits, if one does; in one
-    machine where one is known that has them all."""
+    """The plan of the fastest division of `gpus` GPUs into ranks of several devices that fits, else of the one that
+    lacks least memory; in one machine if a known one has that many."""
     planned: list[PlannedModel] = []
     refused: list[ValueError] = []
     own, box = int(hardware.value("count", "devices")), ""
@@ -329,7 +329,7 @@ def plan_text(answer: PlannedModel) -> str:
 
 
 def _typed(suggestion: "Suggestion") -> str:
-    """A suggestion of the planner as flags to type, and its effect."""
+    """A suggestion of the planner as text: the flags to type, and their effect."""
     return f"{' '.join(starmap(as_flag, suggestion.changes.items()))}: {suggestion.effect}"
 
 

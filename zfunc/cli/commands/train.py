@@ -44,7 +44,7 @@ def run_train(settings: TrainSettings) -> int:
 
 
 def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint") -> None:
-    """Train; with the `run` of rank 0 record it there, show it, and tell the trackers.
+    """Train from `start`; on rank 0, which has `run`, also record the run, print its lines, and tell the trackers.
 
     Raises TrainingFailed if training has begun, or the last step is not saved.
     """
