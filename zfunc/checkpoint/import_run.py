@@ -185,8 +185,8 @@ def _named(run: ForeignRun, name: str) -> str:
 
 
 def _owner(run: ForeignRun, name: str, apart: Set[str] = frozenset()) -> str:
-    """The name under which `run` has the moments of trained tensor `name`: for a tied one, the other tensor's, which
-    is none of `apart`."""
+    """The name under which `run` has the moments of trained tensor `name`: for a tied one, the other tensor's, but
+    none of `apart`."""
     there = _named(run, name)
     if there not in run.weights or run.moments.get(there):
         return there

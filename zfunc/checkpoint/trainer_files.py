@@ -67,14 +67,13 @@ def open_trainer(
 
 def _is_state(saved: Any) -> bool:
     """Whether a value has the form of an optimizer's state, and its moments are tensors."""
-    match saved:
-        case {"state": dict(state), "param_groups": list(groups)}:
-            own = [x for x in state.values() if isinstance(x, dict)]
-            lists = [x for x in groups if isinstance(x, dict) and isinstance(x.get("params"), list)]
-            tensors = all(isinstance(x[k], Tensor) for x in own for k in MOMENTS if k in x)
-            return tensors and len(own) == len(state) and len(lists) == len(groups)
-        case _:
-            return False
+    try:
+        states, lists = [*saved["state"].values()], [x["params"] for x in saved["param_groups"]]
+        moments = [own[k] for own in states for k in MOMENTS if k in own]
+    except (AttributeError, KeyError, TypeError):
+        return False
+    forms = (states, dict), (lists, list), (moments, Tensor)
+    return all(isinstance(x, kind) for values, kind in forms for x in values)
 
 
 def _by_name(file: Path, saved: Any, groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
@@ -98,7 +97,7 @@ def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, Fore
     files = sorted(folder.glob(_ADAPTER if adapters else _WHOLE))
     if not files and not adapters and (folder / _FSDP).is_file():
         saved = load_pickle(folder / _FSDP, allow_pickle=allow_pickle)
-        named = saved.items() if isinstance(saved, dict) else ()
+        named: Any = saved.items() if hasattr(saved, "items") else ()
         return {own_name(x): foreign_tensor(t) for x, t in named if isinstance(t, Tensor)}
     if not files:
         do = "copy it there; of pickled weights let save_pretrained write it"
