@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,16 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
+from zfunc.core.hardware import ROUND
+from zfunc.core.settings import StepSettings
 from zfunc.engine.program.fit_to_memory import first_cut_that_fits
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace.batches import unmarked, unpacked
 from zfunc.errors import Message, OutOfMemory, RankError, marked, setting
 from zfunc.models.cut.called import CalledModel, call_of
 from zfunc.models.cut.modules import cuts
+from zfunc.planner.cost_model import CostModel
+from zfunc.planner.traced_costs import traced_costs
 
 HOST = {"params_on": "host", "activations_on": "host", "recompute": "all", "bucket_size": 2000}
 WAYS: dict[str, dict[str, Any]] = {
@@ -324,7 +329,7 @@ class Sized(nn.Module):
         self.extra = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, sizes: Tensor, ids: Tensor, extra: Tensor, y: Tensor) -> Tensor:
-        ends = torch.repeat_interleave(sizes[0].cumsum(0), sizes[0])
+        ends = torch.repeat_interleave(input=sizes[0].cumsum(0), repeats=sizes[0])
         x = x + (torch.arange(sizes[0].sum()) / ends)[:, None]
         for layer in self.layers:
             x = torch.cat([layer(part).softmax(1) for part in x.split(sizes[0].tolist(), 1)], 1)
@@ -464,6 +469,17 @@ def test_micro_batches_of_other_values_have_room_for_the_largest(
     if way == "ranks":
         apart = [x, {**x, "more": x["more"].flip(0)}]
         assert all("got other rows" in text for text in on_every(programs, _refusal, states, apart))
+
+
+def test_a_plan_of_a_larger_batch_has_the_values_of_the_example_again() -> None:
+    x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "more": torch.tensor([3] * 4)}
+    segments = zfunc.segments(Longer(), x)
+    costs = traced_costs(segments, unpacked(x, segments[-1]), zfunc.SGD(lr=0.0))
+    one, two = (
+        CostModel(of, ROUND).step(StepSettings(precision="fp32", recompute="all", micro_batches=n)).seconds
+        for of, n in ((costs, 1), (costs.resized(8), 2))
+    )
+    assert two > one
 
 
 def _refusal(program: Any, state: Any, x: Any) -> str:
@@ -650,6 +666,22 @@ def test_what_refuses_each_cut_names_the_largest_part_and_keeps_its_settings() -
     with pytest.raises(OutOfMemory, match="use tiles=2; .*the largest part is .*, of 288 elements") as error:
         first_cut_that_fits(cuts(Deep(), x), refused, x)
     assert marked(error.value).startswith(said)
+
+
+class Spaced(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(y=super().forward(x))
+
+
+def test_an_output_that_is_no_tree_of_tensors_is_for_a_loss_alone() -> None:
+    x = torch.randn(4, 8), torch.randn(4, 8)
+    segments = zfunc.segments(Spaced(8, 8), x, lambda out, y: F.mse_loss(out.y, y))
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), x)
+    with pytest.raises(
+        ValueError, match=r"model: got a batch that cannot be cut in eval mode.*SimpleNamespace"
+    ):
+        zfunc.apply(program, state, x[0])
 
 
 class Looped(nn.Linear):

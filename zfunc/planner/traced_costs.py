@@ -5,6 +5,7 @@ allocated, whether a step fits this machine: if not, the error says what would h
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from attrs import evolve
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -19,7 +20,7 @@ from zfunc.engine.program.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
 from zfunc.engine.program.specialize import specialize, traced_spec
-from zfunc.engine.trace.batches import Batch, split_batch
+from zfunc.engine.trace.batches import Batch, ByValue, split_batch
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments
 from zfunc.errors import Message, OutOfMemory
@@ -61,6 +62,8 @@ def traced_costs(
 
     def resized(count: int) -> SegmentCosts:
         def longer(x: Any) -> Any:
+            if isinstance(x, ByValue) and not x.whole:  # the same values again
+                return evolve(x, tensor=x.tensor[torch.arange(count) % rows])
             batched = isinstance(x, Tensor) and x.dim() and x.shape[0] == rows
             return x.new_empty((count, *x.shape[1:]), device="meta") if batched else x
 

@@ -138,9 +138,9 @@ class KnownValues(TorchFunctionMode):
                 self.known[t] = value, frozenset[str]() if name in LIKE else names
         return y
 
-    def _output_size(self, x: Tensor, repeats: Any = None, dim: int | None = None) -> dict[str, int]:
+    def _output_size(self, input: Tensor, repeats: Any = None, dim: int | None = None) -> dict[str, int]:
         """The argument `output_size` for this torch.repeat_interleave, if its values are known; else {}."""
-        times = x if repeats is None else repeats
+        x, times = input, input if repeats is None else repeats
         found = self._of(times) if isinstance(times, Tensor) else None
         if not found or not self._free(found[1]):
             return {}
@@ -230,7 +230,7 @@ class KnownValues(TorchFunctionMode):
 
     def _forget(self, name: str, args: Any, kwargs: Any) -> None:
         """Forget the values of what a function of unknown values writes, and of all that shares its memory."""
-        in_place = name.endswith("_") and not name.endswith("__")
+        in_place = (name.endswith("_") and not name.endswith("__")) or "inplace" in kwargs
         in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
         for t in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):
             if isinstance(t, Tensor) and (found := self._of(t)):

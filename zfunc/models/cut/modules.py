@@ -283,14 +283,21 @@ class ModuleTraces:
             return found
 
     def _made(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
-        made = _in_thread(self._trace, key, x, dtype, training)
+        mode = "training" if training else "eval mode"
+        try:
+            made = _in_thread(self._trace, key, x, dtype, training)
+        except (NotCutError, BuffersWrittenError) as error:
+            if self.first is None:
+                raise
+            why = f"buffers are written: {error}" if isinstance(error, BuffersWrittenError) else str(error)
+            got = f"a batch that cannot be cut in {mode} as the example is ({why})"
+            raise ValueError(f"model: got {got}, expected operations like those of the example") from error
         first = self.first or made
         if made.names != first.names:  # some blocks may not be called, as in eval mode
             made = made.with_places(first.names)
         if made.names != first.names or any(
             p and p.short.keys() - q.short.keys() for p, q in zip(made.pieces, first.pieces, strict=True)
         ):
-            mode = "training" if training else "eval mode"
             raise ValueError(
                 f"model: got a batch for which it runs other blocks or reads other parameters in {mode}, expected "
                 "those of the example: pass a batch of this shape as the example"
