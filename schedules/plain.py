@@ -41,7 +41,7 @@ class Overlapped:
 
 @frozen
 class TwoThreads:
-    """A schedule with the lanes of `schedule`, but "host" issues copies to the device, "compute" those to the host.
+    """A schedule: the lanes of `schedule`; the host's thread issues copies to the device, compute's those back.
 
     For steps so small that Python bounds them: a thread need not wake another for what it issues itself. But a copy
     to the device is issued behind the update before it. Ranks of a pipeline keep a thread for each lane.

@@ -96,7 +96,7 @@ class Parameter:
 
 @frozen
 class Span:
-    """Elements `start` to `stop` of the flat buffer, which hold one parameter with shape `shape`."""
+    """Elements `start` to `stop` of the flat buffer of parameters, which hold one parameter of shape `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -459,7 +459,7 @@ def _group(
         return used_by if len(used_by) > 1 else ()
 
     def joins(p: Parameter, group: list[Parameter]) -> bool:
-        """Whether `p` may join bucket `group` and share its gradient slot: by kind, tied alike or not tied."""
+        """Whether `p` may join bucket `group`, to share a gradient slot: of one kind, and tied alike or untied."""
         if kind(p) != kind(group[-1]):
             return False
         if tie(p) or tie(group[-1]):

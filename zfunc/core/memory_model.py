@@ -44,7 +44,7 @@ def bytes_by_tier(peaks: Mapping[Tier, Peak]) -> dict[Tier, int]:
 
 
 def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
-    """Peak memory of `init` by tier while it fills the State with one segment's initial values at a time, in fp32.
+    """Peak memory by tier while `init` fills the State with one segment's initial values at a time, in fp32.
 
     Of a State on the disk one bucket is in memory. The staging buffers are allocated afterwards.
     """

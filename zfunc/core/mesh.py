@@ -65,8 +65,8 @@ class DeviceMesh:
 
     @cached_property
     def made_on(self) -> dict[tuple[str, int, int], int]:
-        """The device, or with pp the stage, that makes each pass, by (way, micro-batch, segment), where B also
-        stands for I; empty for one device, whose passes may be millions."""
+        """The device, or with pp the stage, that makes each pass, by (way, micro-batch, segment), with B for I,
+        too; empty for one device, whose passes may be millions."""
         lists = self.listed if self.settings.stages > 1 else ()
         return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
 

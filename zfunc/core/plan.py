@@ -369,7 +369,7 @@ def _no_clocks(plan: Plan) -> list[Clock]:
 def _tick(
     before: Clock, lane: int, position: int, waits: Sequence[int], clocks: Mapping[int, Clock]
 ) -> Clock:
-    """The vector clock after operation `position` of `lane`: that `before` it there, joined with its waits'."""
+    """The vector clock after operation `position` of `lane`: that `before` it, joined with those of its `waits`."""
     for n in waits:
         if n in clocks:
             before = tuple(map(max, before, clocks[n]))

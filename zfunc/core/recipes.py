@@ -123,7 +123,7 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
 
 
 def deferred(spec: StepSpec) -> Iterator[Op]:
-    """ZeRO-Offload with deferred updates: a step opens with those of the step before, which its forward hides.
+    """ZeRO-Offload with deferred updates: each step begins with those of the step before, which forward hides.
 
     This is `zero_offload`, cut at the decision, so the numbers are the same: Adam of a bucket runs just before the
     first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the step
@@ -282,7 +282,7 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
 
 
 def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """On each device, keep the module buffers that forward changed."""
+    """On each device, an operation that keeps the module buffers that forward changed, in the State."""
     for device in sorted({spec.mesh.device_of(F, 0, s) for s in spec.stateful}):
         emit.at.device = device
         yield emit.keep_buffers()

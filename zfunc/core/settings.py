@@ -363,7 +363,7 @@ class StepSettings:
 
     @property
     def state_slots(self) -> int:
-        """The number of staging slots for a bucket's state: while one arrives, one is updated and one leaves."""
+        """The number of staging slots for buckets' states: one arrives, one is updated, one leaves."""
         return self.slots + 1
 
     @property
@@ -472,7 +472,7 @@ class StepSettings:
         return "uint8" if bucket.is_bytes else "fp32" if bucket.in_fp32 else self.precision
 
     def check_shares(self, num_segments: int) -> None:
-        """Raise ValueError if `recompute` or `activations_on` has a share so small that it is no whole segment."""
+        """Raise ValueError if a part of `recompute` or `activations_on` has none of the `num_segments` segments."""
         for name in ("recompute", "activations_on"):
             if not every_part_has_one(text := getattr(self, name), num_segments):
                 got = f"{text!r} for {num_segments} segments"
@@ -480,9 +480,8 @@ class StepSettings:
 
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
         """Yield these settings with a place for each that is "auto", those nearest to the device first. What moves
-        fewest bytes leaves it first: activations, then gradients, parameters, state. Contradictory settings are
-        left out, `recompute` "auto" is as little as possible; `others` are values to try instead of CHOICES, by
-        name.
+        fewest bytes leaves the device first: activations, then gradients, parameters, state. Contradictory settings
+        are left out, `recompute` "auto" is as little as possible; `others` are tried instead of CHOICES, by name.
 
         Nothing goes to the disk without `disk`. Over several ranks, parameters leave the device in slices: stage 3.
         """

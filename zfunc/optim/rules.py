@@ -102,7 +102,7 @@ def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) 
 
 
 def scaled(o: Operations, k: Factors, grad: Any) -> Any:
-    """The gradient `grad` times `grad_scale`, as a rule takes it: 0 where the product is below the floor 2^-56."""
+    """The gradient `grad` times `grad_scale`, as a rule takes it: with 0 for elements smaller than `grad_floor`."""
     return o.flush(grad, k.grad_floor) * k.grad_scale
 
 

@@ -43,7 +43,7 @@ class SGD(Elementwise):
 
     @property
     def kernel(self) -> str:  # pyright: ignore
-        """The name of SGD's rule in the compiled kernel, by its momentum and `nesterov`."""
+        """The name of SGD's rule in the compiled kernel, which depends on `nesterov`."""
         return "nesterov" if self.nesterov else "sgd"
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any = 0.0) -> tuple[Any, ...]:

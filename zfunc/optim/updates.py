@@ -56,8 +56,8 @@ class _Torch:
 
 
 class CheckedState(dict[str, Tensor]):
-    """An optimizer state's buffers by name, with the memory spans that `update_spans` found kept for updates with
-    the same arguments. If a buffer gets other memory, its owner makes a new CheckedState."""
+    """A state's buffers by name, which nobody else changes, with the spans that `update_spans` found for the next
+    update with the very same arguments. If a buffer gets other memory, its owner makes another CheckedState."""
 
     asked: tuple[Any, ...] = ()
     spans: "dict[str, Span]"
