@@ -79,8 +79,8 @@ def shard_name(rank: int, world: int) -> str:
 def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
     """Make a folder for a new checkpoint in `folder`, which is created if it does not exist.
 
-    One process begins and publishes; others may write shards into `path`. Raises CheckpointError, naming the
-    folder, if it cannot be written.
+    One process begins and publishes; others may write shards into the returned `path`. Raises CheckpointError,
+    naming the folder, if it cannot be written.
     """
     with disk.os_errors_as(folder, "making a folder for checkpoints"):
         new = not folder.exists()
@@ -182,8 +182,8 @@ def locate_checkpoint(path: Path) -> Path:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint in folder `path`, if its manifest is valid and every shard has the right size and header.
 
-    In a folder of a swap space it is the last commit. Raises CheckpointError, naming the file, unless it is
-    complete.
+    In a swap space's folder, open the space's last commit. Raises CheckpointError, naming the file, unless the
+    checkpoint is complete.
     """
     if has_swap_files(path):
         return open_swap_checkpoint(path)

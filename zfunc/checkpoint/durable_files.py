@@ -210,7 +210,7 @@ def locked(path: Path) -> Generator[None, None, None]:
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock on a folder or file; True if that cannot be determined.
 
-    False on a system without locks, where `lock` warns that there may be one writer.
+    False on a system without locks, where `lock` warns that only one writer is allowed.
     """
     if not system_calls.has_locks():
         return False

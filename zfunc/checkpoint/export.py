@@ -31,7 +31,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class ExportedWeights:
-    """An exported file: how many parameters it has, of which step and type, and its size in bytes."""
+    """A file of exported weights: its path, number of parameters, size in bytes, step and dtype."""
 
     path: Path
     parameters: int
@@ -123,7 +123,7 @@ def check_averages(checkpoint: Checkpoint) -> None:
 
 
 def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> None:
-    """Write a parameter's weights, rounded in pieces that fit the cache. Raises ValueError for one too large."""
+    """Write a parameter's weights, rounded in pieces that fit the cache. ValueError for a weight beyond `dtype`."""
     for start, piece in zip(range(0, len(values), PIECE), values.split(PIECE), strict=False):
         rounded = piece.to(TORCH_DTYPES[dtype])
         if (became := piece.isfinite() & rounded.isinf()).any():

@@ -139,7 +139,7 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _there(header: SwapHeader, n: int, folder: Path, number: int) -> Path:
-    """The path of swap file `n`, in `folder` if `n` equals `number`. CheckpointError if the file is missing."""
+    """The path of swap file `n`: in `folder`, if that has number `n`. CheckpointError if the file is missing."""
     path = folder / header.paths[n].name if n == number else header.paths[n]
     if not path.exists():
         do = "if another host has it, copy it here, or resume on those hosts with the same ranks and folders"

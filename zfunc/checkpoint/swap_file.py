@@ -333,7 +333,7 @@ def _padded(raw: bytes) -> bytes:
 
 
 def read_header(read: Read, where: str) -> SwapHeader:
-    """The header of swap file `where`, read by `read`. Raises CheckpointError for a damaged or another file."""
+    """The header of swap file `where`, read by `read`. Raises CheckpointError for a damaged or foreign file."""
     magic, size, _ = _HEADER.unpack_from(read(0, BLOCK))
     if magic != _HEADER_MAGIC or size > HEADER_LIMIT:
         disk.reject(where, "another kind of file", "a swap space of zfunc's", "move it away")

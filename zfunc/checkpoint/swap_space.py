@@ -52,7 +52,7 @@ log = logging.getLogger("zfunc")
 
 @define(eq=False)
 class _Bucket:
-    """A bucket's stripes in a swap space, its committed generation (-1: none), and the buffers written since."""
+    """A bucket's stripes, the committed one of its two generations (-1: none), and the buffers written since."""
 
     sizes: dict[str, int]  # of its buffers, in bytes
     stripes: tuple[Stripes, ...]  # of the generations
@@ -228,7 +228,7 @@ class SwapSpace:
         return self._buckets[b].missing
 
     def make_room(self) -> None:
-        """Reserve a second generation for extents that have one, which can then be written again after a commit.
+        """Reserve a second generation for each extent with one, so that it can be written again after a commit.
         Raises DiskError where the drive has no room; the space can still be used."""
         self._check_not_lost()
         for file, nbytes in zip(self._files, self.header.sizes_of_two, strict=True):
@@ -434,7 +434,7 @@ def _delete_uncommitted(folder: Path, run: str) -> None:
 def _delete_unfinished(folder: Path) -> None:
     """Delete unfinished files of swap spaces whose process was killed: they have no lock.
 
-    For a caller that has the folder's lock, under which others make and lock theirs.
+    The caller must hold the folder's lock, under which other processes make and lock their files.
     """
     for path in swap_files(folder, _UNFINISHED_FILE):
         if path.is_file() and not disk.is_locked(path):

@@ -73,7 +73,7 @@ class SaveResult:
 
 @define(eq=False)
 class CheckpointWriter:
-    """One rank's writer of a checkpoint, from `begin_writing` to `publish` or `abandon`."""
+    """One rank's writer of one checkpoint: `begin_writing` makes it, `publish` or `abandon` ends it."""
 
     snapshot: Snapshot
     save: Save
@@ -113,7 +113,7 @@ class CheckpointWriter:
         self._writer.write_at(x.stored.name, start, data)
 
     def publish(self) -> SaveResult:
-        """Wait until all ranks' files are on the disk, and name the checkpoint; returns its folder, or why none."""
+        """Wait until all ranks' files are on the disk, and publish it; returns its folder, or the error."""
         ranks = self.ranks
         try:
             shard = all_or_none(ranks, self._finish)
@@ -143,7 +143,7 @@ class CheckpointWriter:
         return self._writer.shard.summed(self._checksums)
 
     def _publish(self, texts: list[str]) -> Path | None:
-        """On rank 0: publish the shards that the ranks describe, and return the checkpoint's folder."""
+        """On rank 0, publish the shards that `texts` describe, and return the checkpoint's folder; else None."""
         if self._unfinished is None:
             return None
         shards = [strict_json.parse_json(text.encode(), "a rank's shard").read(Shard) for text in texts]

@@ -109,7 +109,7 @@ def _unknown(word: str, which: str, flags: set[str]) -> str:
 
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
-    """The settings object of a command, made of the flags in `args`."""
+    """The settings object of a command, from the flags in `args` and the files of settings that flags name."""
     given = {name: getattr(args, name) for name in command.options if name in args}
     world, usual, fields = max(1, world_size() // given.get("pp", 1)), dict[str, Any](), dict[str, str]()
     if "trainer_args" in given:
@@ -131,7 +131,7 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 
 
 def _length(given: dict[str, Any]) -> dict[str, Any]:
-    """Defaults for steps and epochs: no bound beside one in `given`, and one epoch where `hf` is fine-tuned."""
+    """The defaults of `steps` and `epochs`: no bound where `given` has one, one epoch for a fine-tuning (`hf`)."""
     if {"steps", "epochs"} <= given.keys():
         got = f"{given['epochs']:g} with {setting('steps', given['steps'])}"
         refuse("epochs", got, "one of them", "leave one out")

@@ -207,7 +207,7 @@ METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
 def first_clause(help: str) -> str:
-    """The beginning of an option's help, up to where it explains.
+    """The beginning of an option's help, up to the first explanation, for the short form of --help.
 
     >>> first_clause("where the state lives: host, disk; the disk needs folders (default: host)")
     'where the state lives: host, disk'

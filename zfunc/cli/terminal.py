@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def can_redraw(stream: TextIO | None = None) -> bool:
-    """Whether `stream`, stdout unless given, is a terminal that can redraw its line; Jupyter's for `!` cannot."""
+    """Whether `stream`, by default stdout, is a terminal that can redraw a line; that of `!` in Jupyter cannot."""
     jupyter = "JPY_PARENT_PID" in os.environ
     return (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb" and not jupyter
 

@@ -47,7 +47,7 @@ def accelerator_type() -> str | None:
 
 
 def device_types() -> tuple[str, ...]:
-    """The device types a program can be compiled for here."""
+    """The device types that a program can be compiled for on this machine."""
     found = accelerator_type()
     return ("cpu", found) if found else ("cpu",)
 

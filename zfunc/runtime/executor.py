@@ -183,8 +183,8 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device
 
 
 class Executor:
-    """The threads and device streams of the lanes of a program's plans. Made once and kept: fresh streams each step
-    would grow the allocator.
+    """The threads and device streams of the lanes of a program's plans. Kept from step to step: new streams each
+    step would grow torch's memory pools.
 
     `patience` is how long, in seconds, a lane waits for another before it raises LaneTimeout. `deterministic`
     allows only deterministic kernels.

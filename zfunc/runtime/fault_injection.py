@@ -28,7 +28,7 @@ _whole = validators.and_(validators.instance_of(int), validators.ge(0))
 
 
 class InjectedFault(RuntimeError):  # noqa: N818
-    """A fault with the action "raise" has happened."""
+    """Raised by an injected fault whose action is "raise"."""
 
 
 @frozen

@@ -85,7 +85,7 @@ def peak_resident_bytes() -> int:
 
 
 def check_addresses() -> None:
-    """Raise MemoryError if the limit of addresses is too low to import torch, which might end Python silently."""
+    """Raise MemoryError if RLIMIT_AS leaves too few addresses to import torch, which might end Python silently."""
     most, torch = address_limit(), None if "torch" in sys.modules else find_spec("torch")
     if most is None or torch is None or torch.origin is None:
         return

@@ -123,7 +123,7 @@ def open_to_lock(path: Path) -> int:
 
 
 def lock_descriptor(fd: int, *, shared: bool = False, wait: bool = False) -> None:
-    """Lock the file or folder of `fd` until it is closed; BlockingIOError if another process holds it.
+    """Lock the file or folder of `fd` until `fd` is closed; unless `wait`, BlockingIOError if it is locked already.
 
     Raises OSError where the file system or the system has no such locks.
     """
@@ -164,7 +164,7 @@ def is_owners_alone(status: os.stat_result) -> bool:
 
 
 def limit(name: str) -> int | None:
-    """The limit `name` of this process in bytes, "RLIMIT_AS" or "RLIMIT_MEMLOCK"; None without one."""
+    """The limit `name` of this process in bytes, "RLIMIT_AS" or "RLIMIT_MEMLOCK"; None: no limit, or none known."""
     if not hasattr(resource, name):
         return None
     most, _ = resource.getrlimit(getattr(resource, name))

@@ -36,7 +36,7 @@ class ThreadBudget:
 def choose_threads(
     environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT, *, on_accelerator: bool = False
 ) -> ThreadBudget:
-    """Threads for a sweep over host memory: the cores of `cpus`, at most the cgroup's quota, over the local ranks.
+    """Threads for a host sweep: the cores of `cpus`, at most the cgroup's quota, divided among the local ranks.
 
     With an accelerator one core is left for the thread that launches its work, if there is another. OMP_NUM_THREADS
     is followed, up to the number of CPUs, except for the 1 that torchrun sets where it starts several processes.
@@ -71,12 +71,12 @@ def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine, from torchrun; 0 without. ValueError unless it is a number."""
+    """This process's number on its machine, from torchrun's LOCAL_RANK; 0 if unset. ValueError for no number."""
     return _count(os.environ, "LOCAL_RANK", 0)
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks on this machine, from torchrun; 1 without. ValueError unless it is a number."""
+    """The number of ranks on this machine, torchrun's LOCAL_WORLD_SIZE; 1 if unset. ValueError for no number."""
     return _count(environment, "LOCAL_WORLD_SIZE", 1)
 
 

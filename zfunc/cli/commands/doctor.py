@@ -42,7 +42,7 @@ Read = Callable[[], Iterable[str]]  # what is there, and perhaps what is wrong
 
 
 def run_doctor(settings: DoctorSettings) -> int:
-    """Run `zfunc doctor`: print what this machine has; 1 if anything keeps a step from running, else 0."""
+    """Run `zfunc doctor`: print what this machine has; returns 1 if anything keeps a step from running, else 0."""
     check_addresses()
     wrong = 0
     for name, read in reads(settings.folder):
