@@ -123,7 +123,7 @@ def check_averages(checkpoint: Checkpoint) -> None:
 
 
 def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> None:
-    """Write a parameter's weights, rounded in pieces that fit the cache. ValueError for a weight beyond `dtype`."""
+    """Write a parameter's weights, rounded piece by piece. Raises ValueError for a weight too large for `dtype`."""
     for start, piece in zip(range(0, len(values), PIECE), values.split(PIECE), strict=False):
         rounded = piece.to(TORCH_DTYPES[dtype])
         if (became := piece.isfinite() & rounded.isinf()).any():

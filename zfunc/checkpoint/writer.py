@@ -113,7 +113,7 @@ class CheckpointWriter:
         self._writer.write_at(x.stored.name, start, data)
 
     def publish(self) -> SaveResult:
-        """Wait until all ranks' files are on the disk, and publish it; returns its folder, or the error."""
+        """Publish the checkpoint once all ranks' files are on the disk; returns its folder or the failure."""
         ranks = self.ranks
         try:
             shard = all_or_none(ranks, self._finish)

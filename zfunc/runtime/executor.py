@@ -142,7 +142,7 @@ class StepRun:
 
 
 def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device) -> PreparedPlan:
-    """Look up the stage function of each operation of a plan on `devices`. ValueError for a verb without one."""
+    """Look up a plan's stages, the functions of its verbs, on `devices`. Raises ValueError for a missing one."""
     missing = sorted({op.verb for op in plan.graph} - stages.keys())
     if missing:
         raise ValueError(
