@@ -316,7 +316,7 @@ def measure_beside(program: Program, folder: Path) -> Machine:
 
 
 def measured(how: str, values: Mapping[str, float]) -> dict[str, Figure]:
-    """Figures of a Profile with `values`, by key, to 5 digits; `how` says how each was measured."""
+    """Figures of a Profile, by key, with `values` rounded to 5 digits; `how` is text on how all were measured."""
     return {key: Figure(_rounded(value, 5), measured=how) for key, value in values.items()}
 
 

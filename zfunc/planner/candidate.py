@@ -167,7 +167,7 @@ class Repetition:
 
 
 def _alike(few: Sequence[Placed], many: Sequence[Placed]) -> int:
-    """The number of leading operations of `few` and `many` that have the same verbs."""
+    """The number of operations at the beginning of `few` and `many` whose verbs are the same in both."""
     differ = (n for n, ((_, x, _), (_, y, _)) in enumerate(zip(few, many, strict=False)) if x != y)
     return next(differ, min(len(few), len(many)))
 
@@ -187,7 +187,7 @@ class PlannedStep:
 
     @property
     def settings(self) -> StepSettings:
-        """The settings of the step's spec."""
+        """The StepSettings that the step was planned with, from its spec."""
         return self.spec.settings
 
     # --- by arithmetic alone -----------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class PlannedStep:
 
     @property
     def peaks(self) -> dict[Tier, Peak]:
-        """Peak memory of the step on each tier."""
+        """The step's Peak on each tier: its kept and transient bytes, and when they are reached."""
         return self._figures[1]
 
     @cached_property
@@ -298,7 +298,7 @@ class PlannedStep:
 
     @cached_property
     def held(self) -> dict[Tier, dict[str, int]]:
-        """Bytes of each tier's peak memory by buffer, the largest first."""
+        """Bytes of the step's peak memory on each tier, by buffer, the largest first."""
         if (few := self.repetition) is not None:
             parts = {x: few.total(lambda step, tier=x: step.held[tier]) for x in self.peaks}
             return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
@@ -326,7 +326,7 @@ class PlannedStep:
 
     @cached_property
     def seconds_without_compute(self) -> float:
-        """Simulated seconds of the step if devices computed in no time."""
+        """Simulated seconds of the step if compute on its devices took no time."""
         if (few := self.repetition) is not None:
             small, large = (step.seconds_without_compute for step in (few.small, few.large))
             return small + few.more * (large - small)
@@ -425,7 +425,7 @@ def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:
 
 
 def shortage_text(lacking: dict[Tier, int]) -> str:
-    """Text of the bytes that are lacking, by tier.
+    """Text on the bytes of memory that a step lacks, by tier.
 
     >>> shortage_text({"device": 5 << 29})
     '2.5 GiB of device memory short'
@@ -434,7 +434,7 @@ def shortage_text(lacking: dict[Tier, int]) -> str:
 
 
 def _speed_change(new: float, old: float) -> str:
-    """Text of a change in seconds: in percent up to twice or half as long, beyond that in times.
+    """Text on a step's seconds, `new` against `old`: in percent up to twice or half, beyond that as a factor.
 
     >>> _speed_change(1.01, 1.0), _speed_change(0.996, 1.0), _speed_change(5.32, 1.0), _speed_change(0.3, 1.0)
     ('1 % slower', '0.4 % faster', '5.3 times as long', '3.3 times as fast')
@@ -449,7 +449,7 @@ def _speed_change(new: float, old: float) -> str:
 
 
 def _memory_changes(new: dict[Tier, int], old: dict[Tier, int]) -> Iterator[str]:
-    """Texts on the tiers of which the new step needs at least 1 % and 1 MiB more or less."""
+    """Texts on each tier of which a step needs more or less than before, by at least 1 % and 1 MiB."""
     for tier, nbytes in new.items():
         change = nbytes - old[tier]
         if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1 << 20:

@@ -320,7 +320,7 @@ def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Spa
 
 
 def search_start(settings: StepSettings) -> StepSettings:
-    """`settings` with those that are "auto" at their defaults: the point where a search begins."""
+    """The settings from which a search begins: `settings` with the default value of each that is "auto"."""
     open_ = (AUTO, DEVICE_SHARE)
     auto = {f.name: f.default for f in fields(StepSettings) if getattr(settings, f.name) in open_}
     return evolve(settings.at(**auto), swap=())

@@ -216,12 +216,12 @@ class Planned:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """The suggested changes that make the step fit, or faster, as text."""
+        """The suggested changes, each as text, that make the step fit, or if it fits make it faster."""
         return tuple(map(str, self.suggestions))
 
     @property
     def held(self) -> dict[Tier, dict[str, int]]:
-        """Bytes of each tier's peak memory by buffer, the largest first."""
+        """Bytes of the step's peak memory on each tier, by buffer, the largest first."""
         return self.step.held
 
     @property
@@ -241,7 +241,7 @@ class Planned:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that `zfunc.compile` takes by name to make this plan, beside the optimizer."""
+        """The settings by which `zfunc.compile` makes this plan, by argument name, without the optimizer."""
         settings = self.step.settings
         return {
             **{name: getattr(settings, name) for name in named_settings()},
@@ -386,7 +386,7 @@ def _time(p: Planned) -> Iterator[str]:
 
 
 def _devices(p: Planned) -> Iterator[str]:
-    """Lines on the devices of a pipeline: how long each computes, and the bytes it moves."""
+    """The report's lines on a pipeline's devices: the share of time each computes, and the bytes it moves."""
     if p.devices == 1:
         return
     busy, moved, spec = p.step.total(_compute_seconds), p.bus_bytes, p.step.spec
@@ -403,7 +403,7 @@ def _devices(p: Planned) -> Iterator[str]:
 
 
 def _ranges(segments: Sequence[int]) -> str:
-    """Text of ascending numbers, consecutive ones as ranges.
+    """Text of ascending `segments` (numbers), consecutive ones as ranges.
 
     >>> _ranges([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7-8'
@@ -430,7 +430,7 @@ def _compute_seconds(step: PlannedStep) -> dict[int, float]:
 
 
 def _disk(p: Planned) -> Iterator[str]:
-    """Lines on the step's traffic with the drives, if there is any."""
+    """The report's lines on the step's traffic with the drives; none if the step uses no drive."""
     if (disk := p.disk) is None:
         return
     read, write = (

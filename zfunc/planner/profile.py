@@ -151,7 +151,7 @@ class Profile:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions whose FLOP/s the profile has."""
+        """The precisions, such as "bf16", for which the profile has the device's FLOP/s."""
         return tuple(p for p in PRECISIONS if p in self.figures.get("flops_per_s", {}))
 
     def value(self, table: str, key: str) -> float:

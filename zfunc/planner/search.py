@@ -100,7 +100,7 @@ def differing(new: StepSettings, old: StepSettings) -> Changes:
 
 
 def beside(values: tuple[int, ...], value: int) -> list[int]:
-    """The largest of `values` below `value` and the smallest above it, as far as there are such."""
+    """The neighbours of `value` among `values`: the largest below and the smallest above, where there are such."""
     return [*sorted(v for v in values if v < value)[-1:], *sorted(v for v in values if v > value)[:1]]
 
 
@@ -113,7 +113,7 @@ def may_gain(step: PlannedStep) -> bool:
 
 
 def lacks_host(step: PlannedStep) -> bool:
-    """Whether a step lacks memory of the host, which may be the device's memory, too."""
+    """Whether `step` needs more host memory than there is; of unified memory, the device's counts too."""
     return "host" in step.lacking or (step.hardware.unified and "device" in step.lacking)
 
 
@@ -143,7 +143,7 @@ def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
 
 
 def _farther(best: PlannedStep, activations_on: str) -> bool:
-    """Whether `activations_on` has no segment's activations nearer than `best` has them."""
+    """Whether `activations_on` has every segment's activations as far from the device as `best`, or farther."""
     now, then = (
         _distances(x, best.spec.num_segments) for x in (best.settings.activations_on, activations_on)
     )
@@ -545,7 +545,7 @@ class _Walk:
         return step
 
     def undo_idle_changes(self) -> None:
-        """Restore the start's value of every setting whose change gains next to nothing."""
+        """Restore in the best step the start's value of every setting whose change gains next to nothing."""
         for _, back in self._backs():
             equal = sum(back.lacking.values()) == sum(self.best.lacking.values())
             as_fast = back.seconds <= self.fastest * (1 + WORTH)
@@ -553,7 +553,7 @@ class _Walk:
                 self.best = back
 
     def reasons(self) -> Iterator[str]:
-        """For each setting that differs from the start's, a text on what the start's value would cost."""
+        """For each setting of the best step unlike the start's, text on what the start's value would cost."""
         for name, back in self._backs():
             change = f"{name} {_value(name, self.best)} instead of {_value(name, back)}"
             shortage = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and self.best.fits else ""

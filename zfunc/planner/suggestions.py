@@ -161,7 +161,7 @@ class _Advisor:
     # --- to make it fit ------------------------------------------------------------------------------------
 
     def fitting(self, buy: Callable[[Suggestion], Suggestion | None]) -> list[Suggestion]:
-        """Single changes with which the step fits, else a search's changes; and the least memory to buy."""
+        """Suggestions that make the step fit: single changes, else a search's; and the least memory to buy."""
         found: list[Suggestion] = []
         short = [Suggestion({}, self.step, "")]
         for name, values in self.moves().items():

@@ -39,7 +39,7 @@ LARGEST = 3  # buffers of a peak that an error names
 def traced_costs(
     segments: Sequence[Segment], example: Batch, optimizer: Optimizer, world: int = 1
 ) -> SegmentCosts:
-    """Costs of `segments` with one rank's batch `example`, (inputs, targets), of which only shapes count."""
+    """The SegmentCosts of `segments` with one rank's batch `example`, (inputs, targets), traced by shapes alone."""
     programs: dict[tuple[Any, ...], Program] = {}
 
     def program_of(options: tuple[PassOptions, ...], kernels: bool | None) -> Program:

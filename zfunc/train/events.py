@@ -74,7 +74,7 @@ class Saved:
 
 @frozen
 class Working:
-    """The event of an evaluation or a sample that has begun and lasts until the next event."""
+    """The event of an evaluation, a sample or DPO's reference that has begun; it lasts until the next event."""
 
     activity: str  # "evaluation", "sample" or "reference"
 

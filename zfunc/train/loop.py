@@ -90,7 +90,7 @@ def train_events(
 
 @define(eq=False)
 class _Loop:
-    """A training under way: its State and progress, and its phases as methods."""
+    """A training in progress: its State and progress, with a method for each phase."""
 
     job: TrainingJob
     stop: Stop
@@ -347,7 +347,7 @@ class _Loop:
         return saved_extra(self.job.settings, self.elapsed, self.job.corpus.description, run, position)
 
     def _elapsed_and_signal(self) -> tuple[float, str]:
-        """Seconds trained, in all sessions, and the signal to end with: the same on all ranks.
+        """Seconds trained over all sessions, and the signal that ends the training, or ""; the same on all ranks.
 
         The clock is rank 0's. A signal to any rank ends all; TERMINATED outranks INTERRUPT.
         """

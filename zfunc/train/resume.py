@@ -70,8 +70,8 @@ def saved_extra(
     run: Path | None = None,
     stream: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The `extra` of a checkpoint of `zfunc train`. `data` describes the corpus, `run` owns the swap space, and
-    `stream` is the position in streamed data."""
+    """The `extra` of a checkpoint of `zfunc train`. `elapsed` are the seconds trained, `data` describes the corpus,
+    `run` owns the swap space, and `stream` is the position in streamed data."""
     own = {} if run is None else {RUN: run}
     own |= {} if stream is None else {STREAM: stream}
     return {KEY: jsonable({"settings": attrs.asdict(settings), "elapsed": elapsed, "data": data, **own})}
@@ -131,7 +131,7 @@ class ResumePoint:
 
 
 def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
-    """What `choose` returns on rank 0, on every rank; if it raises, every rank raises, so none starts."""
+    """The ResumePoint that `choose` returns on rank 0, on every rank; if `choose` raises, every rank raises."""
     own = all_or_none(ranks, lambda: None if ranks.rank else choose())
     choice = "" if own is None else json.dumps(attrs.asdict(own), default=str)
     return ResumePoint(**json.loads(ranks.texts(choice)[0]))
@@ -152,7 +152,7 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
 
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
-    """Resume a run from its newest checkpoint, else from the one it started from, else from the beginning."""
+    """The point to resume a run at: its newest checkpoint, else the one it started from, else the beginning."""
     swap = _first(settings.swap) if {DISK, AUTO} & {*words_of(settings.state_on)} else []
     checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)])
     ended, before = _text_in(run / SUMMARY, "ended"), _text_in(run / CONFIG, "resumed_from")

@@ -87,7 +87,7 @@ class RunHistory:
 
     @property
     def unit(self) -> str:
-        """The unit of the run's data: "byte" or "token"."""
+        """The unit of the run's data: "byte" if bytes are the tokens, else "token"."""
         return str(self.config.get("unit", "byte"))
 
     @property

@@ -97,7 +97,7 @@ class TrainingJob:
 
     @property
     def planned_bytes(self) -> dict[str, int]:
-        """Peak memory of the job's plan on each tier, in bytes."""
+        """Peak bytes of memory on each tier by the plan of the job's program."""
         return self.program.plan.peak_bytes()
 
     @property

@@ -137,7 +137,7 @@ class TokenStream:
         return int((self._labels(starts, starts + seq_length + 1) == 0).sum())
 
     def num_sequences(self, seq_length: int) -> int:
-        """The number of sequences in an epoch. Raises ValueError for windows of fewer than `seq_length + 1` tokens.
+        """The number of sequences in an epoch. Raises ValueError if no window has `seq_length + 1` tokens.
 
         One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and
         the epoch of a position is a plain division.

@@ -222,7 +222,7 @@ def named(names: Iterable[str], most: int = 5) -> str:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder written by `save_to_disk`, a folder with Parquet files, or a Parquet file."""
+    """Whether `path` is a folder by `save_to_disk` of `datasets`, one with Parquet files, or a Parquet file."""
     if path.is_file():
         return path.suffix == PARQUET
     return _from_disk(path) or any(

@@ -109,7 +109,7 @@ def last_line(path: Path) -> Placed:
 
 
 def _array(path: Path, file: BinaryIO) -> Placed:
-    """The records of a `.json` file, each after its place: of a JSON array, or of an object on each line."""
+    """The records of a `.json` file, each after its place: elements of a JSON array, or objects, one a line."""
     content = file.read().removeprefix(BOM_UTF8)
     if content.lstrip().startswith(b"["):
         yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(parsed(content, str(path)), 1))

@@ -78,7 +78,7 @@ def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
 
 def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Document]:
     """The two documents of a preference, each the prompt with one answer, the chosen before the rejected, as texts
-    or as messages. Without a prompt, the prompt is the messages that both answers begin with.
+    or as messages. Without a prompt of messages, the prompt is the messages that both answers begin with.
 
     Raises ValueError, with the place `where`, for any other record.
     """

@@ -118,7 +118,7 @@ class PackedStream:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, as values of JSON: `extra` of `zfunc.save` takes it.
 
-        Raises ValueError, which names the part, if the source's state has other values.
+        Raises ValueError, which names the part, if the source's state has values that JSON does not have.
         """
         _check_json(self._position.source)
         return to_plain(self._position)

@@ -138,7 +138,7 @@ def _rise(p: Any, batch: int) -> float | None:
 
 
 def _names(*begin: str) -> tuple[str, ...]:
-    """The keys in `scheduler.params` that start with one of `begin`."""
+    """The names of keys in DeepSpeed's `scheduler.params` that start with one of `begin`."""
     return tuple(name for x in KEYS if (name := x.removeprefix(PARAMS)).startswith(begin) and name != x)
 
 

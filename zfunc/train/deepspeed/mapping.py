@@ -189,7 +189,7 @@ def startup_notes(
 
 
 def decided(values: ConfigValues) -> Iterator[tuple[str, Any, str]]:
-    """The settings of a training that a file decides: name, value, and the key that says so."""
+    """The training settings that a DeepSpeed file decides: name, value, and the key that decides each."""
     # Those that one key says
     for key in (KEYS[x] for x in KEYS if KEYS[x].sets and values.sets(x)):
         value = values[key.name] if key.values is None else key.values.get(str(values[key.name]))
