@@ -792,7 +792,9 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
         (lambda: zfunc.compile(Tied()), "example: got none with a Tied"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch.compile
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)  # torch.compile
 def test_what_cannot_be_traced_says_what_to_change(
     make: Callable[[], Any], says: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
