@@ -28,7 +28,6 @@ from zfunc.runtime import collectives as ranks
 from zfunc.runtime import failure_detection
 from zfunc.runtime import fault_injection as faults
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.stage_ranks import StageRanks
 
 LONG = 120.0  # a time-out that no scenario waits for
 SHORT = 6.0  # the one of ranks that do not come; their store has it too, and a busy disk takes its time
@@ -78,17 +77,18 @@ def train(rank: int, out: Path, given: Faults, **more: Any) -> None:
 def signalled_in_a_send(
     rank: int, out: Path, given: Faults, *, sends: int, gets: signal.Signals, who: int = 1, **more: Any
 ) -> None:
-    """The rank `who` of a pipeline gets a signal before it sends the part of this number of a message: sizes are
-    one part, and what is in it another."""
-    issued, usual = list[str](), StageRanks._point_to_point
+    """The rank `who` of a pipeline gets a signal before it sends the part of this number of a message: sizes and
+    text are one part, and the data another."""
+    issued, usual = list[int](), dist.isend
 
-    def point_to_point(ranks: StageRanks, what: str, *given: Any) -> Any:
-        issued.append(what)
-        if rank == who and issued.count("send to") == sends:
+    def isend(part: torch.Tensor, *given: Any, **named: Any) -> Any:
+        issued.append(part.numel())
+        if rank == who and len(issued) == sends:
+            time.sleep(0.5)  # gloo's own thread may not have sent yet what a collective before left to it
             os.kill(os.getpid(), gets)
-        return usual(ranks, what, *given)
+        return usual(part, *given, **named)
 
-    StageRanks._point_to_point = point_to_point  # type: ignore[method-assign]
+    dist.isend = isend
     train(rank, out, given, **more)
 
 
