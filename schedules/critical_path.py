@@ -66,7 +66,7 @@ def upward_ranks(graph: Graph, seconds: list[float], handoff: float = 0.0) -> li
 
 
 def _in_order(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Pairs (earlier, later) of a device's compute operations on transient memory, whose order is kept."""
+    """Position pairs (earlier, later) of a device's compute on transient memory, whose order is kept."""
     last: dict[int, int] = {}
     for i, op in enumerate(graph):
         if op.kind == "compute" and not all(r.kept for r in op.regions):

@@ -54,7 +54,7 @@ class FromCSV:
 
 
 def write_csv(path: str | os.PathLike[str], order: Sequence[Passes], stages: Sequence[range] = ()) -> None:
-    """Write each device's passes to the CSV file `path`; `stages` are ranges of segments, by default one each."""
+    """Write each device's passes to the CSV file `path`; `stages` are ranges of segments, by default of one."""
     stages = stages or [range(s, s + 1) for s in range(1 + max(s for own in order for _, _, s in own))]
     begin = {F: {own[0]: k for k, own in enumerate(stages)}}
     last = {own[-1]: k for k, own in enumerate(stages)}

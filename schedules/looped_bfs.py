@@ -13,10 +13,10 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class LoopedBFS:
-    """Looped BFS: `stages` stages on each device, dealt in turn; all micro-batches pass one before the next.
+    """Looped BFS: `stages` stages on each device, dealt in turn; all micro-batches pass a stage before the next.
 
     Weights that are fetched for a stage serve all micro-batches. `cut` has the number of segments of each stage;
-    where it is given, its length is the number of stages on all devices, and `stages` is ignored.
+    where `cut` is given, its length is the number of stages on all devices, and `stages` is ignored.
     """
 
     stages: int = field(default=2, converter=partial(whole, "LoopedBFS: stages", least=1))

@@ -15,7 +15,7 @@ from .stages import Passes, cut_in_stages
 
 @frozen
 class RoundPipe:
-    """RoundPipe's order: stages of forward, then backward, dealt to devices in turn, as many micro-batches a round.
+    """RoundPipe: stages of forward, then backward, dealt to devices in turn; one micro-batch per device a round.
 
     `forward` and `backward` have the number of segments of each stage, both from the first segment on; the last
     stage of forward and the first of backward begin at one segment, as the last segment goes both ways on one

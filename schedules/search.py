@@ -22,7 +22,7 @@ from .plain import Interleaved, Overlapped, Serial
 class Search:
     """A schedule: the fastest of `schedules`, by simulation, whose plan fits into the memory of `hardware`.
 
-    By default those for an accelerator are tried. If none fits, the plan that exceeds memory by the fewest bytes.
+    By default schedules for an accelerator are tried. If none fits, the plan that exceeds memory by fewest bytes.
     """
 
     hardware: Hardware = ROUND

@@ -13,7 +13,7 @@ from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
 @frozen
 class ZeroBubble:
-    """The order ZB-H1 (Qi et al., 2401.10241), in the memory of 1F1B; with more `stages` on a device interleaved.
+    """The order ZB-H1 (Qi et al., 2401.10241), in the memory of 1F1B; interleaved if devices have several `stages`.
 
     A device is as many forwards ahead as devices follow it, half of what interleaved 1F1B has, and as many
     gradients of weights behind as devices precede it. `cut` has the number of segments of each stage.

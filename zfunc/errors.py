@@ -81,7 +81,7 @@ def _explained(
 def explain_os_errors(
     kind: type[Exception], path: Path, doing: str, advice: Mapping[int, str]
 ) -> Generator[None, None, None]:
-    """A context that turns an OSError into a `kind` naming `path`, the failed action `doing`, and what to do."""
+    """Turn an OSError in the block into a `kind` naming `path`, what failed (`doing`) and the errno's `advice`."""
     try:
         yield
     except DiskError as error:  # says all that
@@ -96,7 +96,7 @@ _MARK = "\x02"  # around a setting in a marked text: no repr of a value has it, 
 
 
 def setting(name: str, value: object) -> str:
-    """A setting and its value, marked for `write`, in a text of `refuse`; a name alone stands there in backquotes.
+    """The text "name=value" of a setting, marked for `write`, to be part of a text of `refuse` or of an error.
 
     >>> error = SettingError("swap", "none", f"a folder with {setting('state_on', 'disk')}", "pass one")
     >>> str(error), error.expected
@@ -159,10 +159,8 @@ def write(text: str, written: Callable[[str, str | None], str]) -> str:
 
 
 class _OfSettings:
-    """An error about one or several settings: their `names`, what was `got` and `expected`, and what to `do`.
-
-    The texts given may contain other settings, marked by `setting`; the fields have them as Python code.
-    """
+    """An error about one or several settings: their `names`, what was `got` and `expected`, and what to `do`. The
+    texts given may contain other settings, marked by `setting`; the fields have those settings as Python code."""
 
     def __init__(self, names: str | Sequence[str], got: str, expected: str = "", do: str = "") -> None:
         super().__init__(names, got, expected, do)  # pyright: ignore  # of an exception
@@ -194,7 +192,7 @@ def refuse(
     *,
     cause: Exception | None = None,
 ) -> NoReturn:
-    """Raise exception `kind` about `names`: the value got, the values expected, and what the caller should do."""
+    """Raise a `kind`, from `cause`, about `names`: the value got, the values expected, and what to do."""
     fields = names, got, expected, do
     raise (kind(*fields) if issubclass(kind, _OfSettings) else kind(message_of(*fields))) from cause
 

@@ -121,7 +121,7 @@ def json_object(name: str, value: Any) -> None:
 
 
 def file_to_write(*suffixes: str) -> Check:
-    """A check that a path is an old or new file in an existing folder, with one of `suffixes` ("" for none)."""
+    """A check that a path is an old or new file in an existing folder, with one of `suffixes` ("": no suffix)."""
 
     def check(name: str, value: Any) -> None:
         path(name, value)
@@ -157,7 +157,7 @@ def _checked(_settings: Any, field: "attrs.Attribute[Any]", value: Any) -> None:
 
 
 def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[str, Option]:
-    """The Option of each field of the attrs class `settings` that has one, by flag name, but for `without`."""
+    """The Option of each field of the attrs class `settings` that has one, by flag name, except `without`."""
     options = ((f.name, f.metadata["option"]) for f in attrs.fields(settings) if "option" in f.metadata)
     named = {x.name or name: x for name, x in options if x.group}
     return {name: x for name, x in named.items() if name not in without}
@@ -166,7 +166,8 @@ def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[st
 def flag_fields(
     settings: type[Any], base: type[Any], changed: Options, *, without: Collection[str] = (), **defaults: Any
 ) -> type[Any]:
-    """A base class for a command's flags: the fields of `base`, and those of `settings` that have a flag, as typed.
+    """A base class for a command's flags: the fields of `base`, and the fields of `settings` that have a flag not
+    in `without`, as they are typed on a command line.
 
     `changed` has options that replace those of `settings`, `defaults` the command's own default values, both by
     flag name. Fields that may be a number or a word have the type str.

@@ -19,7 +19,8 @@ def number(
     below: float = math.inf,
     hint: str = "pass a float in this range",
 ) -> float:
-    """Setting `name` as a finite float in range: an int, a float, a NumPy scalar or a one-element tensor; no bool.
+    """Setting `name` as a finite float from `least` to `most`, below `below`, above 0 if `positive`. The value
+    is an int, float, NumPy scalar or one-element tensor; no bool. An error ends with `hint`.
 
     >>> number("clip_norm", 1, positive=True)
     1.0

@@ -188,9 +188,9 @@ def export_dcp(source: Path, out: Path) -> ExportedWeights:
 
     Keys are those of FSDP2: `model.NAME`, `optimizer.state.NAME.exp_avg`, `.exp_avg_sq` and `.step`, which
     `torch.distributed.checkpoint.load` reads into any number of ranks; with
-    `DefaultLoadPlanner(allow_partial_load=True)` where the state has `param_groups`, which stay as the loop has
-    them. It takes the memory of the largest parameter, twice. Raises ValueError where `out` exists or the optimizer
-    is not Adam; CheckpointError for a damaged checkpoint.
+    `DefaultLoadPlanner(allow_partial_load=True)` where the state to load into has `param_groups`, which a load then
+    leaves unchanged. Takes twice the memory of the largest parameter. Raises ValueError where `out` exists or the
+    optimizer is not Adam; CheckpointError for a damaged checkpoint.
     """
     dcp: Any = import_module("torch.distributed.checkpoint")
     if out.exists():

@@ -96,7 +96,8 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
-    """The "model" or "optim" files by rank. CheckpointError if one is missing, or tensor parallelism was used."""
+    """The files of `kind`, "model" or "optim", in the order of their ranks. CheckpointError if one is missing, or
+    tensor parallelism was used."""
     found = {x: m for x in folder.iterdir() if (m := _RANK.fullmatch(x.name)) and m[3] == kind}
     if not found:
         reject(folder, f"no file *mp_rank_00_{kind}_states.pt", "those of all ranks", COPY_AGAIN)
@@ -121,7 +122,8 @@ def _load(file: Path, allow_pickle: bool) -> Any:
 def _zero(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], world: int | None, allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """From ZeRO's files: the step of each group on each rank; each parameter's parts by kind and name."""
+    """From the ZeRO files of `world` ranks (None: what the files say): pairs ("rank N", step), one for each
+    parameter group of each rank; the parts of each parameter on all ranks, by kind of state, then by name."""
     files = _files(folder, "optim")
     shards = [_shard(x, _load(x, allow_pickle)["optimizer_state_dict"]) for x in files]
     world = world or shards[0].ranks
@@ -176,7 +178,8 @@ def _shard(file: Path, saved: Any) -> _Shard:
 def _universal(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """From a universal checkpoint: the step of each parameter that has one; its single part, by kind and name."""
+    """From a universal checkpoint: pairs (name, step), one for each parameter with a step; each parameter's values,
+    as one part, by kind of state, then by name."""
     steps: list[tuple[str, float]] = []
     parts: dict[str, dict[str, Parts]] = {kind: {} for kind in (FP32, *MOMENTS)}
     for name in shapes:
@@ -208,7 +211,7 @@ def _joined(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Te
 
 
 def _cut(flat: Sequence[Tensor], start: int, numel: int) -> Tensor:
-    """The `numel` elements from `start` on, as far as they exist, of the flat tensors joined in order."""
+    """The `numel` elements from `start` on, as far as they exist, of the `flat` tensors, as if concatenated."""
     found: list[Tensor] = []
     for x in flat:
         found.append(x[max(start, 0) : max(start + numel, 0)])

@@ -232,10 +232,8 @@ def _free(folder: Path, step: int) -> Path:
 
 
 def _set_aside(folder: Path, keep: int, spare: str) -> list[Path]:
-    """Rename all checkpoints but the newest `keep` and `spare`; return the folders to delete, killed writers' too.
-
-    The checkpoint just published is the newest, so it is kept.
-    """
+    """Rename all checkpoints but the newest `keep`, with the one just published, and the one named `spare`. Return
+    the folders to delete: the renamed ones, and those that killed writers left unfinished."""
     obsolete: list[Path] = []
     try:
         newest = [x.path for _, x in zip(range(keep), complete_checkpoints(folder, []), strict=False)]

@@ -170,7 +170,8 @@ def sync(path: Path) -> None:
 def lock(path: Path, *, wait: bool = True) -> int:
     """A descriptor that holds the lock on a folder or file until it is closed or its process ends.
 
-    Waits for the lock, or raises BlockingIOError. On a file system without locks it logs a warning and holds none.
+    If another process has the lock, waits for it, or without `wait` raises BlockingIOError. On a file system
+    without locks, logs a warning and locks nothing.
     """
     with os_errors_as(path, "locking it"):
         fd = system_calls.open_to_lock(path)
@@ -208,10 +209,7 @@ def locked(path: Path) -> Generator[None, None, None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock on a folder or file; True if that cannot be determined.
-
-    False on a system without locks, where `lock` warns that only one writer is allowed.
-    """
+    """Whether a process holds a folder's or file's lock: True if unknown, False on a system without file locks."""
     if not system_calls.has_locks():
         return False
     try:

@@ -39,9 +39,9 @@ class ForeignTensor:
 class ForeignRun:
     """A checkpoint of Adam or AdamW in another program's files, by the names of the model's parameters.
 
-    `weights` includes buffers of modules; `moments` has exp_avg and exp_avg_sq by parameter, where the files do.
-    `frozen` names parameters known not to be trained, `tied` the owner of each other name of a tied tensor. `step`
-    counts updates, `sequences` what they trained on, None if unknown. With `adapters`, the frozen base is left out.
+    `weights` includes module buffers; `moments` has exp_avg and exp_avg_sq by parameter, where the files have them.
+    `frozen` names parameters known to be untrained; `tied` maps each further name of a tied tensor to its name in
+    `weights`. `step` counts updates, `sequences` is None if unknown. With `adapters`, the frozen base is missing.
     """
 
     place: Path
@@ -55,7 +55,7 @@ class ForeignRun:
 
 
 def own_name(name: str) -> str:
-    """The model's own name of a parameter, without what wrappers put into it; of adapters, that in peft's files.
+    """The model's own name of a parameter, without what wrappers add; for adapters, the name in peft's files.
 
     >>> own_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'

@@ -99,7 +99,7 @@ def import_run(
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
 
-    Raises ValueError if `out` holds anything or `sequences` cannot be, and CheckpointError, with what to do, for
+    Raises ValueError if `out` holds anything or for a bad `sequences`, and CheckpointError, with what to do, for
     files that are missing or torn, a parameter without moments, one of another shape, one that the model does not
     have, and a pickle of more than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
     """
@@ -185,8 +185,8 @@ def _named(run: ForeignRun, name: str) -> str:
 
 
 def _owner(run: ForeignRun, name: str, apart: Set[str] = frozenset()) -> str:
-    """The name under which `run` has the moments of trained tensor `name`: for a tied one, the other tensor's, but
-    none of `apart`."""
+    """The name under which `run` has the moments of trained tensor `name`: its own, or if it has none, that of a
+    tensor with the same bits, to which it is tied; not one in `apart`, the names that the model does not tie."""
     there = _named(run, name)
     if there not in run.weights or run.moments.get(there):
         return there
@@ -204,7 +204,7 @@ def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:
 
 
 def _entry(run: ForeignRun, name: str, there: str, shape: tuple[int, ...], *, trainable: bool) -> _Entry:
-    """The entry of parameter `name`, whose weight and moments `run` has under the name `there`."""
+    """The entry of parameter `name`, in `run` under the name `there`; with moments if it is `trainable`."""
     weight = _weight(run, name, there, shape)
     if weight.dtype not in _EXACT:
         got = f"{name!r} in {str(weight.dtype).removeprefix('torch.')}"

@@ -242,7 +242,8 @@ def _check_shard(shard: Shard) -> None:
 def _check_pieces(
     manifest: Manifest, entry: ParameterEntry, used: dict[tuple[int, str], list[tuple[int, int]]]
 ) -> None:
-    """Raise CheckpointError unless an entry's slices tile each kind, in one dtype. Adds their ranges to `used`."""
+    """Raise CheckpointError unless an entry's slices tile each kind, in one dtype. Adds to `used`, by (shard, name
+    of the tensor), the ranges of elements that the slices take of a tensor."""
     kinds = manifest.kinds(entry)
     if set(entry.pieces) != set(kinds):
         reject(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
@@ -265,7 +266,7 @@ def _check_pieces(
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
-    """What is wrong with `ranges` that should tile 0 to `numel` in order, or with `gaps`, in words; or else ""."""
+    """What is wrong, in words, with `ranges`, which should tile 0 to `numel`, but for gaps with `gaps`; or ""."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
@@ -359,7 +360,7 @@ def stored_kinds(
     layout: Layout, frozen: Mapping[int, Dtype], *, ema: bool = False, averaged: Collection[int] = ()
 ) -> dict[int, list[StateBuffer]]:
     """The kinds of state that a checkpoint stores, by bucket. `frozen` has the dtype of each frozen bucket's
-    values. `ema` adds moving averages to the trained buckets; `averaged` are the frozen buckets that have them."""
+    values. `ema` adds moving averages to the trained buckets; `averaged` are frozen buckets that have averages."""
     averages = [EMA] if ema else []
     kinds = {x.index: [*STATE_FORMATS[x.state_format], *averages] for x in layout.buckets}
     return kinds | {
@@ -421,7 +422,8 @@ class Snapshot:
         extra: Mapping[str, Any],
         places: Callable[[int, Slice], Iterable[StateSlice]] = _in_own_shard,
     ) -> Manifest:
-        """The manifest of `shards` of `world` ranks; `places(rank, slice)` gives the parts of a slice in shards."""
+        """The manifest, with the caller's `extra`, of `shards` of `world` ranks; `places(rank, slice)` gives the
+        parts of a rank's slice and where they are in `shards`, by default whole in the rank's own shard."""
         pieces: dict[str, dict[str, tuple[StateSlice, ...]]] = {}  # by name and kind
         for rank in range(world):
             for x in self.slices(rank, world):

@@ -93,7 +93,7 @@ class CheckpointReader:
     ) -> Iterator[tuple[int, int, str, int, int, memoryview]]:
         """The reads of `wanted` into `data`, one chunk each, so that there is work for several threads.
 
-        Of each: the shard's number, the read's first byte in the file, the arguments of `ShardReader.read_into`.
+        Of each read: shard number, first byte in the file, then `read_into`'s name, start, stop and buffer.
         """
         pieces = self.manifest.by_name[wanted.parameter].pieces[wanted.kind]
         numel = pieces[-1].stop if pieces else 0

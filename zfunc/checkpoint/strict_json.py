@@ -94,7 +94,7 @@ class Refusal(Exception):  # noqa: N818
 
 @frozen
 class Within:
-    """A decoder of numbers from `low` to `high`, or of texts with that many characters."""
+    """A decoder of numbers of `type` from `low` to `high`, or of texts of `low` to `high` characters."""
 
     type: type[int] | type[float] | type[str]
     low: float
@@ -115,7 +115,7 @@ def known(
 ) -> Callable[[Any], Any]:
     """A decoder of JSON texts: a key of `names()`, which is called anew each time, becomes that key's value.
 
-    Raises Refusal for any other text. `former` says for the error what keys of the past meant.
+    Raises Refusal for any other text. `former` maps keys of older versions to what the error says of them.
     """
 
     def meaning(value: Any) -> Any:
@@ -193,7 +193,7 @@ def _object(given: dict[str, Any], cls: Any) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """The fields of attrs class `cls` that a file has, by alias: the annotation, and whether it is required."""
+    """The fields of attrs class `cls` that files store, by alias: the annotation, and whether it is required."""
     hints = get_type_hints(cls, include_extras=True)
     own = [x for x in fields(cls) if x.metadata != IN_MEMORY]
     return {x.alias: (hints[x.name], x.default is NOTHING) for x in own}
@@ -225,7 +225,7 @@ class JsonNode:
     def refuse(
         self, expected: str, got: str = "", place: str = "", cause: Exception | None = None
     ) -> NoReturn:
-        """Raise CheckpointError for this JSON value, or the one at `place` in it, described by `got`."""
+        """Raise CheckpointError, from `cause`: this JSON value, or `got` at `place` in it, is not `expected`."""
         found, do = (
             got or _short.repr(self.value),
             f"the file is damaged or not one of zfunc's; {USE_ANOTHER}",

@@ -110,7 +110,7 @@ def has_swap_files(folder: Path) -> bool:
 
 
 def open_swap_checkpoint(folder: Path) -> Checkpoint:
-    """The newest commit that all ranks of a swap space have, as a checkpoint; `folder` is one of the space's.
+    """The newest commit that all ranks of a swap space have, as a checkpoint; `folder` is any folder of the space.
 
     Raises CheckpointError, naming the file, if a file is missing, damaged, in use or of another run, or nothing was
     committed.
@@ -139,7 +139,8 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _there(header: SwapHeader, n: int, folder: Path, number: int) -> Path:
-    """The path of swap file `n`: in `folder`, if that has number `n`. CheckpointError if the file is missing."""
+    """The path of swap file `n`: in `folder` if `n` is `number`, else in the header's folder `n`. CheckpointError
+    if the file is missing."""
     path = folder / header.paths[n].name if n == number else header.paths[n]
     if not path.exists():
         do = "if another host has it, copy it here, or resume on those hosts with the same ranks and folders"
@@ -189,7 +190,8 @@ def _parts(header: SwapHeader, b: int) -> Stripes:
 def _shards(
     header: SwapHeader, commit: CommitRecord, dtypes: Mapping[int, Mapping[str, Dtype]]
 ) -> Iterator[Shard]:
-    """A Shard for each of a rank's swap files, with a tensor for each stripe of a buffer as committed."""
+    """A Shard for each of a rank's swap files, with a tensor of `dtypes[bucket][kind]` for each stripe of a buffer
+    in the generation of `commit`."""
     tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
     places: list[dict[str, int]] = [{} for _ in header.folders]
     for b, g in zip(header.extents, commit.generations, strict=True):

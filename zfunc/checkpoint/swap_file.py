@@ -98,8 +98,8 @@ def num_checksums(stripes: Sequence[Stripe]) -> int:
 class StripedBuffer:
     """A page-aligned buffer in memory, in whole blocks, and its stripes in swap files; `name` is for errors.
 
-    `checksums` are those of a generation of all buffers: `write_striped` sets this buffer's, `read_striped`
-    compares.
+    `checksums` are those of all buffers in one generation: `write_striped` sets this buffer's checksums in it,
+    `read_striped` compares them with the bytes read.
     """
 
     name: str
@@ -255,8 +255,8 @@ class SwapHeader:
 
     @cached_property
     def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int], int, list[int]]:
-        """The stripes by bucket and generation; by file, the byte at which those before the commit records end; the
-        number of checksums in a commit; and by file, the byte at which all stripes end."""
+        """The stripes by bucket and generation; by file, the byte at which the stripes before the commit records
+        end; the number of checksums in a commit; and by file, the byte at which all stripes end."""
         ends, firsts = [len(self.of(n).raw) for n in range(len(self.folders))], dict[int, int]()
         stripes, last = dict[int, tuple[Stripes, ...]](), 0
 
@@ -396,7 +396,7 @@ class CommitRecord:
         return any(g == x.generations for g, x in pairs)
 
     def raw(self, room: int) -> bytes:
-        """The bytes of the commit record. Raises CheckpointError if they are more than `room`."""
+        """The bytes of the commit record. Raises CheckpointError if they are more than `room` bytes."""
         raw = frame_record(self.number, strict_json.render(strict_json.to_plain(self)), self.checksums)
         if len(raw) > room:
             disk.reject(

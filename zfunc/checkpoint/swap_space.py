@@ -154,8 +154,8 @@ class SwapSpace:
     ) -> "SwapSpace":
         """Open the existing swap space with header `expected`, of any run, at its last commit.
 
-        With `at` the space is opened at the commit of that number, and a later commit is deleted. For a bucket in
-        `instead` the space may have that extent in place of the expected one.
+        With `at` the space is opened at the commit of that number, and a later commit is deleted. `instead`
+        has, by bucket, extents that the space may have in place of the expected ones.
 
         Raises CheckpointError, in one line, for a space that is missing, in use, damaged, of another identity,
         world or extents, or without a commit of that number.
@@ -203,10 +203,7 @@ class SwapSpace:
         self._lost = self._lost or why
 
     def close(self) -> None:
-        """Close the files and release the locks; what was written since the last commit is gone.
-
-        A second call does nothing.
-        """
+        """Close the files and release the locks; what was written since the last commit is gone. Idempotent."""
         self.lose("it is closed")
         self._close()
 
@@ -228,7 +225,7 @@ class SwapSpace:
         return self._buckets[b].missing
 
     def make_room(self) -> None:
-        """Reserve a second generation for each extent with one, so that it can be written again after a commit.
+        """Reserve a second generation for each extent with one, so that the extent can be written after a commit.
         Raises DiskError where the drive has no room; the space can still be used."""
         self._check_not_lost()
         for file, nbytes in zip(self._files, self.header.sizes_of_two, strict=True):
@@ -396,7 +393,7 @@ def in_use(path: Path) -> CheckpointError:
 
 
 def swap_files(folder: Path, names: re.Pattern[str] = SWAP_FILE) -> list[Path]:
-    """The files of swap spaces in a folder, of any rank and world."""
+    """The files in a folder whose names match `names`, by default those of swap spaces of any rank and world."""
     with disk.os_errors_as(folder, "looking for swap spaces"):
         return [folder / x for x in sorted(os.listdir(folder)) if names.fullmatch(x)]
 
@@ -417,7 +414,7 @@ def _refuse_others(path: Path, run: str) -> None:
 
 
 def _delete_uncommitted(folder: Path, run: str) -> None:
-    """Delete swap spaces in `folder` of other runs than `run` that ended before a commit: they hold no state."""
+    """Delete swap spaces in `folder` of runs other than `run` that ended before a commit; these hold no state."""
     for first in swap_files(folder):
         with suppress(BlockingIOError):
             fd = disk.lock(first, wait=False)

@@ -106,7 +106,7 @@ class CheckpointWriter:
             self._failure = _message(error)
 
     def _write_chunk(self, buffers: Mapping[str, Tensor], x: Slice, start: int, stop: int) -> None:
-        """Write elements `start` to `stop` of slice `x`, which share a checksum, from the buffer of its kind."""
+        """Write elements `start` to `stop` of slice `x`, one checksum's chunk, from `buffers[x.kind]`."""
         values = buffers[x.kind][x.at + start : x.at + stop]
         data, number = as_bytes(values.cpu()), start * values.element_size() // self._writer.shard.chunk
         self._checksums[x.stored.name][number] = zlib.crc32(data)
@@ -187,9 +187,9 @@ def begin_writing(
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
-    """Call `function` on every rank and return its result; if it raises on one rank, all of them raise.
+    """Call `function` on every rank; return this rank's result. If it raises on one rank, all ranks raise.
 
-    They raise CheckpointError, except for a rank with an error of another class, which raises that.
+    They raise CheckpointError, except that a rank whose own `function` raised another error raises that error.
     """
     ranks, result, mine = ranks.job, None, None
     try:

@@ -32,7 +32,7 @@ class CompletionSettings:
 def print_script(settings: CompletionSettings) -> int:
     """Run `zfunc completion`: print the shell's completion script, made by shtab, which completes without Python.
 
-    For an option it offers the option's words, and those alternatives of its metavar that are not in capitals.
+    The script offers for an option its `words`, and of its metavar, such as auto|N, what is not in capitals.
     """
     import shtab
 

@@ -131,7 +131,7 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 
 
 def _length(given: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of `steps` and `epochs`: no bound where `given` has one, one epoch for a fine-tuning (`hf`)."""
+    """Defaults of `steps` and `epochs` by name: no step bound if `given` bounds a training; 1 epoch with `hf`."""
     if {"steps", "epochs"} <= given.keys():
         got = f"{given['epochs']:g} with {setting('steps', given['steps'])}"
         refuse("epochs", got, "one of them", "leave one out")
@@ -159,7 +159,7 @@ def _discard_output() -> None:
 
 
 def _without_path(error: Exception) -> bool:
-    """Whether an OSError names no path that the user gave, such as that of a full disk behind stdout."""
+    """Whether `error` is an OSError without a path, such as that of a full disk to which stdout is redirected."""
     return isinstance(error, OSError) and error.errno is not None and error.filename is None
 
 

@@ -124,7 +124,7 @@ def version_line() -> str:
 def make_parser(
     commands: Mapping[str, Command], *, everything: bool = False
 ) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of `zfunc`, and its commands' parsers by name. Help shows the common options, or `everything`."""
+    """The parser of `zfunc`, and its commands' parsers by name. Help lists common options, all if `everything`."""
     top = Parser(
         "zfunc",
         usage="zfunc COMMAND [options]",
@@ -144,7 +144,7 @@ def make_parser(
 
 
 def _add_command(subparsers: Any, name: str, command: Command, everything: bool) -> Parser:
-    """Add a command's parser: an argument for every field of its settings, by group, then --help and --debug."""
+    """Add a command's parser, an argument for each field of its settings; help shows all with `everything`."""
     options, fields = command.options, attrs.fields(command.settings)
     common = {name for name, option in options.items() if option.common}
     everything |= not common

@@ -93,7 +93,7 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
 
 
 def headline(run: RunHistory) -> str:
-    """One line for a terminal: a run's figures, what share of copies and the like compute hid, and its state."""
+    """One line for a terminal: a run's figures, shares of copies and other work that compute hid, its ending."""
     recorded, _ = _recorded_step(run)
     hidden = (
         (f"{name.partition(' ')[0]} hidden", f"{measured}, planned {planned}")
@@ -194,8 +194,8 @@ def _step_section(step: RecordedStep | None, text: str) -> str:
 
 
 def _hidden_rows(step: RecordedStep) -> Iterator[Cells]:
-    """Rows of what ran beside compute: name, time, and the share that compute hid, as planned (the measured
-    operations simulated without time lost between lanes) and as measured."""
+    """Table rows of copies and the work of host, drives and network: name, time, and the share that compute hid, as
+    planned (measured operations simulated without time lost between lanes) and as measured."""
     seconds = [e.seconds for e in events_of(step.plan, step.timeline)]
     planned = simulate(step.plan, attrs.evolve(ROUND, shared={}), seconds)
     for name, kinds in HIDDEN.items():
@@ -276,7 +276,7 @@ def _plain(value: Any) -> str:
 
 
 def _listed(heads: Cells, rows: Sequence[Cells], caption: str, kind: str = "") -> str:
-    """An HTML table of `rows`, of many LISTED at even distances, with the first and the last; "" without rows."""
+    """An HTML table of CSS class `kind`: `rows`, or if they are many LISTED at even distances; "" for none."""
     listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)}) if rows else []
     of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
     return html_table(heads, [rows[n] for n in listed], caption + of_all, kind) if rows else ""

@@ -31,7 +31,7 @@ _hardware = partial(option, group="hardware")
 
 @frozen(kw_only=True)
 class SimulatedFlags(GPTFlags):
-    """Flags of a model and of the hardware to simulate it on: `UNNAMED` by default; None means round figures."""
+    """Flags of a model and of the hardware to simulate: by default profile `UNNAMED`; None means round figures."""
 
     UNNAMED: ClassVar[str | None] = None
 
@@ -71,9 +71,9 @@ class SimulatedFlags(GPTFlags):
 
 @frozen(eq=False)
 class SimulatedModel:
-    """Sizes of a model, and `costs`, a function of the rows a rank has, the tokens of a row, and the ranks.
+    """Sizes of a model, and `costs(rows, seq_length, world)`: its segments' costs for `rows` sequences on a rank.
 
-    Tied parameters count once. `longest` is the most tokens of a sequence, if its config limits that.
+    Tied parameters count once. `longest` is the most tokens of a sequence, None if the config sets no limit.
     """
 
     architecture: str
@@ -100,7 +100,7 @@ class SimulatedModel:
 
 
 def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
-    """The model of the settings. Raises ValueError for an unsupported config, and for data that is not there."""
+    """The model of the settings. Raises ValueError for an unsupported config, or if `data` does not exist."""
     check_exists("data", settings.data)
     if settings.hf is not None or settings.hf_config is not None:
         return _of_config(settings)

@@ -19,8 +19,8 @@ def lay_out(
     world: int,
     known: dict[Any, Layout] | None = None,
 ) -> Layout:
-    """The layout of `parameters`, given by segment, in buckets of `settings.bucket_size` elements (by default that
-    of `world`), or smaller ones for partial offload. `known` caches layouts of these parameters by their options.
+    """The layout of `parameters`, given by segment, in buckets of `settings.bucket_size` elements (by default
+    `default_bucket_size(world)`), smaller for partial offload. `known` caches these parameters' layouts by options.
 
     Raises ValueError where each of several ranks would keep all of its parameters off the device.
     """
@@ -45,7 +45,7 @@ def lay_out(
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
-    """Arguments of a StepSpec by name: layout, settings, the buckets with state on the device, and on the disk."""
+    """StepSpec arguments by name: layout, settings, buckets with state on the device (resident), disk (paged)."""
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
     return {
         "layout": layout,
@@ -67,8 +67,8 @@ def default_bucket_size(world: int) -> int:
 def resident_buckets(layout: Layout, share: float) -> frozenset[int]:
     """The buckets whose optimizer state is on the device, if a `share` of it (0 to 1) is there.
 
-    The share is rounded to whole buckets. Those that backward completes last stay on the device, because it does
-    not hide their copies to the host and back.
+    The share is rounded to whole buckets. The buckets that backward completes last stay on the device, because
+    backward does not hide their copies to the host and back.
 
     >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
     >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 0.0))
@@ -80,7 +80,7 @@ def resident_buckets(layout: Layout, share: float) -> frozenset[int]:
 def paged_buckets(layout: Layout, share: float, *, ascending: bool) -> frozenset[int]:
     """The buckets whose optimizer state is on the disk, if a `share` of it (0 to 1) is, in whole buckets.
 
-    Those that are updated last stay in memory: the ones of the highest index where updates are `ascending`.
+    The buckets updated last stay in memory: those of the highest index if updates are `ascending`, else lowest.
 
     >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
     >>> sorted(paged_buckets(layout, 0.75, ascending=True)), sorted(paged_buckets(layout, 0.75, ascending=False))

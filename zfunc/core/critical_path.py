@@ -19,10 +19,10 @@ Bound = Kind | Literal["waiting"]
 
 @frozen
 class Link:
-    """An operation of a critical path; `idle` and `ran` are the seconds from the end of the link before to its
-    start, and from there to its end (without an overlap, if clocks disagree).
+    """An operation of a critical path. `idle`: seconds from the end of the link before to the operation's start;
+    `ran`: seconds from its start to its end (without an overlap, if clocks disagree).
 
-    `after` says why it follows that link: a "lane", a "wait", or a "thread" issues both; "" for the first.
+    `after`: why the operation follows the link before: same "lane", a "wait", same "thread"; "" for the first.
     """
 
     event: Event
@@ -100,7 +100,7 @@ def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
 
 
 def bound_seconds(chain: Iterable[Link]) -> dict[Bound, float]:
-    """Seconds of the step that operations of each kind take in the critical path `chain`, and those "waiting"."""
+    """Seconds of the critical path `chain` by kind of operation; under "waiting" those in which none of it runs."""
     seconds: dict[Bound, float] = {}
     for link in chain:
         seconds[link.event.kind] = seconds.get(link.event.kind, 0.0) + link.ran
@@ -117,7 +117,7 @@ def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
 
 
 def largest_shares(seconds: dict[Bound, float]) -> dict[Bound, float]:
-    """`seconds` by kind of work as shares of their sum (0 to 1), the largest first, without zeros."""
+    """Shares (0 to 1) of the sum of `seconds`, by kind of operation or "waiting"; largest first, without zeros."""
     total = sum(seconds.values())
     largest = sorted(seconds.items(), key=lambda item: -item[1])
     return {bound: part / total for bound, part in largest if part}

@@ -47,7 +47,7 @@ def html_table(
     kind: str = "",
     marked: Collection[str] = (),
 ) -> str:
-    """An escaped HTML table of CSS class `kind`; a row begins with its name, and rows `marked` have class "set".
+    """An escaped HTML table of class `kind`; rows begin with a name, and those named in `marked` have class "set".
 
     >>> html_table([], [["<b>", 1]])
     '<table><tbody><tr><th scope="row">&lt;b&gt;</th><td>1</td></tr></tbody></table>'

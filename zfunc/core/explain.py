@@ -51,8 +51,7 @@ class Explanation:
 
     @property
     def bounds(self) -> tuple[dict[Bound, float], dict[Bound, float]]:
-        """For each plan, seconds of its critical path by kind of operation, or "waiting"; their sum is the
-        step's."""
+        """For each plan, its critical path's seconds by kind of operation or "waiting"; they add up to the step."""
         a, b = map(bound_seconds, self.paths)
         return a, b
 

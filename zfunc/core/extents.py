@@ -26,12 +26,12 @@ def whole_blocks(nbytes: int) -> int:
 
 
 def record_bytes(num_extents: int, num_checksums: int) -> int:
-    """Bytes, in whole disk blocks, of a commit's record in a swap space with so many extents and checksums."""
+    """Bytes, in whole disk blocks, of a commit's record of `num_extents` extents and `num_checksums` checksums."""
     return whole_blocks(_METADATA + 16 * num_extents + 4 * num_checksums)
 
 
 def cut_in_shares(nbytes: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Start and stop of each drive's share of a buffer of `nbytes` bytes: whole disk blocks, but for the last.
+    """(start, stop) in bytes of each drive's part of `nbytes`, in the ratio `shares`: whole blocks, but the last.
 
     >>> cut_in_shares(5 * BLOCK + 1, [2, 1])
     ((0, 16384), (16384, 20481))
@@ -75,7 +75,7 @@ class Extent:
     def of(
         cls, moved: Iterable[tuple[str, int]], others: Iterable[tuple[str, int]] = (), *, generations: int = 2
     ) -> "Extent":
-        """An extent with the buffers `moved`, then `others`, given by name and size in bytes."""
+        """An extent, in `generations` copies, of the buffers `moved`, then `others`, given as (name, bytes)."""
         moved = list(moved)
         sizes = [*moved, *others]
         starts = accumulate((whole_blocks(nbytes) for _, nbytes in sizes), initial=0)

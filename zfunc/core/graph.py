@@ -129,7 +129,7 @@ class Region:
 
 
 def of_stage(regions: Iterable[Region], stage: int | None) -> Iterator[Region]:
-    """The `regions` of pipeline stage `stage`, numbered as for its ranks alone; all of them if `stage` is None."""
+    """The `regions` of pipeline stage `stage`, with device number 0; all of them, unchanged, if `stage` is None."""
     return (
         r if stage is None else evolve(r, device=0, of_rank=False)
         for r in regions
@@ -247,7 +247,7 @@ class Op:
         return any(name in (r.role, r.buffer) for r in self.regions)
 
     def operands(self, role: Role) -> tuple[Region, ...]:
-        """The operation's regions of this role, in the order of declaration."""
+        """The operation's regions with role `role`, in the order of declaration."""
         return tuple(r for r in self.regions if r.role == role)
 
 
@@ -389,7 +389,7 @@ class Graph:
 
 
 def _check_name(what: str, name: Any, index: tuple[Any, ...], words: set[str]) -> None:
-    """Raise PlanError for a name or index that a plan's text cannot hold; a fit name is added to `words`."""
+    """Raise PlanError, on a `what`, for a name or index that a plan's text cannot hold; add the name to `words`."""
     if not isinstance(name, str) or (name not in words and (name.split() != [name] or "[" in name)):
         raise PlanError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
     words.add(name)

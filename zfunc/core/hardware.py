@@ -250,7 +250,7 @@ class Hardware:
 
 
 def _interpolated(work: float, curve: list[tuple[float, float]]) -> float:
-    """Measured seconds for `work` by log-log interpolation on `curve`; beyond its ends, at the rate of the end."""
+    """Seconds for `work` (seconds at the rates) by log-log interpolation on `curve`; beyond it, in proportion."""
     at = bisect_left(curve, (work, 0.0))
     if at in (0, len(curve)):
         nearest_work, seconds = curve[min(at, len(curve) - 1)]

@@ -49,7 +49,7 @@ class Parameter:
     """One parameter of a model: full name, shape, whether it is trained, and what its optimizer says of it.
 
     `group` is the number of the settings that the optimizer has for it (`zfunc.optim.base.Optimizer.group`). A name
-    that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both.
+    that two segments declare is a tied parameter: it has one span; its gradient is the sum of both segments'.
 
     `encodes` is the number of weights that a frozen, quantized parameter encodes in its bytes, which its segment
     decodes; the bytes are uint8 on the device in any precision. 0 for any other parameter.
@@ -152,7 +152,7 @@ class Bucket:
     def runs_within(
         self, start: int, stop: int, unused: Collection[str] = ()
     ) -> tuple[tuple[int, int, int], ...]:
-        """The bucket's `(start, stop, settings group)`, clipped to `start` and `stop`; group LEFT for `unused`."""
+        """`(start, stop, group)` of the bucket's runs, within `start`, `stop`; group LEFT for names `unused`."""
         runs = self._runs_beside({*unused}) if unused else self.runs
         clipped = ((max(start, a), min(stop, b), group) for a, b, group in runs)
         return tuple(run for run in clipped if run[0] < run[1])
@@ -202,7 +202,7 @@ class Bucket:
 
 @frozen
 class Piece:
-    """A part of a parameter in a rank's slice: its elements `start` to `stop`, `at` in the slice; may be empty."""
+    """Elements `start` to `stop` of a parameter, maybe none, that a rank's slice of a bucket has at offset `at`."""
 
     start: int
     stop: int
@@ -214,7 +214,7 @@ class Layout:
     """All buckets of a model's parameters, and the parameter names of each segment.
 
     Frozen parameters have a flat buffer and buckets of their own, numbered after the trainable ones: they are read
-    and fetched as those are, but neither delivered nor updated.
+    and fetched like trainable ones, but neither delivered nor updated.
     """
 
     segments: tuple[tuple[str, ...], ...]
@@ -237,7 +237,7 @@ class Layout:
 
     @property
     def state_format(self) -> str:
-        """The format of the optimizer state; if buckets have several formats, the first bucket's."""
+        """The name of the optimizer state's format; if buckets have several formats, the first bucket's."""
         return self.buckets[0].state_format
 
     @property
@@ -452,7 +452,7 @@ def _group(
     bucket_size: int,
     within_segments: bool,
 ) -> list[list[Parameter]]:
-    """The parameters of each bucket, given those of each segment; filled from the last parameter backwards."""
+    """The parameters of each bucket, filled from the last of `owned` back; `contributors`: segments by name."""
 
     def tie(p: Parameter) -> tuple[int, ...]:
         used_by = tuple(contributors[p.name])

@@ -39,7 +39,7 @@ class Peak:
 
 
 def bytes_by_tier(peaks: Mapping[Tier, Peak]) -> dict[Tier, int]:
-    """Peak memory of each tier in bytes, kept and transient."""
+    """The peak memory of each tier in bytes, kept and transient together, given `peaks`."""
     return {tier: peak.nbytes for tier, peak in peaks.items()}
 
 
@@ -77,7 +77,7 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
 
 
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
-    """Bytes of the kept regions of `graph`, by tier: no schedule needs less."""
+    """Bytes, by tier, of the regions of `graph` that outlive their operations: no schedule needs less."""
     nbytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for (place, _), size in _kept_buffers(graph).items():
         nbytes[place] = nbytes.get(place, 0) + size
@@ -142,7 +142,7 @@ def transient_bytes(plan: Plan) -> dict[Tier, list[list[int]]]:
 
 @frozen
 class _Lifetime:
-    """A transient allocation: the `first` operation to access it; per lane the `last`, as (lane, position)."""
+    """A transient allocation: `first` accesses it first; `last` has each lane's last access: (lane, position)."""
 
     buffer: str
     tier: Tier
@@ -174,7 +174,7 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
 
 
 def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
-    """The smallest of the lanes' bounds of bytes alive, each the most of any moment; its operation and moment."""
+    """Bytes, operation and moment of the lowest of the lanes' peaks in `alive`: every lane's is an upper bound."""
     bounds: list[tuple[int, str, Moment]] = []
     for n, lane in enumerate(plan.lanes):
         if lane.ops:
@@ -185,7 +185,7 @@ def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
 
 
 def _known(plan: Plan) -> list[list[list[int]]]:
-    """By lane and other lane: for each operation, the last position on the other lane that has ended before."""
+    """`[lane][other][i]`: the last position on lane `other` that has ended when operation `i` of `lane` starts."""
     clocks = plan.clocks
     return [
         [[clocks[op][other] for op in lane.ops] for other in range(len(plan.lanes))] for lane in plan.lanes
@@ -193,7 +193,7 @@ def _known(plan: Plan) -> list[list[list[int]]]:
 
 
 def _span(plan: Plan, known: list[list[list[int]]], lane: int, life: _Lifetime) -> tuple[int, int]:
-    """The moments of `lane` at which allocation `life` may be alive: the first one, and the first after them.
+    """First moment of `lane` at which `life` may be alive, and the first after the last; `known` is `_known(plan)`.
 
     The moments end with the first operation that starts after the last access on every lane has finished.
     """

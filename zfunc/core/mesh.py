@@ -50,7 +50,7 @@ class DeviceMesh:
 
     @property
     def repeated(self) -> list[int]:
-        """Segments whose forward may be recomputed ahead of backward; none if compiled: other bits would result."""
+        """Segments that may be recomputed ahead of backward; none with tiles or if compiled: bits would differ."""
         if self.settings.tiles != 1 or self.settings.compile_segments:
             return []
         modes = self.settings.recompute_modes(len(self.layout.segments))
@@ -58,21 +58,21 @@ class DeviceMesh:
 
     @cached_property
     def listed(self) -> list[list[Pass]]:
-        """The passes of each device, in the device's order."""
+        """The passes of each device, in the order in which the device makes them."""
         order, settings = self.order or InGroups(self.settings.group_size), self.settings
         sizes = settings.stages, settings.micro_batches, self.trained, len(self.layout.segments)
         return passes_listed(order, *sizes, self.repeated)
 
     @cached_property
     def made_on(self) -> dict[tuple[str, int, int], int]:
-        """The device, or with pp the stage, that makes each pass, by (way, micro-batch, segment), with B for I,
-        too; empty for one device, whose passes may be millions."""
+        """The device, or with pp the stage, that makes each pass, by (way, micro-batch, segment); I, the half
+        of backward for inputs, is listed as B. Empty for one device, whose passes may be millions."""
         lists = self.listed if self.settings.stages > 1 else ()
         return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
 
     @cached_property
     def makers(self) -> dict[tuple[str, int], set[int]]:
-        """With several devices, the numbers of those that make passes of each (kind, segment)."""
+        """By (way, segment), the numbers of the devices that make such passes; empty for a single device."""
         makers: dict[tuple[str, int], set[int]] = {}
         for (way, _, s), device in self.made_on.items():
             makers.setdefault((way, s), set()).add(device)
@@ -80,7 +80,7 @@ class DeviceMesh:
 
     @cached_property
     def homes(self) -> dict[int, set[int]]:
-        """With several devices, those whose passes use the parameters of each bucket, by the bucket's index."""
+        """By bucket index, numbers of the devices whose passes use its parameters; empty for a single device."""
         homes: dict[int, set[int]] = {}
         for (_, s), devices in self.makers.items():
             for b in self.layout.weights_of(s):
@@ -102,7 +102,7 @@ class DeviceMesh:
         return apart and all(len(devices) == 1 for devices in pulled.values())
 
     def device_of(self, way: str, m: int, s: int) -> int:
-        """The number of the device that makes pass `way` (B for I, too) of micro-batch `m` in segment `s`."""
+        """The number of the device that makes pass `way` (B for its half I) of micro-batch `m` in segment `s`."""
         return self.made_on.get((way, m, s), 0)
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
@@ -113,7 +113,7 @@ class DeviceMesh:
         return [s for s in segments if any(device in makers.get((way, s), ()) for way in ways)]
 
     def hops(self, way: str) -> list[int]:
-        """Segments whose input (`way` F), or its gradient (B), goes from one device to another."""
+        """Segments whose input (`way` F) or whose input's gradient (`way` B) goes from one device to another."""
         of = self.made_on
         return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
 

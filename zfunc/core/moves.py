@@ -49,7 +49,7 @@ class Place:
     otherwise: RegionsOf | None = None
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
-        """The regions of item `x` at this place. An item that `arrives` is given a slot of each of its rings."""
+        """The regions of item `x` at this place: new slots of its rings if it `arrives`, else those it has."""
         rings = [x.at.ring(buffer) for buffer in self.rings]
         passed = [ring for ring in rings if x.b in ring]
         if not passed and self.otherwise is not None:
@@ -90,15 +90,15 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 
 
 def _new_params(x: Item) -> tuple[Region, ...]:
-    """The regions off the device with a bucket's new parameters: a slot, or its master's high half, maybe paged."""
+    """Regions off the device with a bucket's new parameters: a slot, its master's high half, or paged state."""
     if not x.place.sends_high_half:
         return (x.at.slot_of("param_slot", x.b),)
     return x.at.paged(x.b) if x.place.state == "disk" else (x.at.high_half(x.b),)
 
 
 def _state_at_home(x: Item) -> tuple[Region, ...]:
-    """Regions copied to the device before an update of a bucket: optimizer state, paged state, host params, waiting
-    gradient; and copied back after it, but for the gradient."""
+    """Regions copied to the device before an update of a bucket: optimizer state, paged state, parameters on the
+    host, waiting gradient. All but the gradient are copied back after the update."""
     parts = x.place.staged_bytes
     apart = (x.at.params(x.b),) if PARAMS in parts and x.place.params == "host" else ()
     waits = (x.at.gradient_to_apply(x.b),) if GRADIENT in parts and x.to == "device" else ()
@@ -106,13 +106,13 @@ def _state_at_home(x: Item) -> tuple[Region, ...]:
 
 
 def _staged_bytes(x: Item) -> int:
-    """Bytes copied for a bucket's update on the device: state, with the gradient there, or new parameters back."""
+    """Bytes copied for a bucket's update: state and gradient to the device, or state and new parameters back."""
     stays = PARAMS if x.to == "device" else GRADIENT
     return sum(nbytes for name, nbytes in x.place.staged_bytes.items() if name != stays)
 
 
 def _made_and_sent(buffer: str) -> dict[Tier, Place]:
-    """By tier, where data is that one device makes and another reads: on both, and in pinned memory between."""
+    """Places, by tier, of a `buffer` that one device makes and another reads: on both, in pinned memory between."""
 
     def on_device(x: Item) -> tuple[Region, ...]:
         return (x.at(buffer if x.to == "device" else f"sent_{buffer}", x.m, x.b),)
@@ -222,7 +222,7 @@ MOVES: dict[str, Move] = {
 
 
 def move(at: Regions, verb: str, *index: int) -> Op:
-    """The operation of a copying `verb`; `index` is (bucket,) or (micro-batch, segment or bucket), maybe longer."""
+    """The operation of a copying `verb`; `index` is (bucket,) or (micro-batch, segment or bucket[, delivery])."""
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.

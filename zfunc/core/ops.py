@@ -113,7 +113,7 @@ class OpBuilder:
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
-        """Sum bucket `b`'s gradient over ranks in place; each keeps a slice. Losses are divided by `world`."""
+        """Sum delivery `d` of bucket `b` over ranks in place; each keeps a slice. Losses are divided by `world`."""
         region = self.at.gradient(b)
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         return self._in_order(Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes))
@@ -131,20 +131,20 @@ class OpBuilder:
         return evolve(op, writes=(*op.writes, self._sent[-1]))
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
-        """Sum the squares of bucket `b`'s whole gradient on the device: in its slot, or where it `waits`."""
+        """Sum the squares of bucket `b`'s gradient on the device: in a slot or, if it `waits`, in a buffer."""
         place, grad = self.spec.places[b], self.at.waiting(b) if waits else self.at.gradient(b)
         nbytes = place.waiting_bytes if waits else place.shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Add a delivery of bucket `b`'s gradient to its fp32 sum on the host, and sum the squares of the sum."""
+        """Add delivery `d` of bucket `b` to its fp32 sum on the host (`first`: copy it); sum the sum's squares."""
         total, slot = self.at.sum(b, d), self.at.slot_of("host_slot", b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Copy bucket `b`'s reduced gradient to a buffer on the device, or add it to the fp32 sum held there."""
+        """Copy delivery `d` of bucket `b`, if `first`, to a buffer on the device, else add it to the sum there."""
         place = self.spec.places[b]
         grad, stays = self.at.gradient(b), place.gradient == "device"
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
@@ -248,7 +248,7 @@ class OpBuilder:
 
     def update(self, b: int) -> Op:
         """Update bucket `b` in one pass over memory: unscale, clip, the optimizer, and the copy for the device; or,
-        as `update_on_device`, where the state is there, with this rank's slice of its parameters.
+        as `update_on_device`, where the state is on the device, with this rank's slice of its parameters.
 
         The weights of a bucket of whole matrices move along its orthogonal direction.
         """
@@ -278,7 +278,7 @@ class OpBuilder:
         return self._on_state("average", (b,), (*weights, average), (average,), nbytes)
 
     def all_gather(self, b: int) -> Op:
-        """Gather the updated parameter slices of bucket `b` from all ranks."""
+        """All-gather the updated slices of the parameters of bucket `b` from all ranks."""
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
         params, late = self.at.params(b), (self.at("decision"),) if self.spec.deferred else ()

@@ -51,7 +51,9 @@ _MASTER = (StateBuffer("master", "fp32"),)
 def formats_of(
     kind: str, moments: tuple[str, ...], unsigned: tuple[str, ...] = (), *, matrix: bool = False
 ) -> dict[str, tuple[StateBuffer, ...]]:
-    """State formats of an optimizer `kind` with `moments` beside the weights, each 4, 2 or 1.03 bytes a parameter.
+    """The buffers of each state format of an optimizer, by the format's name, `kind` with -fp32, -16bit or -8bit:
+    the weights, and `moments` of 4, 2 or 1.03 bytes a parameter each. Those named in `unsigned` are never negative.
+    With `matrix`, their update needs whole matrices.
 
     >>> [x.name for x in formats_of("sgd", ("momentum_buffer",))["sgd-8bit"]]
     ['master_high', 'master_low', 'momentum_buffer', 'momentum_buffer_scale']
@@ -89,7 +91,7 @@ to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq doe
 
 
 def adam_format(moments: Moments, *, split_master: bool) -> AdamFormat:
-    """The format of Adam's state with moments of this dtype; fp32 moments may have a split master.
+    """The name of Adam's state format with `moments`; fp32 ones have a split master if `split_master`.
 
     >>> adam_format("fp32", split_master=True), adam_format("8bit", split_master=False)
     ('fp32-split', '8bit')
@@ -98,7 +100,7 @@ def adam_format(moments: Moments, *, split_master: bool) -> AdamFormat:
 
 
 def format_with(name: str, moments: Moments) -> str:
-    """The state format of the optimizer of format `name` with moments of another dtype.
+    """The name of the state format that has `moments` and belongs to the same optimizer as format `name`.
 
     >>> format_with("adafactor-small-fp32", "8bit"), format_with("fp32-split", "16bit")
     ('adafactor-small-8bit', '16bit')
@@ -147,8 +149,7 @@ def moment_buffers(name: str) -> tuple[StateBuffer, ...]:
 
 
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:
-    """Slices, by name, of the buffers in `state` (of format `name`) for parameters `start`, a multiple of 64, to
-    `stop`."""
+    """Slices, by name, of buffers `state` in format `name` for parameters `start`, a multiple of 64, to `stop`."""
     return {
         x.name: state[x.name][x.numel(start) : x.numel(stop)]  # pyright: ignore
         for x in STATE_FORMATS[name]

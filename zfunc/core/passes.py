@@ -25,7 +25,7 @@ def _left(at: Regions, m: int, s: int) -> tuple[Region, ...]:
 
 
 def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """Regions of forward that backward reads: what forward left and, of a separate recomputation, its result."""
+    """Regions that backward reads: what forward left, and the result of a separate recomputation, maybe alone."""
     recomputed = (at("recomputed", m, s),) if (R, s) in at.spec.mesh.parts else ()
     return (*recomputed, *(() if recomputed and at.spec.activations[s] != "device" else _left(at, m, s)))
 

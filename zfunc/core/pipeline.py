@@ -62,7 +62,7 @@ class Pass(NamedTuple):
 class InGroups:
     """The order of passes on one device: micro-batches pass each segment in groups of `size`.
 
-    A micro-batch passes the last segment both ways at once, because that keeps all of its residuals.
+    After forward of the last segment, its backward follows at once, because that segment keeps all residuals.
     """
 
     size: int
@@ -203,7 +203,7 @@ def passes_in(
 
 def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]) -> str:
     """The kind of pass that the step makes where an order lists `way` for segment `s`, "" for none: gradients of
-    the input stop above the first trained segment, gradients of weights need trained weights."""
+    the input stop above the first trained segment, those of weights need trained weights, R needs `repeated`."""
     if way == R:
         return R if s >= trained[0] and s in repeated else ""
     if s in trained[1:]:
@@ -215,7 +215,7 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
 
 
 def _before(x: Pass, split: Collection[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """The passes that pass `x` follows, of its micro-batch or its segment; some of them may not exist."""
+    """The passes `(way, m, s)` that pass `x` follows, if they exist; backward of (m, s) in `split` is in halves."""
 
     def of(way: str, m: int, s: int) -> tuple[str, int, int]:
         """The pass of backward of micro-batch `m` through segment `s`: its half `way` if it is split, else B."""

@@ -90,7 +90,7 @@ class BucketPlaces:
 
     @property
     def by_parameter(self) -> bool:
-        """Whether the bucket's update takes one parameter at a time, as it needs all of each."""
+        """Whether the bucket's update takes one parameter at a time, as it needs whole parameters."""
         return self.matrices or any(x.whole for x in self.buffers)
 
     @property
@@ -146,8 +146,8 @@ class BucketPlaces:
 
     @property
     def staged_bytes(self) -> dict[str, int]:
-        """Bytes by part of the slot on the device in which the bucket is updated: its state, parameters that live
-        elsewhere and are no part of the state, and a gradient that waited elsewhere."""
+        """Bytes of each part of the slot on the device for the bucket's update: state buffers by name; PARAMS, if
+        they live elsewhere and are no part of the state; GRADIENT, if it waited elsewhere."""
         parts = {x.name: x.nbytes(self.shard_numel) for x in self.buffers}
         if self.params != "device" and not self.sends_high_half:
             parts[PARAMS] = self.weight_bytes

@@ -30,7 +30,7 @@ Clock = tuple[int, ...]
 
 
 def _tuple_of(what: str, item: Callable[[Any], Any], expected: str) -> Callable[[Any], tuple[Any, ...]]:
-    """An attrs converter of an iterable that a schedule returned to a tuple, `item` applied to each element."""
+    """An attrs converter to a tuple, with `item` applied to each element; `what`, `expected` are for its error."""
 
     def convert(items: Any) -> tuple[Any, ...]:
         try:
@@ -162,7 +162,7 @@ class Plan:
         return above("simulate")(self, hardware)
 
     def lower_bound(self, hardware: Hardware = ROUND) -> float:
-        """Seconds on `hardware` of the longest chain of dependencies in the graph: no plan of it is faster."""
+        """Seconds on `hardware` of the longest chain of dependencies: no plan of this graph is faster."""
         return above("lower_bound")(self.graph, hardware)
 
     def peak_bytes(self) -> dict[Tier, int]:
@@ -337,7 +337,7 @@ def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[in
 
 
 def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
-    """The dependencies of `op` on other lanes that no other wait and no lane order implies.
+    """The dependencies of `op` on other lanes, in plan `order`, that no other wait and no lane order implies.
 
     `known` is the vector clock of the operation before `op` on its lane, `clocks` those of all earlier operations.
     """
@@ -377,7 +377,7 @@ def _tick(
 
 
 def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
-    """The error text for a deadlock of `plan`, with a cycle of `pending` operations that wait for one another."""
+    """The error text for a deadlock: a cycle of `pending` operations, each behind another by lane or `needs`."""
     op = next(iter(pending))
     path: list[int] = []
     while op not in path:
@@ -395,7 +395,7 @@ def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, 
 
 
 def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
-    """Text on why operation `op` has to follow `behind`: their common lane, or a wait and its region."""
+    """Text on why `op` has to follow operation `behind`: a wait over a region if it `waits`, else one lane."""
     name, before = plan.graph.ops[op].name, plan.graph.ops[behind].name
     lane, other = (plan.lanes[plan.place[i][0]].name for i in (op, behind))
     if not waits:

@@ -282,7 +282,7 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
 
 
 def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """On each device, an operation that keeps the module buffers that forward changed, in the State."""
+    """For each device, the operation that copies the module buffers that forward changed to the State."""
     for device in sorted({spec.mesh.device_of(F, 0, s) for s in spec.stateful}):
         emit.at.device = device
         yield emit.keep_buffers()
@@ -300,16 +300,16 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
 
 
 def _read_weights(emit: OpBuilder, place: BucketPlaces) -> Iterator[Op]:
-    """Read the parameters of a bucket that lives on the disk into pinned memory, unless a page there has them."""
+    """Read parameters that live on the disk into pinned memory, unless a slot there holds those of this bucket."""
     if place.params == "disk" and emit.at.ring("weight_page").take([place.index]):
         yield emit.page_in_weights(place.index)
 
 
 def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, update: bool) -> Iterator[Op]:
-    """After a backward, send on the gradient of the input, pack the gradients of the weights, and deliver each
-    bucket as soon as its gradient is complete.
+    """After backward `way`, send on the gradient of the input, pack the gradients of the weights, and deliver each
+    bucket, and `update` it, as soon as its gradient is complete.
 
-    At most one bucket is incomplete at a time, so a single slot is enough.
+    At most one bucket is incomplete at a time, so a single slot of a bucket's gradient is enough.
     """
     layout, here = spec.layout, emit.at.device
     if way != W and s > layout.first_trainable and (there := spec.mesh.device_of(B, m, s - 1)) != here:
@@ -333,7 +333,8 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, 
 
 
 def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
-    """Stage 1: add a gradient to the bucket's sum on the device, which the step's last contribution delivers."""
+    """Stage 1: add the gradients of segment `s` to bucket `b`'s sum on the device. The step's last contribution
+    delivers the sum as delivery `d` and, with `update`, updates the bucket."""
     deliveries = spec.layout.buckets[b].deliveries
     if m == 0 and d == 0:
         yield emit.pack(m, b, s, first=s == deliveries[0][0])
@@ -344,7 +345,7 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 
 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
-    """Reduce bucket `b`'s gradient, sum its squares, and send it to where it is updated, or accumulated first."""
+    """Reduce delivery `d` of bucket `b`, sum its squares, send it on; with `update`, update after the last one."""
     place, last = spec.places[b], m == spec.settings.micro_batches - 1
     complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
     begins = d == 0 or place.apart  # a sum of its own
@@ -383,7 +384,7 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
 
 
 def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iterator[Op]:
-    """Update `buckets`, whose gradients wait, in this order."""
+    """Update `buckets`, whose gradients wait, in the order given, and end all their updates."""
     for b in buckets:
         yield from _update(spec, emit, b)
     yield from _end_updates(spec, emit)
@@ -405,7 +406,7 @@ def _at_home(made: Update) -> Update:
 def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Update bucket `b`: its optimizer state, and its parameters on all devices.
 
-    An update of whole matrices only begins here: the device orthogonalizes them while the host begins the next one.
+    An update of whole matrices only begins here: the device orthogonalizes them while the host begins the next.
     """
     place = spec.places[b]
     # The slot of a state that lives elsewhere is occupied until its update has ended.

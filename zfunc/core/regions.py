@@ -263,7 +263,7 @@ class Regions:
         return device if tier == "device" or self.spec.mesh.over_ranks else 0
 
     def number(self, verb: str, *index: int) -> int:
-        """How often this operation was made before: the number that comes first in the index of a repeated one."""
+        """How often operation `verb` of `index` was made before: the first number in a repeated one's index."""
         self.times[verb, index] += 1
         return self.times[verb, index] - 1
 
@@ -273,8 +273,8 @@ class Regions:
         return self.some("constants", *([self.device] if self.device else []))
 
     def received(self, buffer: str, way: str, m: int, s: int) -> Region:
-        """The region with the input of segment `s` ("act") or its gradient ("grad_act") that a pass on this device
-        reads: where this device made it, or where it arrives from another."""
+        """The region with the input of segment `s` ("act") or its gradient ("grad_act"), by `buffer`, that a pass
+        of kind `way` on this device reads: where this device made it, or where it arrives from another."""
         if self.spec.mesh.device_of(way, m, s if way == F else s - 1) != self.device:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
@@ -308,7 +308,7 @@ class Regions:
         return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in own.items()}
 
     def blank_slot(self, buffer: str, device: int) -> Region:
-        """A slot of `buffer` without number and size, from which `Ring` makes its slots."""
+        """A region of `buffer` on `device`, without slot number and size, from which a `Ring` makes its slots."""
         number = self._number(_for(REGIONS[buffer].tier, self.spec, ()), device)
         return self._made(buffer, REGIONS[buffer], (number,) if number else (), device)
 
@@ -327,7 +327,7 @@ class Regions:
         return self.slot_of("sum_slot", b) if self.spec.places[b].summed else self.gradient(b)
 
     def buffers(self, s: int, *, new: bool) -> tuple[Region, ...]:
-        """The module buffers that forward of segment `s` changes, if any: those of the State, or `new` ones."""
+        """Module buffers, if any, that forward of segment `s` changes: the State's or, if `new`, its new values."""
         buffer = "next_module_buffers" if new else "module_buffers"
         return (self(buffer, s),) if s in self.spec.stateful else ()
 
@@ -336,7 +336,7 @@ class Regions:
         return (self.slot_of("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
-        """Host memory where segment `s` on this device keeps keys and values of a row in tiles; () if none."""
+        """Host memory where segment `s` on this device keeps keys and values of tiled rows; () if none."""
         own = [self.device] if self.device else []
         return (self("host_keys", *own),) if self.spec.costs[s].key_bytes else ()
 
@@ -401,7 +401,7 @@ class Regions:
                 yield self("spilled", b) if place.gradient == "disk" else self.waiting(b)
 
     def on_device(self) -> dict[Region, bool]:
-        """Regions of a State on the device; True for parameters that can be remade from their master weights."""
+        """A State's regions on the device: True for parameters that master weights can remake, else False."""
         spec, there = self.spec, (r for r in self.state() if r.tier == "device")
         kept = {x.index for x in spec.places if x.trainable} | spec.frozen_masters
         made = {b for b in kept if spec.world == 1 or spec.places[b].sharded}
@@ -430,7 +430,7 @@ class Regions:
 
     @_once
     def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
-        """Buffer `x` (or `EMA`) of this rank's state of bucket `b`, in the state's tier; pinned if `copied`."""
+        """Buffer `x` (or `EMA`) of this rank's state of bucket `b`, in its tier; pinned if `copied` to a device."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
         role = "ema" if x == EMA else "state"
@@ -443,8 +443,7 @@ class Regions:
         return next(r for r in self.bucket_state(b) if r.buffer == HIGH_HALF)
 
     def paged(self, b: int) -> tuple[Region, ...]:
-        """The slot of bucket `b`'s state, if that is on the disk, or of a frozen bucket's parameters on the
-        disk."""
+        """The slot of bucket `b`'s state, if it lives on the disk, or of a frozen bucket's parameters that do."""
         place = self.spec.places[b]
         if place.state == "disk":
             return (self.slot_of("state_slot", b),)
@@ -466,7 +465,7 @@ class Regions:
 
 
 def _open_sums(spec: StepSpec, device: int) -> int:
-    """The most segments at once with gradients of some micro-batches, not of all, added up on `device`."""
+    """The most segments at one time of which some, but not all, micro-batches' gradients are summed on `device`."""
     most, counts = 0, Counter[int]()
     for x in spec.passes if spec.mesh.made_on else ():
         if x.way in (B, W) and x.device == device and x.ended:

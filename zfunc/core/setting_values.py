@@ -106,7 +106,7 @@ def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
 
 
 def name_or_callable(signature: str, name: str, value: Any) -> Any:
-    """Check setting `name`: a name or a callable; a class is called without arguments to make an object."""
+    """Check setting `name`: a name, or a callable of `signature`, also a class, which is called for an object."""
     if isinstance(value, type):
         try:
             return value()
@@ -152,7 +152,7 @@ def clip_norm_or_none(name: str, value: Any) -> float | None:
 
 
 def size_or_names(name: str, value: Any) -> int | str:
-    """Check `persistent_params`: a number of elements, or names and numbers, as a list or joined by commas."""
+    """Check `persistent_params`: a number of elements, or names and such numbers, as a list or joined by commas."""
     if isinstance(value, list | tuple):
         value = ",".join(str(part) for part in cast("Sequence[Any]", value))
     if not isinstance(value, str):

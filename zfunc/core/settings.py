@@ -349,7 +349,7 @@ class StepSettings:
         return brief(self)
 
     def __attrs_post_init__(self) -> None:
-        """Check every field, and the combinations that exclude each other."""
+        """Check every setting, and the combinations of settings that exclude each other."""
         for f in fields(StepSettings):
             value = getattr(self, f.name)
             if value is None and f.name == "schedule":
@@ -378,7 +378,7 @@ class StepSettings:
 
     @property
     def moves(self) -> bool:
-        """Whether weights or inputs are in other device memory in backward than in forward."""
+        """Whether weights or inputs may have other addresses on the device in backward than in forward."""
         return self.streams or self.stashes
 
     @property
@@ -398,7 +398,7 @@ class StepSettings:
 
     @property
     def fits_state(self) -> bool:
-        """Whether as much of the optimizer state is on the device as fits: "device:auto,host"."""
+        """Whether the device keeps as much of the optimizer state as fits: `state_on` "device:auto,host"."""
         return self.state_on == DEVICE_SHARE
 
     def share_of_state(self, place: str) -> float:
@@ -411,11 +411,11 @@ class StepSettings:
         return "none" in words_of(self.recompute)
 
     def recompute_of(self, s: int, num_segments: int) -> Recompute:
-        """The mode that `recompute` names for segment `s`."""
+        """The mode of recomputation ("all", "min-cut" or "none") that `recompute` names for segment `s`."""
         return cast("Recompute", word_of(self.recompute, s, num_segments))
 
     def recompute_modes(self, num_segments: int) -> list[Recompute]:
-        """Each segment's mode of recomputation. The last segment never repeats its forward: backward follows."""
+        """Each segment's mode of recomputation. The last segment never repeats its forward: backward is next."""
         modes: list[Recompute] = [self.recompute_of(s, num_segments) for s in range(num_segments)]
         if modes[-1] == "all":
             modes[-1] = "min-cut" if self.compile_segments else "none"
@@ -448,7 +448,7 @@ class StepSettings:
 
     def in_fp32(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
         """Names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none if all
-        are, by precision fp32.
+        are, with precision "fp32".
 
         Raises ValueError for a glob that matches no name.
 
@@ -479,9 +479,9 @@ class StepSettings:
                 refuse(name, got, "shares that have a segment each", "leave some out, or change the numbers")
 
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
-        """Yield these settings with a place for each that is "auto", those nearest to the device first. What moves
-        fewest bytes leaves the device first: activations, then gradients, parameters, state. Contradictory settings
-        are left out, `recompute` "auto" is as little as possible; `others` are tried instead of CHOICES, by name.
+        """Yield these settings with a place for each one that is "auto", places nearest to the device first. What
+        moves fewest bytes leaves the device first: activations, then gradients, parameters, state. Contradictory
+        settings are left out, `recompute` "auto" is as little as possible; `others` replace CHOICES, by name.
 
         Nothing goes to the disk without `disk`. Over several ranks, parameters leave the device in slices: stage 3.
         """
@@ -521,8 +521,8 @@ class StepSettings:
 
     @property
     def sums_on_device(self) -> bool:
-        """Whether a device may add up the gradients of all micro-batches: one device if all pass a segment before
-        the next, several where parameters are fetched, unless gradients wait on the host."""
+        """Whether a device may add up the gradients of all micro-batches: one device, if all of them pass a segment
+        before the next one; several, if parameters are fetched and gradients do not wait on the host."""
         if self.stages > 1:
             return self.micro_batches > 1 and self.streams and self.grads_on != "host"
         return 1 < self.micro_batches <= self.group_size
@@ -564,7 +564,7 @@ class StepSettings:
 
     @property
     def schedule_name(self) -> str:
-        """The name of the schedule, or of its class if the setting is an object."""
+        """The name of the schedule of these settings, or of its class if the setting is an object."""
         return self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__
 
 

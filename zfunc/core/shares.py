@@ -67,7 +67,7 @@ def every_part_has_one(text: str, count: int) -> bool:
 
 
 def as_shares(words: Sequence[str]) -> str:
-    """The text of shares that gives each of as many items its word of `words`; without numbers if all are equal.
+    """The text of shares by which item n of len(words) has word `words[n]`; without numbers if shares are equal.
 
     >>> as_shares(["disk", "host", "host", "host"]), as_shares(["disk", "disk", "host", "host"])
     ('disk:0.25,host', 'disk,host')

@@ -85,14 +85,14 @@ def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
 
 
 def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[float]:
-    """For each operation, the seconds in which Python issues it, at most its seconds in `alone`."""
+    """For each operation, the seconds for which Python issues it, at most those it has in `alone`."""
     if not hardware.issue:
         return [0.0] * len(graph)
     return [min(seconds, hardware.issue_seconds(op)) for op, seconds in zip(graph, alone, strict=True)]
 
 
 def _locks(graph: Graph) -> "list[Running]":
-    """For each operation, the lock of Python (GIL) that issuing it takes, one for each process."""
+    """For each operation, the key ("issue", process) of the lock of Python (GIL) that issuing it takes."""
     over_ranks = any(r.of_rank for r in graph.regions)
     return [("issue", op.device if over_ranks else 0) for op in graph]
 
@@ -122,7 +122,7 @@ class Speeds:
         self._cache: dict[tuple[tuple[Running, int], ...], dict[Running, float]] = {}
 
     def of(self, counts: Mapping[Running, int]) -> dict[Running, float]:
-        """The speed of each kind of running operation, given their counts: above 0, and at most 1, as alone.
+        """The speed of running operations by (kind, device), given their `counts`: above 0, at most 1, as alone.
 
         >>> on = Hardware("cpu", flops=1.0, rates=ROUND.rates, shared={"cores": {"compute": 1.0, "host": 0.5}})
         >>> Speeds(on).of({("compute", 0): 1, ("host", 0): 1})["compute", 0]

@@ -23,7 +23,7 @@ ANYWHERE: Mapping[int, int] = {}
 
 
 def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[list[int]]:
-    """Items, by their `sizes`, in classes of one kind, the largest first: each above half the largest of its class.
+    """Items in classes, largest items first: of one kind (`kinds[item]`), `sizes` above half the class's largest.
 
     >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40}, {})
     [[0], [2, 1, 4], [3]]
@@ -44,7 +44,7 @@ class Ring:
     """Staging slots for items, such as buckets: an item gets the slot of its size class that was used longest ago.
 
     A slot is the `region` with a number, the room of its class and the dtype of its items. Slots of a region that
-    is not kept have no memory: they limit how many items are there.
+    is not kept have no memory: they only limit how many items there are at one time.
     """
 
     region: Region
@@ -101,7 +101,7 @@ class Ring:
         """A ring for items that pass once in this `order`: any `depth` items in a row have different slots, as have
         items of different `homes` (devices).
 
-        Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
+        Classes are joined where that takes less memory, so slots never take more than `depth` of the largest item.
 
         >>> ring = Ring.passing(Region("slot"), {0: 900, 1: 64, 2: 64, 3: 64}, [3, 2, 1, 0], depth=2)
         >>> [ring.give(item).index[0] for item in (3, 2, 1, 0, 3)], [room for _, _, room in ring.classes]
@@ -127,7 +127,7 @@ class Ring:
         return item in self._class_of
 
     def give(self, item: int) -> Region:
-        """Give `item` a slot: the next of its class, or the slot that it has if the ring's items stay."""
+        """Give `item` a slot: the next of its class or, in a ring made by `reused`, the one that it has."""
         slots, slot = self._class_of[item], self._held.get(item) if self.stays else None
         if slot is None:
             kept = {self._held[x].index for x in self.kept}
@@ -155,6 +155,6 @@ class Ring:
 
 
 def _most_in_a_row(items: set[int], order: Sequence[int], depth: int) -> int:
-    """The most of `items` among any `depth` consecutive ones of `order`; at least 1."""
+    """The largest number of `items` among any `depth` consecutive elements of `order`; at least 1."""
     sums = [*accumulate((x in items for x in order), initial=0)]
     return max([1, *(stop - start for start, stop in zip(sums, sums[depth:], strict=False))])

@@ -57,7 +57,7 @@ class PassCost:
     copied_bytes: int = 0
 
     def beside(self, nbytes: int) -> "PassCost":
-        """This cost with `nbytes` less of workspace, which regions of their own account for."""
+        """This cost with `nbytes` less of workspace, because separate regions account for these bytes."""
         return evolve(self, workspace=max(0, self.workspace - nbytes))
 
 
@@ -111,9 +111,9 @@ class StepSpec:
       `frozen_averages`: those of which it keeps the moving average. Both are of a State that was loaded, and no
       step reads them.
     - `order`: the passes on several devices.
-    - `peers`: those devices, of one process, read each other's memory.
+    - `peers`: several devices of one process read each other's memory.
     - `stage`: the pipeline stage of this rank, whose State has its part; None has all of it.
-    - `like`: a spec whose mesh and places, once checked, are those of this one, too, if all of `PLACING` are.
+    - `like`: a checked spec, whose mesh and places this one has, too, if they share all fields in `PLACING`.
 
     Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown format of the
     state or an unknown bucket.
@@ -171,7 +171,7 @@ class StepSpec:
 
     @cached_property
     def _placed(self) -> "StepSpec | None":
-        """The spec `like`, if its fields `PLACING` are the same objects, and so its mesh and places; else None."""
+        """The spec `like` if its fields `PLACING` are this spec's objects, so mesh and places agree; else None."""
         return self.like if all(getattr(self.like, x, None) is getattr(self, x) for x in PLACING) else None
 
     @cached_property
@@ -224,7 +224,7 @@ class StepSpec:
 
     @cached_property
     def stateful(self) -> tuple[int, ...]:
-        """The segments whose forward changes module buffers, such as running statistics."""
+        """Numbers of the segments whose forward changes module buffers, such as running statistics."""
         return tuple(s for s, nbytes in enumerate(self.buffer_bytes) if nbytes)
 
     @cached_property
@@ -244,7 +244,7 @@ class StepSpec:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether a step reads and writes files."""
+        """Whether the step has optimizer state, parameters or activations in files on the disk."""
         return self.swaps or "disk" in self.activations
 
     @property
@@ -261,7 +261,7 @@ class StepSpec:
 
     @cached_property
     def first_on_disk(self) -> frozenset[int]:
-        """The first bucket with state or parameters on the disk, if any; with pp, the first of each stage."""
+        """Index of the first bucket with state or parameters on the disk, if any; with pp, each stage's first."""
         there = [x for x in self.places if "disk" in (x.state, x.params)]
         return frozenset({x.home if self.mesh.over_ranks else 0: x.index for x in reversed(there)}.values())
 

@@ -29,7 +29,7 @@ class Traffic:
     _at_hand: set[Hashable] = field(factory=set[Hashable])  # what the kernel that is being fused read or made
 
     def add(self, reads: Moved, writes: Moved, *, fusable: bool) -> None:
-        """Count the next kernel: the memory that it reads and writes, and whether it can be fused."""
+        """Count the next kernel: what it reads and writes, as (memory, bytes), and whether it can be fused."""
         fused = self.compiled and fusable
         if not fused:
             self._at_hand.clear()

@@ -23,7 +23,7 @@ def check_config_file(place: Path) -> None:
 
 
 def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -> None:
-    """Raise ValueError for flags of model sizes that differ from those of the config in `place`."""
+    """Raise ValueError if `flags` ask for rows over `longest` (None: any) or a `vocab_size` not that of `place`."""
     if longest is not None and flags.seq_length > longest:
         do = f"pass {setting('seq_length', longest)}"
         refuse("seq_length", f"{flags.seq_length} for {place}", f"at most the {longest} positions it has", do)

@@ -93,7 +93,7 @@ class Block(nn.Module):
         _reset_linear(self.down, residual_std)
 
     def forward(self, passed: Passed, cache: KVCache | None = None) -> Passed:
-        """Apply causal attention, then the MLP, to the hidden states in `passed`; `cache` has earlier tokens."""
+        """Apply causal attention, then the MLP, to hidden states `passed`; `cache` has earlier keys and values."""
         x, positions = _parts(passed)
         rate = self.config.dropout
         x = x + F.dropout(self._attend(self.ln_1(x), cache, positions), rate, self.training)

@@ -47,11 +47,11 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
 
 
 def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1) -> SegmentCosts:
-    """The costs of a GPT-2 with one rank's batch of `rows`, from gpt2.toml; from a trace if some parameters are in
-    fp32 beside others in 16 bits, or rows pass in tiles.
+    """The costs of a GPT-2 on each of `world` ranks with a batch of `rows`, from gpt2.toml; from a trace if some
+    parameters are in fp32 beside others in 16 bits, or rows pass in tiles.
 
     `SegmentCosts.trace` gives them under settings; the last segment, whose backward comes next, never recomputes.
-    It raises ValueError for a GPT with dropout.
+    That method raises ValueError for a GPT with dropout.
     """
 
     @cache
@@ -168,8 +168,9 @@ class _Passes:
     def cost(
         self, grads: int, *, repeats: bool, moving: bool, compiled: bool, split: bool, ahead: bool
     ) -> SegmentCost:
-        """The segment's costs for a micro-batch, equal to those that `zfunc.engine.trace.cost_trace` finds;
-        backward returns `grads` bytes of gradients of weights."""
+        """The segment's costs for a micro-batch, as `zfunc.engine.trace.cost_trace` finds them. Backward makes
+        `grads` bytes of weight gradients, and `repeats` forward, in a pass `ahead` of it or within it; `split` adds
+        the costs of its halves, of which the first copies what the second reads of memory that is `moving`."""
         parameters = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
         given = dict(self._sized(f"{TABLE[self.kind]['inputs']} {parameters}"))
         self.tensors |= {x: [_Tensor(n, given=True)] for x, n in given.items()}
@@ -226,7 +227,7 @@ class _Passes:
         return "\n".join([own["forward"], *forward]), "\n".join([*backward, own["backward"]])
 
     def _sized(self, told: str) -> Iterator[tuple[str, int]]:
-        """Names of tensors and their bytes, from words "name:SIZE" such as "y:eTH"."""
+        """Names of tensors and their bytes, from `told`: words "name:SIZE" such as "y:eTH"."""
         return ((x, _product(size, self.sizes)) for x, _, size in (y.partition(":") for y in told.split()))
 
     def _read(self, lines: str) -> Iterator[_Operation]:
@@ -257,7 +258,7 @@ class _Passes:
         return _Operation(reads, writes, makes, flops, words, 2 * writes[0][1] * sums)
 
     def _parts(self, told: str) -> list[_Part]:
-        """Tensors named in a line, with the bytes touched of each: "x", "x[SIZE]", or "x*" for all of the name."""
+        """The tensors that `told` names, and the bytes touched of each: "x", "x[SIZE]", or "x*" for all named x."""
         name, _, size = told.rstrip("]").partition("[")
         if name.endswith("*"):
             return [(t, t.nbytes) for t in self.tensors[name[:-1]]]
@@ -293,7 +294,7 @@ def _halves(
 
 
 def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool) -> PassCost:
-    """The cost of a pass: workspace is its peak above `known` bytes; all but `results` is freed after last use."""
+    """A pass's cost, `compiled` or not: workspace is the peak over `known` bytes; non-`results` go after use."""
     touched = [{*x.makes, *(t for t, _ in x.reads)} for x in operations]
     last = {t: n for n, tensors in enumerate(touched) for t in tensors}
     own, traffic, live, peak = {t for x in operations for t in x.makes}, Traffic(compiled), 0, 0

@@ -28,7 +28,7 @@ class Preferences(NamedTuple):
 
     `labels` [rows, seq] are as for `next_token_loss`, -100 in the prompt. `reference` [rows] fp32 has the sum over
     each row of the labels' log-probabilities under the frozen reference model: without it the loss functions return
-    those sums, of this model, instead of a loss. `beta` is the strength of the tie to the reference.
+    those sums of this model. `beta` is the strength of the tie to the reference; `ipo` asks for IPO's loss.
     """
 
     labels: Tensor
@@ -39,7 +39,7 @@ class Preferences(NamedTuple):
     def loss(self, losses: Tensor) -> Any:
         """The mean over pairs of DPO's loss (Rafailov et al. 2023, eq. 7), and auxiliary outputs, of the cross
         entropies `losses` [tokens]. With `ipo`, IPO's loss (Azar et al. 2023, eq. 17), of means over a row's labels
-        as in TRL. Raises ValueError for half a pair.
+        as in TRL. Raises ValueError for an odd number of rows.
         """
         found = -losses.view(self.labels.shape).sum(1)  # [rows] fp32
         if self.reference is None:
@@ -255,8 +255,8 @@ def collated_batch(collated: Mapping[str, Any], *, typed: bool = False, counts: 
     in a row, each with `position_ids` from 0 on, do not attend to each other. `num_items_in_batch` divides the sum
     of the losses of this batch, in place of the number of its tokens.
 
-    A model that is `typed` gets the `token_type_ids`, which others ignore; one that `counts` tokens, for the loss
-    of its routers, gets the mask as COUNTED. Raises ValueError for anything else.
+    With `typed` the inputs keep `token_type_ids`, else dropped. With `counts` they have the mask, too, by the name
+    COUNTED, for the loss of routers. Raises ValueError for other names, and for padding at the beginning.
 
     >>> row = torch.tensor([[5, 6, 7, 0]])
     >>> ids, (labels, _) = collated_batch({"input_ids": row, "labels": row, "attention_mask": row > 0})
@@ -293,7 +293,7 @@ def collated_batch(collated: Mapping[str, Any], *, typed: bool = False, counts: 
 
 
 def _places(position_ids: Tensor, mask: Tensor) -> Tensor:
-    """`position_ids` continued into the padding. Raises ValueError unless they count from 0 in each document."""
+    """`position_ids`, counted on where `mask` is 0. Raises ValueError unless they count from 0 in each document."""
     at = torch.arange(position_ids.shape[1], device=position_ids.device)
     places = at - torch.where((position_ids == 0) & (mask != 0), at, 0).cummax(1).values
     if not bool(((places == position_ids) | (mask == 0)).all()):

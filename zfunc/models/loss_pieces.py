@@ -7,6 +7,6 @@ _MOST_PIECES = 64  # each is traced, and launched, by itself
 
 
 def piece(rows: int, width: int, logits_bytes: int) -> int:
-    """The rows in each piece of `rows` rows of `width` logits: what fits `logits_bytes`, or more for few pieces."""
+    """The rows in each piece of `rows` by `width` logits: what fits `logits_bytes`, or a 64th of `rows` if more."""
     fitting, least = logits_bytes // (4 * width * _ALIGNMENT), -(-rows // (_MOST_PIECES * _ALIGNMENT))
     return max(1, fitting, least) * _ALIGNMENT

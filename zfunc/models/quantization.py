@@ -134,7 +134,7 @@ class FourBit:
         return [pairs, torch.tensor(dynamic_map(), device="cpu")]
 
     def decode(self, stored: Tensor, tables: Sequence[Tensor], into: Tensor) -> None:
-        """Decode NF4 bytes `stored` into the tensor `into`, whose dtype rounds the fp32 values once."""
+        """Decode NF4 bytes `stored`, by `tables`, into the tensor `into`, whose dtype rounds fp32 values once."""
         flat, (first, begin) = into.view(-1), self._edges(into.numel())
         for start in _starts(len(flat), PIECE, fake=isinstance(stored, FakeTensor)):
             part = flat[start : start + PIECE]
@@ -144,7 +144,7 @@ class FourBit:
             part.copy_(_scaled(values, scales, BLOCK))
 
     def _scales(self, stored: Tensor, dynamic: Tensor, first: int, start: int, count: int) -> Tensor:
-        """The fp32 scales of `count` blocks of an encoded tensor from block `start`, a multiple of NESTED_BLOCK."""
+        """Fp32 scales of `count` blocks from `start`; nested ones are codes from byte `first`, by `dynamic`."""
         if not self.nested:
             return stored.view(torch.float32)[start:][:count]
         outer = stored[:first].view(torch.float32)
@@ -341,6 +341,6 @@ def keep_encoded(segment: Segment, kinds: Mapping[str, str]) -> Segment:
 
 
 def _narrowest(tree: Any) -> torch.dtype:
-    """The narrowest floating-point dtype of the tensors in `tree`: that of most parameters on the device."""
+    """The narrowest floating-point dtype of tensors in `tree`, which most parameters have on the device."""
     found = {t.dtype for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()}
     return min(found, key=lambda x: x.itemsize, default=torch.float32)

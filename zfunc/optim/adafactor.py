@@ -72,7 +72,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> Matrices:
-        """The matrices that `torch.optim.Adafactor` takes a parameter as.
+        """The matrices as which `torch.optim.Adafactor` takes a parameter of shape `shape`.
 
         >>> Matrices.of((8, 4, 3, 3)), Matrices.of((8,)).kept, Matrices.of((8, 4)).kept
         (Matrices(count=32, rows=3, columns=3, factored=True), slice(1, 9, None), slice(0, 12, None))
@@ -141,7 +141,7 @@ class Rectangle(NamedTuple):
     columns: slice
 
     def of(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """The values that `lines` has for its rows [matrices, rows, 1] and its columns [matrices, 1, columns]."""
+        """Values in `lines` of the rectangle's rows [matrices, rows, 1] and its columns [matrices, 1, columns]."""
         count = self.shape[0]
         return lines[self.rows].view(count, -1, 1), lines[self.columns].view(count, 1, -1)
 
@@ -235,11 +235,11 @@ class Adafactor(KernelOptimizer):
         )
 
     def host_update(self, *args: Any, **given: Any) -> None:
-        """Update a parameter in host memory by the compiled kernel, in place or `into` other buffers."""
+        """Update a parameter in host memory by the compiled kernel; arguments as in `Optimizer.host_update`."""
         self._run(KernelUpdate, *args, **given)
 
     def device_update(self, *args: Any, **given: Any) -> None:
-        """Update a parameter in torch operations on the tensors' device, with the bits of `host_update`."""
+        """As `host_update`, with the same arguments and bits, in torch operations on the device of the tensors."""
         self._run(Update, *args, **given)
 
     def _run(self, kind: type[Update], *args: Any, group: int, **how: Any) -> None:
@@ -427,7 +427,7 @@ POINTERS = [  # its buffers, in the order of csrc/_adafactor_kernel.h
 class KernelUpdate(Update):
     """An Adafactor update of one parameter in host memory by the compiled kernel: four sweeps over the gradient.
 
-    Neither threads nor instruction set change a bit. Allocates n / 4 bytes, and 64 for each row and column.
+    Threads and instruction set change no bit. Allocates n / 4 bytes for n elements, and 64 for each row and column.
     """
 
     on_host = True
@@ -457,7 +457,7 @@ class KernelUpdate(Update):
         self._sweep("FACTORED", rate=rate.item())
 
     def _sweep(self, sweep: str, at: Rectangle | None = None, *, rate: float = 0.0, **known: Tensor) -> None:
-        """Run the kernel's `sweep`, by name, over rectangle `at`, or the whole parameter, with tensors by name."""
+        """Run the kernel's sweep named `sweep` on rectangle `at` (None: all), with `rate` and tensors `known`."""
         from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 
         k, known["grad"] = self.k, self.grad if at is None else self.grad[at.elements]
@@ -484,7 +484,7 @@ class KernelUpdate(Update):
 
 def _unit_of(largest: Tensor, bits: int | Tensor) -> Tensor:
     """The number (a power of two) that rounds a term of an exact sum, if it is added and subtracted again, from the
-    `largest` term [n] fp64 and the `bits` of the number of terms.
+    `largest` term [n] fp64, and `bits`, the bit length of the number of terms.
 
     >>> import torch
     >>> unit = _unit_of(torch.tensor([1.0], dtype=torch.float64), 2)

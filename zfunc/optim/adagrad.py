@@ -15,7 +15,7 @@ class Adagrad(Elementwise):
     The state `sum` is of squared gradients alone: `initial_accumulator_value` is added when the sum is used, so a
     resumed training may change that value. `lr` is a value or a pure function of the step, counted from 1, which
     `lr_decay` divides by 1 + (step - 1) * lr_decay. `decay(name, shape)` says whether weight decay applies to a
-    parameter. `moments` is the format of the sum, as SGD's of its momentum, without a sign.
+    parameter. `moments` is the format of the sum: "fp32", "16bit" or "8bit", without a sign.
 
     Raises ValueError or TypeError for values out of range.
 
@@ -35,7 +35,7 @@ class Adagrad(Elementwise):
     eps: float = eps_field(1e-10)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Adagrad's rule: weights move by gradient `g` over the root of its squares' sum so far, the new `m`."""
+        """Adagrad's rule: weights move by gradient `g` over the root of the sum of its squares, the new `m`."""
         m = m + g * g
         return k.rate * (g / (o.sqrt(m + k.initial) + k.eps)), m
 

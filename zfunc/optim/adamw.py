@@ -37,8 +37,7 @@ class AdamW(Elementwise):
 
     `moments` is the format of the optimizer state between steps, in bytes a parameter: "fp32", 12 (master, exp_avg,
     exp_avg_sq); "16bit", 8 (the master in two exact halves, both moments in bf16); "8bit", 6 (the same master, both
-    moments in 8 bits, with a scale for every 64 elements). Arithmetic is always fp32
-    (`zfunc.optim.formats`).
+    moments in 8 bits, with a scale for every 64 elements). Arithmetic is always fp32 (`zfunc.optim.formats`).
 
     With `split_master` the master of "fp32" is in two halves too, one of which is the bf16 copy for the device: the
     same 12 bytes and the same bits, without 2 bytes more for a copy.
@@ -88,12 +87,12 @@ class AdamW(Elementwise):
         return ""
 
     def state_format(self, group: int = 0) -> str:
-        """The name of Adam's state format in `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        """The name of Adam's state format, alike for all groups, in `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
         return adam_format(self.moments, split_master=self.split_master)
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> AdamW:
-        """A copy of the optimizer with moments in format `moments` and, for "fp32", the master split or not."""
+        """A copy with moments in format `moments`; with `split_master`, the master of "fp32" is split."""
         return evolve(self, moments=moments, split_master=self.split_master or split_master)
 
 
@@ -119,7 +118,7 @@ def adam_update_(
       `AdamW(...).host_update`.
     - `grad`: [n] fp32, bf16 or fp16, read only. It is multiplied by `grad_scale`: unscaling and clipping in one.
     - `out`: [n] bf16, fp16 or fp32, receives the rounded new weights.
-    - `step` counts from 1. `threads=None` is `default_threads()`; the thread count never changes a bit.
+    - `step` counts from 1. `decoupled=False` is Adam with L2. `threads` (None: `default_threads()`) change no bit.
 
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
     that overlap, memory whose ends are read-only, and factors out of range or not finite: skip a step with a norm

@@ -67,13 +67,13 @@ class Optimizer(Protocol):
     def device_update(
         self, state: State, grad: Tensor, decision: StepDecision, *, group: int, out: Tensor | None = None
     ) -> None:
-        """Update parameters in torch operations on the tensors' device, with the bits of `host_update`."""
+        """As `host_update`, with the same bits, but in place and in torch operations on the tensors' device."""
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
 
     def convert_state(self, state: State, state_format: str, step: int, *, group: int) -> State:
-        """Convert a checkpoint's `state` of another format, from after update `step`, to the format of `group`.
+        """Convert a checkpoint's `state`, in `state_format` after update `step`, to the format of `group`.
 
         The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that the
         optimizer cannot convert.
@@ -86,5 +86,5 @@ def has_moments(optimizer: Any) -> bool:
 
 
 def gathers_calls(optimizer: Any, group: int) -> bool:
-    """Whether `host_update` for `group` takes `calls=`, which receives the kernel's calls: zfunc's own do."""
+    """Whether `host_update` for `group` takes `calls=`, to collect kernel calls in: zfunc's own optimizers do."""
     return hasattr(optimizer, "gathers_calls") and optimizer.gathers_calls(group)

@@ -82,7 +82,7 @@ def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def number_field(name: str, default: float, *, least: float = 0.0, **bounds: float) -> Any:
-    """An attrs field for a number of at least `least`, with the `bounds` of `number`: `most`, or `below`."""
+    """An attrs field for number `name` of at least `least`, in `bounds`: at most `most`, smaller than `below`."""
     return field(default=default, kw_only=True, converter=partial(number, name, least=least, **bounds))
 
 
@@ -186,9 +186,9 @@ class KernelOptimizer(ABC):
     def convert_state(
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
-        """Convert `state` from another format of the same optimizer, through fp32; CheckpointError for another's.
+        """Convert `state` from `state_format` to the format of `group`; CheckpointError for another optimizer's.
 
-        Weights stay exact, moments are rounded as update `step` would have rounded them.
+        Weights stay exact; moments, through fp32, are rounded as update `step` would have rounded them.
         """
         from zfunc.optim.formats import pack, unpack_moments, unpack_weights
 
@@ -262,7 +262,7 @@ class Elementwise(KernelOptimizer):
     def host_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
-        """Update parameters in host memory by the compiled kernel, with `updates.host_update_`."""
+        """Update parameters in host memory by `updates.host_update_`, with `how`; subclasses may use `shape`."""
         from zfunc.optim.updates import host_update_
 
         host_update_(self.rule_step(decision, group, shape), state, grad, **how)
@@ -275,13 +275,13 @@ class Elementwise(KernelOptimizer):
     def device_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
-        """Update parameters on the tensors' device by `updates.device_update_`, to the bits of `host_update`."""
+        """As `host_update`, with the same bits, on the tensors' device, by `updates.device_update_` with `how`."""
         from zfunc.optim.updates import device_update_
 
         device_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
     def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
-        """The optimizer's rule for `group`, with the scalars of the update that `decision` describes."""
+        """The optimizer's rule for `group`, with the scalars of `decision`'s update; subclasses may use `shape`."""
         del shape
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"

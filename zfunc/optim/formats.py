@@ -132,7 +132,7 @@ def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None = None) -> Tensor:
 
 
 def first_dither(step: int, moment: int) -> int:
-    """The dither of a block's first element, in units of 2^-32: MurmurHash3's finalizer over step and moment."""
+    """The dither of a block's first element, in units of 2^-32: MurmurHash3's finalizer of 2 `step` + `moment`."""
     x = (2 * step + moment) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -140,7 +140,7 @@ def first_dither(step: int, moment: int) -> int:
 
 
 def dither(step: int, moment: int, like: Tensor) -> Tensor:
-    """The dithers of a block's elements in a step: [64] int32, in units of 2^-31, on the device of `like`."""
+    """Dithers of a block of moment number `moment` in `step`: [64] int32, in units of 2^-31, on `like`'s device."""
     places = torch.arange(BLOCK, device=like.device)  # int64: the product has up to 38 bits
     return (places * SPREAD + first_dither(step, moment) & 0xFFFFFFFF).bitwise_right_shift_(1).int()
 
@@ -155,7 +155,7 @@ def pack_bf16(x: Tensor, dither: Tensor) -> Tensor:
 def pack_floats(x: Tensor, dither: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Round float32 `x` [n] by `dither` to codes [n] uint8, and scales [ceil(n / 64)] int16, one for each block.
 
-    For a moment with a sign the highest bit of a code is the sign, and 7 bits are left for the size.
+    If the moment is `signed`, the highest bit of a code is the sign, and 7 bits are left for the size.
     """
     infinite, min_shift = INFINITE >> signed, MIN_SHIFT + signed
     coarsest = 1 << min_shift + NUM_SHIFTS - 1
@@ -180,7 +180,7 @@ def pack_floats(x: Tensor, dither: Tensor, *, signed: bool) -> tuple[Tensor, Ten
 
 
 def unpack_floats(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """The float32 values of codes [n] that `pack_floats` made, given the scales of their blocks; exact."""
+    """The exact float32 values of `codes` [n], given their blocks' scales and the `signed` of `pack_floats`."""
     infinite = INFINITE >> signed
     given = _blocks(_ints(codes))
     size = given & infinite
@@ -195,7 +195,7 @@ def unpack_floats(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
 
 def pack_exp_avg(x: Tensor, dither: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Round exp_avg, float32 `x` [n], to codes [n] uint8 in units by the packed exp_avg_sq: `codes`, `scale`."""
+    """Round exp_avg `x` [n] fp32 by `dither` to codes [n] uint8, in units by exp_avg_sq's `codes` and `scale`."""
     bits = _bits(_blocks(x) * _floats((254 << 23) - _unit_bits(codes, scale)))
     bits = where((bits & SIZE) > EXPONENT, NAN, bits)  # without a sign
     log = where((bits & SIZE) > LARGEST, LARGEST, bits & SIZE)
@@ -215,13 +215,13 @@ def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _plain_bits(codes: Tensor, scale: Tensor, min_shift: int) -> Tensor:
-    """The bits of the float32 values of blocks of codes, read as if none were a special one (0 or infinity)."""
+    """Bits of float32 values of blocks of codes, shifted by at least `min_shift`, as if none were 0 or infinity."""
     given = _ints(scale)[:, None]
     return (codes << (given & NUM_SHIFTS - 1) + min_shift) + ((given & SCALE_BITS >> 16) << 16)
 
 
 def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
-    """The float32 bits of exp_avg's units, by blocks: the power of two at or below the root of exp_avg_sq."""
+    """Float32 bits of exp_avg's units: powers of two at or below the root of exp_avg_sq, in `codes` and `scale`."""
     plain = _plain_bits(_blocks(_ints(codes)), scale, MIN_SHIFT)
     return (plain >> 1 & SIZE) + ROOT & EXPONENT
 
@@ -271,7 +271,7 @@ def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tenso
 
 
 def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: int) -> dict[str, Tensor]:
-    """Buffers by name of float32 weights `p` (or None) and moments in `state_format`, rounded as in `step`."""
+    """Buffers by name of float32 weights `p` (or none) and `moments` in `state_format`, rounded for step `step`."""
     kinds = moment_buffers(state_format)
 
     def spread(moment: int) -> Tensor:
@@ -297,10 +297,10 @@ def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: i
 
 @cache
 def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
-    """A state format as two arguments of a compiled kernel with room for `room` moments.
+    """The state format `state_format` as two arguments of a compiled kernel with room for `room` moments.
 
-    First the names of the buffers: weights, their low half, moments, scales, with "" for none. Then the kernel's
-    names for how it stores weights and moments.
+    First the names of the buffers: weights and their low half (if `weights`), moments, scales, with "" for none.
+    Then the kernel's names for how it stores weights and moments.
 
     >>> kernel_layout("lion-8bit")
     (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])

@@ -101,7 +101,7 @@ class GroupedOptimizer:
         return next((x.moments for x in self.optimizers if has_moments(x)), "fp32")
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> GroupedOptimizer:
-        """A copy with state format `moments` for all members. Raises ValueError if one has no choice of formats."""
+        """A copy with `moments`, `split_master` for all members. Raises ValueError if one has no such choice."""
         without = [type(x).__name__ for x in self.optimizers if not has_moments(x)]
         if moments != "fp32" and without:
             got = f"{moments!r} with {without[0]}, which has no choice"
@@ -140,7 +140,7 @@ class GroupedOptimizer:
         return gathers_calls(self.optimizers[n], own)
 
     def device_workspace(self, numel: int) -> int:
-        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
+        """An upper bound of the bytes that any member's `device_update` of `numel` elements allocates."""
         return max(x.device_workspace(numel) for x in self.optimizers)
 
     # The rest is up to the group's optimizer, with its own groups, and its own factors of a decision.

@@ -74,7 +74,7 @@ class WarmupCosine(_Decaying):
     """
 
     def left(self, gone: float) -> float:
-        """The fraction of the fall from `lr` to `final` that remains, on a half cosine, after `gone` of it."""
+        """The fraction of the fall from `lr` to `final` that half a cosine leaves after `gone` of its steps."""
         return 0.5 * (1.0 + math.cos(math.pi * gone))
 
 

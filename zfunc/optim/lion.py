@@ -18,7 +18,7 @@ class Lion(Elementwise):
     paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
 
     `lr` and `betas` are values or pure functions of the step, counted from 1; `decay(name, shape)` says whether
-    weight decay applies to a parameter. `moments` is the format of exp_avg, as SGD's of its momentum.
+    weight decay applies to a parameter. `moments` is the format of exp_avg: "fp32", "16bit" or "8bit" (see SGD).
 
     Raises ValueError or TypeError for values out of range.
 
@@ -36,7 +36,7 @@ class Lion(Elementwise):
     betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.99))
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Lion's rule: weights move by the sign of a mean of gradient and moment; another is the new moment."""
+        """Lion's rule: weights move by the sign of a mean of `g` and moment `m`; another mean is the new `m`."""
         change = o.signed(k.look_keep * m + k.look_add * g, k.rate)
         return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 

@@ -48,7 +48,7 @@ class Muon(Elementwise):
     decay is decoupled, by `lr` itself.
 
     `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight decay
-    applies to a parameter. `moments` is the format of momentum_buffer, as SGD's. `ns_steps`, `ns_coefficients` and
+    applies to a parameter. `moments` is the format of momentum_buffer, as in SGD. `ns_steps`, `ns_coefficients` and
     `eps` are Newton-Schulz's.
 
     Raises ValueError or TypeError for values out of range. `compile` raises ValueError for a parameter that is no

@@ -111,7 +111,7 @@ def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> d
 
 
 class Printer:
-    """Prints Values as C, on the type `vector` of csrc/_vectors.h or on single floats, for a device, too."""
+    """Prints Values as C on the vector type of csrc/_vectors.h, or on single floats, for the CPU or for CUDA."""
 
     def __init__(self, *, vector: bool = False, on_device: bool = False) -> None:
         self.vector, self.on_device = vector, on_device
@@ -218,7 +218,8 @@ def staged(rule: Rule) -> str:
 
 
 def header(printed: Sequence[Rule], vectors: Rule | None = None, *, on_device: bool = False) -> str:
-    """The text of a C header with the rules `printed`: their numbers, factors, floors, loops and a switch."""
+    """The text of a C header with the rules `printed`: numbers, factors, floors, a switch, and loops, for CUDA if
+    `on_device`; also the functions that `staged` makes of the rule `vectors`, if it is given."""
     names = [str(x.name) for x in printed]
     floors = (
         f"#define ZF_FLOOR_{x.upper()} {bits_of(y):#010x} /* bits of {y!r} */" for y, x in FLOORS.items()
@@ -290,7 +291,7 @@ def _of(rule: Rule) -> CompiledRule | None:
 
 @cache
 def _library(text: str, num_moments: int) -> CompiledRule | None:
-    """The library compiled from the C code `text`, which processes share if the compiler is the same; or None."""
+    """The library compiled from the C code `text`, shared by processes with one compiler; None if that fails."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return _in_torch("there is no C compiler: apt install gcc, or name one in CC")

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
-    """What a CUDA kernel is compiled for: rule, state format, weight decay, the kernel's numbers of two dtypes."""
+    """What a CUDA kernel is compiled for: rule, state format, weight decay, dtype numbers of `grad` and `out`."""
 
     rule: Rule
     state_format: str
@@ -60,7 +60,7 @@ class Variant(NamedTuple):
 
 
 def device_kernel(step: RuleStep, grad: Tensor, out: Tensor | None) -> Callable[..., None] | None:
-    """The CUDA kernel for update `step` on the device of `grad`; None if torch operations make the update."""
+    """The CUDA kernel for update `step` with the dtypes of `grad` and `out`; None if torch operations make it."""
     if compiler_of(grad.device) is None:
         return None
     types = [0 if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
@@ -102,7 +102,7 @@ def launch(
 
 
 def per_thread(state_format: str, room: int) -> int:
-    """The elements that a thread of a CUDA kernel updates: one or, with scales, the 64 that share a scale."""
+    """How many elements a CUDA thread updates, with `room` moments: 1 or, with scales, the 64 that share one."""
     _, kept = kernel_layout(state_format, room)
     return 1 if all(x.startswith("KEPT_") for x in kept[1 : room + 1]) else ALIGNMENT
 
@@ -169,7 +169,7 @@ _DECAYS = {"none": "NO_DECAY", "decoupled": "DECOUPLED", "l2": "L2"}
 
 
 def _unpacked(kinds: list[str], j: int) -> str:
-    """The CUDA code that reads moment `j`, stored as `kinds[j]`, as fp32."""
+    """The CUDA code that reads moment `j` as fp32; `kinds` says how moments are stored, as "KEPT_BF16"."""
     of, codes = f"m{j}, (const uint16_t *)moment{j} + at, few", f"(const uint8_t *)moment{j} + at"
     return {
         "KEPT_NONE": f"for (size_t i = 0; i < few; i++) m{j}[i] = 0.0f;",
@@ -183,7 +183,7 @@ def _unpacked(kinds: list[str], j: int) -> str:
 
 
 def _packed(kinds: list[str], j: int) -> str:
-    """The CUDA code that rounds moment `j` and stores it as `kinds[j]`."""
+    """The CUDA code that rounds and stores moment `j`; `kinds` says how moments are stored, as "KEPT_BF16"."""
     codes, scale = f"(uint8_t *)moment{j} + at", f"((int16_t *)scale{j})[at / ZF_SHARED]"
     return {
         "KEPT_NONE": "",

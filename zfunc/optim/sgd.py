@@ -57,5 +57,5 @@ class SGD(Elementwise):
         return {"rate": lr, "keep": self.momentum, "add": add}
 
     def state_format(self, group: int = 0) -> str:
-        """The name of SGD's format in `zfunc.core.optimizer_state.STATE_FORMATS`: weights, maybe momentum."""
+        """The name of SGD's state format in `zfunc.core.optimizer_state.STATE_FORMATS`: weights, maybe momentum."""
         return super().state_format(group) if self.momentum else f"weights-{self.moments}"

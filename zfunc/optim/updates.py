@@ -82,9 +82,9 @@ def host_update_(
     """One optimizer step over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
-    result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Threads and instruction
-    set change no bit. A rule that the kernel lacks is compiled, or run in torch operations (`rules_in_c`). If
-    given, `calls` collects the kernel's call, which the caller makes later together with others.
+    result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Neither `threads` nor
+    `isa`, the instruction set (-1: the best), changes a bit. A rule that the kernel lacks is compiled, or run in
+    torch operations (`rules_in_c`). `calls`, if given, collects the kernel's call, which the caller makes later.
 
     Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
     that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
@@ -121,8 +121,8 @@ def device_update_(
 ) -> None:
     """One optimizer step over 1-D contiguous buffers of one device, in place, with the bits of `host_update_`.
 
-    On CUDA the operations are queued on the current stream. Raises TypeError or ValueError, with every buffer
-    unchanged, for a wrong dtype, shape, device or layout, and buffers that overlap.
+    On CUDA the operations are queued on the current stream. `out` gets the rounded new weights. Raises TypeError
+    or ValueError, with every buffer unchanged, for a wrong dtype, shape, device or layout, and overlapping buffers.
     """
     update_spans(step.state_format, state, grad, out, device=None, weights=step.rule.weights)
     checked_step(step.number)
@@ -240,7 +240,7 @@ def update_spans(
     """The memory spans of all buffers of an update, by name; names of buffers of `into` begin with "into ".
 
     Buffers of the weights are included if `weights` is true. Raises TypeError or ValueError unless all are 1-D
-    contiguous, on `device` or the first's, of the sizes and dtypes of `state_format`, and share no memory.
+    contiguous, on `device` (None: the first's), of the sizes and dtypes of `state_format`, and share no memory.
     """
     asked = grad, out, into, device, state_format, weights
     if (
@@ -276,7 +276,7 @@ def checked_span(
     device: torch.device = CPU,
     written: bool = True,
 ) -> Span:
-    """The memory span of a 1-D contiguous tensor of `n` elements (None: any) on `device`; raises otherwise."""
+    """Memory span of `tensor`; raises unless contiguous, [n], of `dtypes`, on `device`, writable if `written`."""
     if not isinstance(tensor, Tensor):
         refuse(name, type(tensor).__name__, "a torch.Tensor", "pass torch.from_numpy(array)", TypeError)
     n = tensor.numel() if n is None else n

@@ -25,7 +25,7 @@ SECONDS, TURNS, WARM_UP = 0.6, 27, 2  # the first turns start threads, and do no
 
 @frozen
 class Bandwidth:
-    """Host memory bandwidth in GB/s, from sweeps over `nbytes` of memory, and the share of it that Adam reaches."""
+    """Host memory bandwidth (GB/s) in sweeps over `nbytes` bytes, and the share of it (0 to 1) that Adam gets."""
 
     nbytes: int
     gigabytes: float  # per second, of the skeleton
@@ -33,7 +33,7 @@ class Bandwidth:
 
 
 def measure_bandwidth(seconds: float = SECONDS) -> Bandwidth:
-    """Measure host memory bandwidth for about `seconds`, in a thread bound to CPUs as the threads of lanes are.
+    """Measure host memory bandwidth for about `seconds`, in a thread bound to the CPUs that training uses.
     Raises MemoryError if too little memory is free."""
     with ThreadPoolExecutor(1, "zfunc bandwidth", initializer=bind_to_nodes) as pool:
         return pool.submit(_measure, seconds).result()

@@ -85,8 +85,8 @@ class MeasuredStep:
 
 @frozen(eq=False)
 class Machine:
-    """What `calibrate` knows of a machine before it measures steps: those `figures` of a Profile that need no step;
-    figures of the node are totals over its ranks. `grouped` and `unified` are as in Profile."""
+    """What `calibrate` knows before it measures steps: `figures` of a Profile by table and key, those of a node as
+    sums over its ranks; whether device and host share memory (`unified`), and torch has `grouped` kernels there."""
 
     title: str
     precision: Precision
@@ -98,8 +98,8 @@ class Machine:
 
 
 def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
-    """Measure this machine's Profile by `turns` steps of `program` on `batch`, and as many with its lanes
-    overlapped.
+    """Measure this machine's Profile by `turns` steps of `program` on `batch`, and as many of `program` under the
+    schedule Overlapped.
 
     The program's schedule has to be Serial. The profile's memory is what is free before the program takes any.
     `folder` is on the drive that is measured: half a GiB is written there and removed. All ranks have to call
@@ -128,8 +128,8 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
 
 
 def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[MeasuredStep]]:
-    """Measure `turns` steps of each of `programs`, which take turns at training one new State. A turn, of one step
-    of each program, does not count if a gradient overflowed."""
+    """Train one new State by `programs` in turn, and return, by program, its `turns` measured steps. A turn, of one
+    step of each program, does not count if a gradient overflowed; another replaces it."""
     plans = [specialize(program, batch).plan for program in programs]
     state, skipped, counted = init(programs[0]), 0, list[list[MeasuredStep]]()
     while len(counted) < WARM_UP + turns:
@@ -241,9 +241,9 @@ def clocked(program: Program) -> tuple[Program, list[tuple[Op, float]]]:
 
 
 def issue_seconds(spent: Iterable[tuple[Op, float]]) -> dict[str, float]:
-    """Median seconds that Python takes to issue an operation, by the name of the Profile's figure for its kind,
-    from the list `spent` of `clocked`. For host updates, which also sweep memory, the fitted line's seconds at 0
-    bytes."""
+    """Median CPU seconds that Python takes to issue an operation of a kind, keyed by the Profile's figure for the
+    kind, such as "issue_h2d"; `spent` is the list that `clocked` returned. For host updates, which also sweep
+    memory, the seconds at 0 bytes of a line through theirs."""
     found: dict[Kind, dict[int, list[float]]] = {}
     for op, seconds in spent:
         if op.nbytes and not op.flops:
@@ -277,7 +277,7 @@ def measure_handoff(num_ops: int = 1000) -> float:
 
 
 def measure_beside(program: Program, folder: Path) -> Machine:
-    """Describe this machine before `program` takes memory, and time its arithmetic and the drive of `folder`."""
+    """Describe this machine before `program` takes memory; time the device's arithmetic and `folder`'s drive."""
     device, precision = program.device, program.settings.precision
     has_own_memory, ranks = on_accelerator(device), min(local_ranks(), program.ranks.world)
     cores, host, callers = physical_cores(allowed_cpus()), available_host_bytes(), torch.get_num_threads()
@@ -316,7 +316,7 @@ def measure_beside(program: Program, folder: Path) -> Machine:
 
 
 def measured(how: str, values: Mapping[str, float]) -> dict[str, Figure]:
-    """Figures of a Profile, by key, with `values` rounded to 5 digits; `how` is text on how all were measured."""
+    """A Figure for each of `values`, by the same key, rounded to 5 digits; `how` tells how all were measured."""
     return {key: Figure(_rounded(value, 5), measured=how) for key, value in values.items()}
 
 

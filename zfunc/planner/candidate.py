@@ -127,8 +127,8 @@ class Repetition:
         return {*(large - small)}
 
     def _repeats(self, lane: str) -> bool:
-        """Whether the operations of lane `lane` repeat with each group. Operations without predecessors may run
-        ahead, if operations behind them on the lane would not wait for all of them either."""
+        """Whether the operations of lane `lane` repeat with each group. Operations without predecessors need not,
+        if even in all groups they end so early that no operation behind them on the lane waits for them."""
         few, many = ([*step.on(lane)] for step in (self.small, self.large))
         if self._even(few, many):
             return True
@@ -204,7 +204,7 @@ class PlannedStep:
 
     @cached_property
     def floor(self) -> "tuple[dict[Tier, int], WorkOf]":
-        """Lower bounds of `kept` (bytes by tier) and `work_of` (seconds), found without making operations."""
+        """Lower bounds, without making operations, of `kept` (bytes by tier) and `work_of` (s by kind, device)."""
         spec, at, seconds = self.spec, Regions(self.spec), self.hardware.seconds
         kept: dict[Region, None] = dict.fromkeys(at.state())
         for x in (x for x in spec.places if x.waits):
@@ -449,7 +449,7 @@ def _speed_change(new: float, old: float) -> str:
 
 
 def _memory_changes(new: dict[Tier, int], old: dict[Tier, int]) -> Iterator[str]:
-    """Texts on each tier of which a step needs more or less than before, by at least 1 % and 1 MiB."""
+    """Texts on tiers of which the `new` step needs more or fewer bytes than the `old`, by over 1 % and 1 MiB."""
     for tier, nbytes in new.items():
         change = nbytes - old[tier]
         if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1 << 20:

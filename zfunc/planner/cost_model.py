@@ -26,7 +26,7 @@ from zfunc.planner.profile import Profile
 
 
 def precision_for(machine: Profile | Hardware, precision: str) -> str:
-    """The precision to plan with; for "auto" bf16, else fp16, as `machine` has them, and fp32 on a CPU."""
+    """`precision`, or if that is "auto": bf16 of a Hardware; of a Profile bf16, else fp16, and fp32 on a CPU."""
     if precision != AUTO:
         return precision
     if isinstance(machine, Hardware):
@@ -37,7 +37,7 @@ def precision_for(machine: Profile | Hardware, precision: str) -> str:
 
 @frozen
 class StepCosts:
-    """The costs of a micro-batch in each segment, the bytes of its targets and the names of auxiliary outputs."""
+    """The costs of a micro-batch by segment, the bytes of the micro-batch's targets, and its auxiliary outputs."""
 
     costs: tuple[SegmentCost, ...] = field(converter=tuple[SegmentCost, ...])
     target_bytes: Count
@@ -52,8 +52,8 @@ Tracer: TypeAlias = Callable[[StepSpec, bool, bool], StepCosts]
 @frozen(eq=False)
 class SegmentCosts:
     """What planning needs of a model: its segments' `parameters`, an optimizer, and one rank's batch of `rows`
-    rows, whose targets have `tokens` elements. `trace` returns the costs of passes, `resized(rows)` the
-    SegmentCosts of another batch size, or is None; bytes are as in `make_spec`, `tile_counts` are to try."""
+    rows, whose targets have `tokens` elements. `trace` returns the costs of passes; `resized(rows)`, unless None,
+    the SegmentCosts of another batch size; bytes are as in `make_spec`; a search tries `tile_counts` of a row."""
 
     parameters: Sequence[Sequence[Parameter]]
     optimizer: Optimizer
@@ -86,7 +86,7 @@ class SegmentCosts:
         )
 
     def traced(self, settings: StepSettings, *, on_gpu: bool, grouped: bool = True) -> StepSpec:
-        """The StepSpec under `settings`, with traced costs of a micro-batch; `grouped` is as in Hardware."""
+        """The StepSpec under `settings` with traced costs of a micro-batch, by grouped kernels if `grouped`."""
         spec = self.untraced(settings, on_gpu=on_gpu)
         return evolve(spec, **asdict(self.trace(spec, on_gpu, grouped), recurse=False))
 

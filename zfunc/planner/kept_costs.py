@@ -78,8 +78,7 @@ def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
 class ModelFacts:
     """Facts of a Hugging Face model that a plan reads beside its costs; parameters and buffer bytes by segment.
 
-    `longest` is as in `zfunc.cli.simulated_model.SimulatedModel`.
-    """
+    `longest` is the most tokens that a sequence may have, None if the model's config does not limit that."""
 
     architecture: Text
     num_layers: Count

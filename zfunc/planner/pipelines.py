@@ -33,8 +33,8 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 
 def work_of(step: PlannedStep) -> Work:
-    """The time in ns of a pass through each segment of `step`, by kind of pass, for any order of passes. Backward
-    includes recomputation, taken to last as long as forward, and so are gradients of weights alone."""
+    """For each segment of `step`, the ns of a pass by kind of pass, for any order of passes. Backward includes
+    recomputation. This, and a pass for gradients of weights alone, are each taken to last as long as forward."""
     work: list[dict[str, int]] = []
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)
@@ -53,8 +53,8 @@ def best_orders(
     step: PlannedStep, micro_batches: Sequence[int], places: Iterable[Mapping[str, str]]
 ) -> Iterator[dict[str, Any]]:
     """Changes of settings to an `order` and a number of `micro_batches` that may be the fastest: by arithmetic, the
-    best of each kind of order and of each number of micro-batches, each also with the changes of settings in
-    `places` that allow it."""
+    best of each kind of order and of each number of micro-batches, alone and with each of `places`, changes of
+    where parameters and activations are, that allows the order."""
     settings, work = step.settings, work_of(step)
     counts = [*dict.fromkeys((settings.micro_batches, *micro_batches))]
     found = {(x, m): _least_makespan(step, x, m, work) for x in {*_orders(step, work)} for m in counts}
@@ -100,8 +100,8 @@ def shifted(step: PlannedStep) -> list[str]:
 
 
 def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
-    """Names of published pipeline orders with stages cut by cost in `work`; by name alone, which cuts evenly, too
-    if copies outlast compute."""
+    """Names of published pipeline orders, with stages cut by their cost in `work`; if copies take longer than
+    compute, also the names without cuts, which mean even stages."""
     devices, costs = step.settings.devices, [x[F] + x[B] for x in work]
     if step.work["compute"] < max(step.work.values()):
         yield from STAGES
@@ -136,7 +136,7 @@ def _largest(costs: Sequence[float], cut: Sequence[int]) -> float:
 
 
 def _allowed(step: PlannedStep, there: Mapping[str, str], order: str, micro_batches: int) -> bool:
-    """Whether `order` is valid with `micro_batches` and the settings of `step` after the changes `there`."""
+    """Whether `order` is valid with `micro_batches` and the settings of `step` changed as in `there`."""
     with suppress(ValueError):
         settings = evolve(step.settings, **there, order=order, micro_batches=micro_batches)
         evolve(step.spec, order=make_order(settings.order), settings=settings)
@@ -163,7 +163,7 @@ def _least_makespan(step: PlannedStep, order: str, micro_batches: int, work: Wor
 
 
 def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> float:
-    """The time of all passes under `order`, in ns; infinite for an order that is invalid for the segments."""
+    """The ns that all passes of `micro_batches` take under `order`; infinite if it is invalid for the segments."""
     with suppress(PlanError):
         listed, one, trained, hops = _passes(step, order, micro_batches, work)
         return passes_in(listed, trained, one, hops)[-1][0]

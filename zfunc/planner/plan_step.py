@@ -116,8 +116,8 @@ def plan(
 def plan_settings(
     model: CostModel, settings: StepSettings, *, advice: bool = True, watch: Watch | None = None
 ) -> Planned:
-    """Plan a step of `model` under `settings`, of which some may be "auto", as in `plan`. A `watch` follows the
-    search and may stop it; after a stopped search there is no advice."""
+    """Plan a step of `model` under `settings`, of which some may be "auto", as in `plan`; with
+    `advice` also changes that may help. A `watch` follows the search; if it is stopped, there is no advice."""
     if settings.pp > 1:
         do = f"pass {setting('devices', settings.pp)}, for the same passes on the devices of one process"
         refuse("pp", str(settings.pp), "1 in a plan", do)
@@ -181,7 +181,7 @@ def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
 
 
 def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """Suggestions beyond settings: a larger batch where `step` fits and its device waits, else another GPU."""
+    """Suggestions beyond settings: a larger batch if `step` fits and the device waits; another GPU if not."""
     if step.fits:
         yield from _larger_batch(model, step)
     if isinstance(model.machine, Profile) and not step.fits:
@@ -270,8 +270,7 @@ def most_that_fit(
 
     The step of the result was planned and fits; the step of one more was planned and does not, or is above `most`.
     A step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count to
-    try is read off the line through two planned steps.
-    """
+    try is read off the line through two planned steps."""
     known: dict[int, PlannedStep] = {}
 
     def fits(count: int) -> bool:
@@ -302,7 +301,8 @@ def most_that_fit(
 
 
 def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Space | None:
-    """Values of the settings that a search varies: all for `schedule` "auto", else of those that are "auto"."""
+    """By setting, the values that a search tries: of all settings for `schedule` "auto", else of those that are
+    "auto", None without any; `rows`, of a rank's batch, limit the numbers of micro-batches."""
     space: dict[str, tuple[Any, ...]] = {**SPACE, "tiles": tuple(tile_counts)}
     orders = (AUTO,) if settings.devices > 1 else SPACE["order"]
     ordered: dict[str, tuple[Any, ...]] = {"order": orders} if settings.order == AUTO else {}

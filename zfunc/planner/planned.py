@@ -297,7 +297,7 @@ def report_html(p: Planned, text: str = "") -> str:
 
 
 def wrapped(sentence: str, indent: int = 2) -> list[str]:
-    """`sentence` wrapped into lines of the report's width. No flag or value is cut in two."""
+    """`sentence` in lines of the report's width, all but the first indented; no flag or value is cut in two."""
     return wrap(
         sentence, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
     )
@@ -386,7 +386,7 @@ def _time(p: Planned) -> Iterator[str]:
 
 
 def _devices(p: Planned) -> Iterator[str]:
-    """The report's lines on a pipeline's devices: the share of time each computes, and the bytes it moves."""
+    """The report's lines on a pipeline's devices: each device's share of time in compute, and bytes moved."""
     if p.devices == 1:
         return
     busy, moved, spec = p.step.total(_compute_seconds), p.bus_bytes, p.step.spec
@@ -414,7 +414,7 @@ def _ranges(segments: Sequence[int]) -> str:
 
 
 def launch_seconds(step: PlannedStep) -> dict[str, float]:
-    """Seconds, by "launch", of operations of `step` whose launch by the host takes as long as their work."""
+    """By the key "launch", seconds of launches of operations that the host launches no faster than they run."""
     launch, on = step.hardware.launch, step.hardware
     return {"launch": sum(x for op in step.graph if 0 < (x := op.launches * launch) >= on.seconds(op))}
 

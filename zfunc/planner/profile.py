@@ -109,8 +109,8 @@ class Profile:
     """A machine: `figures[table][key]`, in the unit that the table is named after (see TABLES).
 
     `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
-    device is the host; `grouped` is as in Hardware. A table "shared.RESOURCE" has the shares of a resource that
-    kinds of operations take (see `Hardware`); all devices share the resource, or groups of `devices` neighbours.
+    device is the host; `grouped`: torch has grouped kernels for it. A table "shared.RESOURCE" has the shares of a
+    resource that kinds of operations take (see `Hardware`); all devices, or `devices` neighbours, share one.
     Unless a resource is shared by all, or the device is the host, copies compete with the host's work for host
     memory, too. Drives that read and write at once are shared in proportion, unless there is a table "shared.disk".
     `measured` are operations timed on the machine.
@@ -239,7 +239,7 @@ class Profile:
     def _collectives(self, world: int, local: int) -> Iterator[tuple[float, float]]:
         """Latency (s) and rate (bytes/s) of an all-gather or reduce-scatter by algorithm, the plain ring first.
 
-        A ring has world - 1 hops, of which one fewer than there are nodes are between nodes.
+        A ring of `world` ranks, `local` of them in a node, has world - 1 hops, nodes - 1 of them between nodes.
         """
         seconds, nodes = self.figures["seconds"], math.ceil(world / local)
         rate = self.reached("bytes_per_s", NETWORKS[nodes > 1])

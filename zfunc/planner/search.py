@@ -67,7 +67,7 @@ SPACE: Space = {name: values for name, values in VALUES.items() if name not in N
 def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | None:
     """`settings` with `changes` and further changes that these require; None where settings exclude each other.
 
-    Of several ranks, parameters off the device require ZeRO stage 3; parameters or gradients on the disk require
+    If `world` ranks are several, parameters off the device require ZeRO stage 3; those or gradients on disk require
     the state there.
 
     >>> differing(moved(StepSettings(state_on="device,host"), 1, params_on="disk"), StepSettings())
@@ -113,15 +113,15 @@ def may_gain(step: PlannedStep) -> bool:
 
 
 def lacks_host(step: PlannedStep) -> bool:
-    """Whether `step` needs more host memory than there is; of unified memory, the device's counts too."""
+    """Whether `step` lacks host memory, or device memory on a machine where the two are one memory."""
     return "host" in step.lacking or (step.hardware.unified and "device" in step.lacking)
 
 
 def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> list[str]:
-    """Values of the place setting `name` that may be better than the present one: the disk where the host is full,
-    where the disk is in use, or where memory was not enough in the first round.
+    """Values of the place setting `name` that may be better than the present one. The disk is tried where the host
+    is full, where the disk is in use, and, after the `first` round of the search, where no step fitted so far.
 
-    Where device and host share one memory, only the disk, and the way back from the disk.
+    Where device and host share one memory, moves but those of `state_on` are to the disk and back alone.
     """
     now: str = getattr(best.settings, name)
     there, elsewhere = DISK in words_of(now), name == "state_on" or not best.hardware.unified
@@ -131,7 +131,7 @@ def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> li
 
 
 def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes that place parameters and activations on the device, on the host, or on the disk."""
+    """Changes of where parameters and activations are; after the `first` round, not of activations further away."""
     names = ("params_on", "activations_on")
     for places in product(*(_worth_trying(best, space, name, first) for name in names)):
         if not first and best.fits and places[0] == best.settings.params_on and _farther(best, places[1]):
@@ -151,12 +151,13 @@ def _farther(best: PlannedStep, activations_on: str) -> bool:
 
 
 def _distances(activations_on: str, count: int) -> list[int]:
-    """The tier of the activations of each of `count` shares of the segments, as its index, 0 for the nearest."""
+    """For each of `count` equal shares of the segments, the index of its activations' tier, 0 for the nearest."""
     return [TIERS_OF["activations_on"].index(word_of(activations_on, s, count)) for s in range(count)]
 
 
 def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes that place the state in memory, or on the disk with parameters streamed and gradients kept there."""
+    """Changes to try in the `first` round or a later one: the state in memory, or on the disk, with parameters
+    streamed and gradients kept there."""
     now = best.settings
     waits = [x for x in space.get("grads_on", ()) if x != "host"] if best.spec.barrier else ()
     for state_on in (x for x in _worth_trying(best, space, "state_on", first) if x not in NEARER):
@@ -183,7 +184,7 @@ def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
 
 
 def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterator[str]:
-    """Values of `activations_on` with one of `count` shares moved by one tier, no share nearer than a later share.
+    """Values of `activations_on` with one of `count` shares a tier `nearer` or further; no later share is further.
 
     >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
     ['disk:0.25,host', 'disk:0.5,host:0.25,device']
@@ -198,7 +199,7 @@ def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterat
 def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes of `recompute`, with activations where they are now, and in the first round elsewhere too.
 
-    None where `best` fits and would be no faster if compute took no time: `recompute` changes compute alone.
+    No change where `best` fits and would be no faster if compute took no time: `recompute` changes compute alone.
     """
     if best.fits and best.seconds_without_compute > best.seconds * (1 - WORTH):
         return
@@ -235,18 +236,18 @@ def _persistent(best: PlannedStep, space: Space, first: bool) -> Iterator[Change
 
 
 def open_share(settings: StepSettings) -> str:
-    """The value of `state_on` with the share of the state in the nearer of two places left to a search."""
+    """The value of `state_on` under which a search chooses the share of the state in each of its two places."""
     return DISK_SHARE if settings.pages_state else DEVICE_SHARE
 
 
 def with_farther_share(opened: str, share: float) -> str:
-    """The value of `state_on` with a `share` (0 to 1) of the state in the farther place of `opened`."""
+    """`opened`, a value of `open_share`, with a `share` (0 to 1) of the state in the farther of its two places."""
     nearer, further, _ = NEARER[opened]
     return two_tiers(nearer, 1 - share, further)
 
 
 def _shares(opened: str) -> Coordinate:
-    """A coordinate of the search: shares of the state that fit, if the space has `opened`; later the least two."""
+    """A coordinate of the search: shares of the state that fit, if `opened` varies; after round 1 the last two."""
 
     def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
         searched = opened in space.get("state_on", ()) and opened == open_share(best.settings)
@@ -259,7 +260,7 @@ def _shares(opened: str) -> Coordinate:
 
 
 def giving_way(step: PlannedStep, lacking: Mapping[Tier, int], space: Space) -> Iterator[StepSettings]:
-    """Settings with more of the state in the farther tier, enough for `step`, which lacks memory, to fit."""
+    """Settings with more of the state in the farther tier, so that `step`, which lacks `lacking` bytes, fits."""
     opened = open_share(step.settings)
     if may_give_way(step.settings, lacking, space):
         enough = shares_that_fit(step, opened)[-2:][0]
@@ -276,11 +277,11 @@ def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: Spa
 
 
 def shares_that_fit(best: PlannedStep, opened: str) -> tuple[float, ...]:
-    """Shares (0 to 1) of the state in the farther place of `opened`, from 1 down to where the nearer tier, which
-    has the rest, is full; and half way.
+    """Shares (0 to 1) of the state in the farther place of `opened`: 1, the least with which the nearer tier has
+    room for the rest, and values between.
 
-    Bytes there grow linearly as the share falls from 1 to 0. The last value is the lowest by arithmetic: it may be
-    too low by a bucket, by which the one before is higher. 1 alone where the device is the host.
+    The nearer tier's bytes grow linearly as the share falls. The last value is the least by arithmetic, and may be
+    a bucket too low; the value before is a bucket higher. 1 alone if the nearer tier is a device that is the host.
     """
     nearer, _, tiers = NEARER[opened]
     unified, capacity = best.hardware.unified, best.hardware.memory.get(nearer)
@@ -332,7 +333,7 @@ def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
 def _values(
     name: str, useful: Callable[[PlannedStep], bool] = lambda _: True, least: Any = None
 ) -> Coordinate:
-    """A coordinate: the space's values of setting `name`, `least` or more; of slots one fewer and one more."""
+    """A coordinate: if `useful(step)`, the values of setting `name` from `least` on; of slots the neighbours."""
 
     def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
         if useful(best):
@@ -354,7 +355,7 @@ def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
 
 
 def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Changes to each schedule in the space, and, if Python's issue times are known, to those of few threads."""
+    """Changes to each schedule in the space, and, if Python's issue times are known, to TwoThreads and Serial."""
     if "schedule" in space:
         yield from (
             {"schedule": x} for x in (*space["schedule"], *(FEW_THREADS if best.hardware.issue else ()))
@@ -365,7 +366,7 @@ def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Change
 
 
 def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes to pipeline orders with stages cut by cost, and of `micro_batches`; later moves of one segment."""
+    """Changes to pipeline orders cut by cost, and `micro_batches`; after the `first` round moves of a segment."""
     if best.settings.devices > 1 and AUTO in space.get("order", ()):
         # Where weights and activations are decides which orders there are.
         places = ({"params_on": "device"}, {"params_on": "host", "activations_on": "host"}) if first else ()
@@ -450,7 +451,7 @@ def search(
     """The fastest step that fits its hardware's memory; if no step fits, the one that lacks the fewest bytes.
 
     `planned` plans the step of settings; values of `space` are tried; those of `start` stay where others gain
-    nothing. Takes seconds for 50 layers.
+    nothing; `watch` is told of progress, and Ctrl-C then stops the search. Takes seconds for 50 layers.
     """
     first = planned(start).without_operations()
     walk = _Walk(planned, space, first, first, first.seconds, {first.settings: first}, watch)
@@ -581,7 +582,7 @@ def _better(new: PlannedStep, old: PlannedStep) -> bool:
 
 
 def _same(new: PlannedStep, old: PlannedStep) -> bool:
-    """Whether two steps differ in `grads_on` alone, and every bucket's gradient is in one place in both."""
+    """Whether two steps differ in `grads_on` alone, and every bucket's gradient is in the same place."""
     other = differing(new.settings, old.settings)
     return other.keys() == {"grads_on"} and new.spec.places == old.spec.places
 

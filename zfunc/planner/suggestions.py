@@ -121,8 +121,8 @@ class _Advisor:
         return values
 
     def planned(self, changes: Mapping[str, Any] | None) -> Suggestion | None:
-        """The step with `changes` and further ones they need; None where these are impossible or not settable, or,
-        by arithmetic, the step is no faster (if the old step fits) or lacks more memory (if it does not)."""
+        """A Suggestion of `changes` and further ones they need; None where they are impossible or not settable, or,
+        by arithmetic, the new step is no faster (if `self.step` fits) or lacks more memory (if it does not)."""
         new = moved(self.settings, self.step.spec.world, **changes) if changes else None
         found = differing(new, self.settings) if new is not None else {}
         if new is None or not found or not (self.settable is None or found.keys() <= {*self.settable}):
@@ -161,7 +161,7 @@ class _Advisor:
     # --- to make it fit ------------------------------------------------------------------------------------
 
     def fitting(self, buy: Callable[[Suggestion], Suggestion | None]) -> list[Suggestion]:
-        """Suggestions that make the step fit: single changes, else a search's; and the least memory to buy."""
+        """Suggestions that make the step fit: single changes, else a search's; and the least that `buy` adds."""
         found: list[Suggestion] = []
         short = [Suggestion({}, self.step, "")]
         for name, values in self.moves().items():
@@ -198,7 +198,7 @@ class _Advisor:
         return self._needed(Suggestion(changes, best, effect(changes, best, self.step)))
 
     def _needed(self, found: Suggestion) -> Suggestion:
-        """`found` without unneeded changes: the step fits without them. Those to the disk are taken back first."""
+        """`found` without the changes that the step fits without; changes to the disk are taken back first."""
         names = sorted(found.changes, key=lambda x: (DISK not in str(found.changes[x]), x not in NUMBERS))
         for name in 2 * names if len(names) > 1 else ():
             back = moved(found.step.settings, found.step.spec.world, **{name: getattr(self.settings, name)})

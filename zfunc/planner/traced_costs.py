@@ -43,8 +43,8 @@ def traced_costs(
     programs: dict[tuple[Any, ...], Program] = {}
 
     def program_of(options: tuple[PassOptions, ...], kernels: bool | None) -> Program:
-        """The Program of the checked segments, with passes under `options`. Programs for the same `kernels` share
-        what is traced, however they recompute."""
+        """The Program of the checked segments, with passes under `options`, for an accelerator with (True) or
+        without grouped `kernels`, or the CPU (None). Programs of equal `kernels` share what is traced."""
         if (key := (kernels, options)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")

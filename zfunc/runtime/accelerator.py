@@ -128,7 +128,8 @@ _GROUPED: ContextVar[bool | None] = ContextVar(
 
 @contextmanager
 def modelled(grouped: bool | None) -> Iterator[None]:
-    """A context to trace on the CPU for an accelerator with grouped kernels (True), without (False), or the CPU."""
+    """A context in which a trace on the CPU is made as for an accelerator; `grouped` says whether one for which
+    `has_grouped_kernels` is true. With None the trace is made as for the CPU."""
     before = _GROUPED.set(grouped)
     try:
         yield
@@ -180,7 +181,7 @@ def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def behind(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """A context that queues this thread's work on `stream`, after all work queued on the current stream."""
+    """A context that queues this thread's work on `stream`, after the current stream's; None changes nothing."""
     if stream is not None:
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
     return work_on(stream)
@@ -194,7 +195,7 @@ def rejoin(stream: torch.Stream | None) -> None:
 
 @contextmanager
 def in_turn(stream: torch.Stream | None) -> Iterator[None]:
-    """A context that queues work on `stream`, between the current stream's work from before and after it."""
+    """A context that queues work on `stream`, between the current stream's work before and after; None: no-op."""
     with behind(stream):
         yield
     rejoin(stream)
@@ -207,7 +208,7 @@ def take_stream(device: torch.device) -> torch.Stream:
 
 
 def give_back(streams: Mapping[Any, torch.Stream]) -> None:
-    """Return streams for reuse by `take_stream`; work still queued on a stream runs before its next user's."""
+    """Return the values of `streams` for reuse by `take_stream`; work still queued on one runs before new work."""
     for stream in streams.values():
         _spare_streams.setdefault(stream.device, []).append(stream)
 
@@ -220,7 +221,7 @@ def copy_stream(device: torch.device, way: Literal["up", "down"]) -> torch.Strea
 
 @cache
 def _copy_stream(device: torch.device, *_: object) -> torch.Stream:
-    """The copy stream of a device, way and thread identifier; a thread may reuse the identifier of an ended one."""
+    """A copy stream of `device`, one for each way and thread identifier, which may be that of an ended thread."""
     return torch.Stream(device)
 
 
@@ -274,7 +275,7 @@ _scopes: list[tuple[bool, bool, bool]] = []  # torch's settings before the first
 
 @contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """A context in which torch uses deterministic kernels, and refuses operations without one; False: no change.
+    """A context in which, if `wanted`, torch uses deterministic kernels and refuses operations without one.
 
     torch's setting is of the process: all threads have it while any context is open. The end of the last context
     restores the setting from before the first. New memory is not filled, as torch otherwise does in this mode.

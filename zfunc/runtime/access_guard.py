@@ -17,7 +17,7 @@ from zfunc.runtime.torch_dtypes import byte_view
 
 
 class AccessGuard(MutableMapping[Region, Any]):
-    """A rank's memory regions for operation `op`, which refuses undeclared ones. Slow: copies read-only regions."""
+    """A rank's regions `mem` for `op`, which refuses undeclared ones. Slow: it copies those `op` only reads."""
 
     def __init__(self, op: Op, mem: MutableMapping[Region, Any]) -> None:
         self._op, self._mem = op, mem

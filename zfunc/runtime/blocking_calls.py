@@ -90,7 +90,7 @@ def _begin_and_wait(
     workers: "list[tuple[Future[None], deque[T]]]",
     tell: Callable[[float], Any],
 ) -> None:
-    """Submit the workers' calls and wait for all; after an interrupt, for at most LEAVE_AFTER seconds."""
+    """Submit `workers`' calls and wait; after an interrupt empty the queues `left` and wait up to LEAVE_AFTER s."""
     began, pending = time.monotonic(), {future for future, _ in workers}
     try:
         for future, own in workers:

@@ -223,7 +223,7 @@ class RankGroup:
         """Raise RankError, on every rank, unless all ranks are in the same `call` with the same `compared`.
 
         Ranks compare a digest, and exchange texts only if it differs: `text()`, or else `compared`. `what` names
-        the compared thing in errors. If a rank passes a `shortage` of memory, all ranks raise OutOfMemory.
+        the compared thing in errors. If a rank passes a `shortage`, what memory it lacks, all raise OutOfMemory.
         """
         if self.world == 1:
             if shortage:
@@ -254,7 +254,7 @@ class RankGroup:
             )
 
     def disagree(self, what: str, digest: str, text: str) -> NoReturn:
-        """Raise RankError, which names the ranks with another `digest` and the first line where texts differ."""
+        """Raise RankError: which ranks have another `digest` of `what`, and the first line where `text` differs."""
         digests, texts = self.texts(digest), self.texts(text)
         usual = digests.index(max(set(digests), key=lambda d: (digests.count(d), d == digests[0])))
         apart = [r for r, d in enumerate(digests) if d != digests[usual]]
@@ -269,7 +269,7 @@ class RankGroup:
         )
 
     def _all_reduce(self, values: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce a small host tensor over the ranks, in place."""
+        """Reduce a small host tensor over the ranks, in place, by `how`, by default to the sum."""
         self._wait_for("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
 
     def _wait_for(self, what: str, issue: Callable[[], Any]) -> None:
@@ -369,7 +369,8 @@ class RankGroup:
             self._give_up(what, begun, "broken", error)
 
     def _give_up(self, what: str, begun: float, symptom: Symptom, error: Exception | None = None) -> NoReturn:
-        """Find the ranks missing in collective `what` and raise RankError; every later collective raises, too."""
+        """Raise RankError with the ranks missing in collective `what`, begun at monotonic time `begun`, chained to
+        its `error`. `symptom` is how this rank noticed. Every later collective raises, too."""
         waited = time.monotonic() - begun
         max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, self.limit.total_seconds())
         late = symptom == "late"

@@ -129,7 +129,7 @@ class DirectFile:
 
     @classmethod
     def _of(cls, path: Path, fd: int, *, named: bool = True) -> "DirectFile":
-        """The DirectFile of the open descriptor `fd`, which is closed if the DirectFile cannot be made."""
+        """The DirectFile of open descriptor `fd`, `named` unless its path is unlinked; an error closes `fd`."""
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -230,7 +230,7 @@ class DirectFile:
 
     @contextmanager
     def _in_use(self, *, begun: bool = False) -> Generator[None, None, None]:
-        """A context that keeps the file's descriptor open; with `begun` also while `close` waits for transfers."""
+        """A context that keeps the descriptor open; `begun`: allowed also while `close` waits for transfers."""
         with self._idle:
             if self._closed and not (begun and self._users):
                 raise ValueError(f"{self.path}: got a closed file, expected an open one: open it again")
@@ -285,7 +285,7 @@ class DirectFile:
             )
 
     def _run(self, direction: Direction, requests: Sequence[_Request], of_what: str) -> None:
-        """Make the read or write requests on the threads of the drive, and wait until all have ended."""
+        """Make the requests on the drive's threads and wait for all; errors end with `of_what`, " of bucket 3"."""
         first, last = requests[0].offset, requests[-1].offset + requests[-1].nbytes
 
         def make(request: _Request) -> None:
@@ -301,7 +301,8 @@ class DirectFile:
     def _call_each(
         self, direction: Direction, function: Callable[[T], Any], items: Sequence[T], doing: str
     ) -> None:
-        """Call `function` on each item in the drive's threads; log slow calls; abandoning one, refuse the file."""
+        """Call `function` on each item in the drive's threads; log slow calls; once one is abandoned, refuse the
+        file. `doing` describes the calls in messages."""
 
         def tell(seconds: float) -> None:
             log.warning("%s: %s: the drive has not answered for %.0f s", self.path, doing, seconds)
@@ -344,8 +345,8 @@ class DirectFile:
 def open_reserved(path: Path, nbytes: int, flags: int, *, mode: int = 0o600, named: bool = True) -> int:
     """A descriptor of a new file with `nbytes` reserved, so that a full disk is noticed before any write.
 
-    `mode` is the file's permissions, by default for its owner alone. A file that is not `named` loses its name
-    before it has bytes. Raises OSError if the file exists or the disk has no room; no file is left then.
+    `flags` are those of os.open, `mode` the permissions, by default for the owner alone. A file that is not `named`
+    is unlinked before it has bytes. Raises OSError if the file exists or the disk is full; no file is left then.
     """
     fd = os.open(path, flags | system_calls.NEW, mode)
     try:

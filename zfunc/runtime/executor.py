@@ -119,10 +119,10 @@ class RunningStep:
 
 @frozen
 class RunOptions:
-    """Options of the run of a plan: random delays, checks of declared regions, device times, faults.
+    """Options of a plan's run: random delays, `debug` (checks of declared regions), `trace` (device times), faults.
 
-    `watch` is called every so often while the host waits for the device: it raises if the wait is in vain, and
-    returns whether a collective is under way, in which case the host waits up to twice as long.
+    `watch` is called repeatedly while the host waits for the device: it raises if the wait is in vain, and returns
+    whether a collective is under way, in which case the host waits up to twice as long.
     """
 
     jitter: Jitter | None = None
@@ -142,7 +142,7 @@ class StepRun:
 
 
 def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device) -> PreparedPlan:
-    """Look up a plan's stages, the functions of its verbs, on `devices`. Raises ValueError for a missing one."""
+    """Look up the stages, functions by verb, of a plan on `devices`. Raises ValueError for a verb without one."""
     missing = sorted({op.verb for op in plan.graph} - stages.keys())
     if missing:
         raise ValueError(
@@ -213,8 +213,8 @@ class Executor:
     ) -> StepRun:
         """Run every lane of a plan to its end and return when all work, also on streams, is done.
 
-        `started` receives the position of every operation that was begun, and whether its stage has returned, also
-        if the run fails.
+        Stages get `mem`, the content of memory regions, and `step`. `started` receives, also if the run fails, the
+        position of each operation begun, and whether its stage function has returned.
 
         An exception in a lane stops the other lanes and is raised as ExecutionError, with the operation's name;
         zfunc's own errors and interrupts are raised unchanged.
@@ -259,7 +259,7 @@ class Executor:
             )
 
     def _begin(self, plan: Plan, options: RunOptions) -> list[torch.Event]:
-        """Order the lanes' streams after the caller's; with a trace, record each device's event of time zero."""
+        """Order the lanes' streams after the caller's; with `options.trace`, record an event of time 0 a device."""
         if not on_accelerator(self.devices[0]):
             return []
         callers = [torch.accelerator.current_stream(device) for device in self.devices]
@@ -280,7 +280,7 @@ class Executor:
         return bases
 
     def stream(self, lane: str, n: int = 0) -> torch.Stream | None:
-        """The stream of a lane on device `n`; None on the CPU."""
+        """The stream of a lane on device number `n` of the executor's devices; None on the CPU."""
         if not on_accelerator(self.devices[n]):
             return None
         if (lane, n) not in self._streams:
@@ -302,7 +302,7 @@ class Executor:
             raise run.failure or AssertionError
 
     def _let_end(self, run: RunningStep, lanes: list[threading.Event]) -> None:
-        """After a failure, wait until the running operations have ended, as they may still write the memory.
+        """After a failure, wait until the `lanes`' threads have ended: operations may still write the memory.
 
         After an interrupt, do not wait for a drive that does not answer; after a second one, do not wait at all.
         """
@@ -339,8 +339,8 @@ class Executor:
         awaited: str,
         given_up: Callable[[], bool] | None = None,
     ) -> None:
-        """Poll until `done()`, or until `given_up()`: by default when another thread has failed. Raises LaneTimeout
-        when patience ends, and what `options.watch` raises."""
+        """Poll until `done()` or `given_up()`, by default until a thread has failed. When patience ends, raises
+        LaneTimeout, which says that `waiter` waited for `awaited`; also raises what `options.watch` raises."""
         collective, run.waiting[thread] = False, awaited
         given_up = given_up or (lambda: run.failure is not None)
 
@@ -508,7 +508,8 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 def _named(
     error: BaseException, item: IssuedOp | None, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
-    """What train_step raises for `error`: zfunc's errors and interrupts as they are, others with the operation."""
+    """What train_step raises for `error`: zfunc's errors, interrupts and those without `item` as they are; others
+    as ExecutionError with the operation, which for a device's error is certain only with `debug`."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
@@ -520,7 +521,8 @@ def _named(
 
 
 def _device_error(error: BaseException, noticed: str, device: torch.device) -> BaseException:
-    """An ExecutionError for an error of the device, `noticed` after its cause; any other `error` as it is."""
+    """An ExecutionError for `error` if it is the device's: `noticed` names the operation, or the end of the step,
+    where it was reported, perhaps later than its cause. Any other `error` is returned unchanged."""
     if not isinstance(error, torch.AcceleratorError):
         return error
     late = ExecutionError(

@@ -66,7 +66,7 @@ class MissingRanks:
     why: str = ""  # what the one that left said
 
     def text(self, names: Sequence[int], me: int) -> str:
-        """The missing ranks in words, as rank `me` reports them, with `names[rank]` for each rank.
+        """The missing ranks in words, for a message of rank `me` of the group; `names[rank]` stands for each rank.
 
         >>> MissingRanks((1,)).text(names=(0, 1), me=0)
         'rank 1 is gone'
@@ -90,9 +90,9 @@ class MissingRanks:
 
 @frozen(eq=False)
 class FailureDetector:
-    """Finds the missing ranks of `world` ranks through their `store` (a `torch.distributed.Store`, or None).
+    """Finds the missing ranks of `world` ranks through their `store`, a torch.distributed.Store.
 
-    A detector serves one failure of a group; the group is not used afterwards.
+    It serves one failure of a group, which cannot be used afterwards. With `store` None, calls raise StoreLost.
     """
 
     store: Any
@@ -163,7 +163,7 @@ class FailureDetector:
             parted = self.store.add(_key("parted"), 0)
 
     def _ask(self, question: Callable[[], T], seconds: float) -> T:
-        """The store's answer to a call, made in a thread that is abandoned if no answer comes in time."""
+        """The result of `question`, run in a thread that is abandoned after `seconds`; then raises StoreLost."""
         if self.store is None:
             raise StoreLost("the group has no store")
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()

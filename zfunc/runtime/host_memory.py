@@ -99,7 +99,7 @@ def check_addresses() -> None:
 
 
 class HostPages(mmap.mmap):
-    """Anonymous memory pages, kept alive by the tensors on them and unlocked before they are unmapped."""
+    """Anonymous memory pages, kept alive by the tensors on them; page-locked ones are unlocked before unmapping."""
 
     release: Callable[[], object] | None = None
 
@@ -152,7 +152,7 @@ def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = 
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Let Linux populate pages, by madvise through ctypes, which releases the GIL; elsewhere write zeros."""
+    """Give pages physical memory: on Linux by madvise through ctypes, without the GIL; elsewhere write zeros."""
     if not sys.platform.startswith("linux"):
         ctypes.memset(address, 0, nbytes)
         return

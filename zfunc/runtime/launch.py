@@ -70,7 +70,7 @@ def process_group() -> Iterator[RankGroup]:
 
 
 def _own_device() -> torch.device | None:
-    """This rank's accelerator, or None. A launcher may show a rank all accelerators of the machine, or one."""
+    """This rank's accelerator by LOCAL_RANK, or the only one its launcher shows; None on a machine without one."""
     kind = accelerator_type()
     if kind is None:
         return None

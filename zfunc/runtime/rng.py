@@ -32,7 +32,7 @@ def fold_seed(*parts: Any) -> int:
 
 
 class Draws:
-    """The random draws of one pass of a segment, `count` so far; draw n is seeded by the pass's key and n."""
+    """The random draws of one pass of a segment, `count` so far; `key` and n seed draw number n."""
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -53,7 +53,7 @@ class Draws:
 
 @contextmanager
 def seeded(number: int | None) -> Iterator[None]:
-    """A context whose passes in this thread draw random numbers determined by `number`; None: torch's own."""
+    """A context whose passes in this thread draw random numbers determined by `number`; None: by torch's state."""
     before = getattr(_thread, "draws", None)
     _thread.draws = None if number is None else Draws(number)
     try:
@@ -64,7 +64,7 @@ def seeded(number: int | None) -> Iterator[None]:
 
 @contextmanager
 def seeded_part(*part: int) -> Iterator[None]:
-    """A context whose random draws depend on this thread's pass and on `part`, numbers of a part of the pass."""
+    """A context whose random draws depend on this thread's pass and the numbers `part` of a part of the pass."""
     draws: Draws | None = getattr(_thread, "draws", None)
     with seeded(None if draws is None else fold_seed(draws.key, *part)):
         yield

@@ -37,7 +37,7 @@ class StageRanks(RankGroup):
 
     @classmethod
     def of_stage(cls, job: RankGroup, pp: int) -> "StageRanks":
-        """The group of the ranks of this rank's pipeline stage, one of `pp`; all those ranks call it together."""
+        """The ranks of this rank's pipeline stage, one of `pp` stages; all ranks of the stage call it together."""
         world = job.world // pp
         stage, rank = divmod(job.rank, world)
         members = job.members[stage * world : (stage + 1) * world]
@@ -70,7 +70,7 @@ class StageRanks(RankGroup):
             self.broken = self.job.broken
 
     def send(self, stage: int, tag: int, head: bytes, flat: Tensor) -> None:
-        """Send text `head` and host bytes `flat` to this rank's counterpart in pipeline stage `stage`."""
+        """Send text `head` and host bytes `flat`, under `tag`, to this rank's counterpart in stage `stage`."""
         begin = (SIZES.pack(len(head), flat.numel()) + head).ljust(FIRST, b"\0")
         begin = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
         self.sent += begin.numel() + flat.numel()
@@ -78,7 +78,7 @@ class StageRanks(RankGroup):
 
     def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
         """The text and `nbytes` bytes (in `pinned` memory or not) that this rank's counterpart in `stage` sent with
-        `tag`. Raises RankError if they do not come, or in another size, before memory is allocated for that."""
+        `tag`. Raises RankError if no message comes, or one of another size, for which no memory is allocated."""
         begin = torch.zeros(FIRST, dtype=torch.uint8, device="cpu")
         message = self._point_to_point("receive from", dist.irecv, [begin], stage, tag)
         self._arrived(message)
@@ -121,8 +121,8 @@ class StageRanks(RankGroup):
 
 
 class _Message:
-    """A message on its way to or from another stage, in parts. A wait of gloo cannot be given up without closing
-    all connections, so a thread waits for the parts, and callers poll. After `limit` the message has failed."""
+    """A message to or from another pipeline stage, in parts. A wait of gloo cannot be given up without closing
+    all connections, so a thread waits for the parts, and callers poll. The message fails after time `limit`."""
 
     def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], what: str, limit: timedelta) -> None:
         self.what = what
@@ -150,7 +150,7 @@ class _Message:
 
 
 class _Waiter(threading.Thread):
-    """A thread that waits for one message after another; there are as many as messages were under way at once."""
+    """A thread that waits for messages in turn; as many threads exist as messages were ever under way at once."""
 
     idle: ClassVar[list["_Waiter"]] = []
     all: ClassVar[list["_Waiter"]] = []
@@ -188,5 +188,5 @@ def _join() -> None:
 
 @cache
 def _group(_: Any, members: tuple[int, ...]) -> Any:
-    """The process group of the ranks `members` of a job, made once in a process."""
+    """The process group of the ranks `members` of a job, whose own group is `_`; made once in a process."""
     return _new_group([*members], use_local_synchronization=True)

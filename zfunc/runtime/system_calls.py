@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _module(name: str) -> Any:
-    """Python's module `name`, which only some operating systems have; None elsewhere."""
+    """Python's module `name`, such as fcntl, which only some operating systems have; None on the others."""
     try:
         return import_module(name)
     except ImportError:
@@ -105,10 +105,8 @@ def sync_names(folder: Path) -> None:
 
 
 def set_direct(fd: int, *, direct: bool) -> bool:
-    """Make transfers of file `fd` blocking, past the page cache if `direct`; returns whether they bypass the cache.
-
-    False without O_DIRECT. Raises OSError where the file system refuses.
-    """
+    """Make transfers of file `fd` blocking, past the page cache if `direct`; returns whether they bypass the cache:
+    False on a system without O_DIRECT. Raises OSError where the file system refuses O_DIRECT."""
     if fcntl is None:
         return False
     flags, bypass = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK, getattr(os, "O_DIRECT", 0)
@@ -123,9 +121,9 @@ def open_to_lock(path: Path) -> int:
 
 
 def lock_descriptor(fd: int, *, shared: bool = False, wait: bool = False) -> None:
-    """Lock the file or folder of `fd` until `fd` is closed; unless `wait`, BlockingIOError if it is locked already.
+    """Lock the file or folder of `fd` until `fd` is closed, for this process alone, or `shared` with other readers.
 
-    Raises OSError where the file system or the system has no such locks.
+    If it is locked, wait, or unless `wait` raise BlockingIOError. Raises OSError where no such locks exist.
     """
     if fcntl is None:
         raise OSError(errno.ENOLCK, "this system has no flock")

@@ -71,12 +71,12 @@ def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine, from torchrun's LOCAL_RANK; 0 if unset. ValueError for no number."""
+    """This process's number on its machine, from torchrun's LOCAL_RANK; 0 if unset. ValueError if not a number."""
     return _count(os.environ, "LOCAL_RANK", 0)
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks on this machine, torchrun's LOCAL_WORLD_SIZE; 1 if unset. ValueError for no number."""
+    """The number of ranks on this machine, torchrun's LOCAL_WORLD_SIZE; 1 if unset. ValueError if not a number."""
     return _count(environment, "LOCAL_WORLD_SIZE", 1)
 
 
@@ -93,10 +93,7 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs this process may use: those of its main thread, as zfunc binds only its other threads.
-
-    All CPUs on a system where threads cannot be bound.
-    """
+    """The CPUs of this process's main thread, which zfunc never binds; all CPUs where threads cannot be bound."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(os.getpid()))
     return frozenset(range(os.cpu_count() or 1))
@@ -115,7 +112,7 @@ def default_threads() -> int:
 def share_of_nodes(
     nodes: Sequence[frozenset[int]], cpus: frozenset[int], rank: int = 0, ranks: int = 1
 ) -> tuple[frozenset[int], ...]:
-    """The CPUs in `cpus` of each NUMA node that is this rank's share; () if all `cpus` are on one node.
+    """The CPUs in `cpus` of each NUMA node for rank `rank` of this machine's `ranks`; () if `cpus` are on one node.
 
     >>> two = frozenset({0, 1}), frozenset({2, 3})
     >>> [sorted(x) for x in share_of_nodes(two, frozenset(range(4)))]

@@ -69,10 +69,10 @@ log = logging.getLogger("zfunc")
 def train_events(
     job: TrainingJob, *, stop: Stop = lambda: "", start: ResumePoint = FROM_THE_BEGINNING
 ) -> Iterator[Event]:
-    """Train the job from `start` on and yield its events; `stop` is called after every step.
+    """Train the job from `start` on and yield its events; a signal that `stop` returns after a step ends training.
 
-    Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. With a swap
-    space that is the checkpoint: each commit records the run's progress, and the swap space is closed at the end.
+    Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. A swap space
+    is the checkpoint itself: each commit records the run's progress; the swap space is closed at the end.
     Raises CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
     """
     host_before = resident_bytes()
@@ -190,13 +190,14 @@ class _Loop:
         return end_reason(self.job.settings, number, self.elapsed, self.evaluations, stopping=signal)
 
     def _seconds_left(self, number: int, pace: float) -> float | None:
-        """Seconds until training ends: until `settings.seconds` are over, or all steps at `pace` seconds each."""
+        """Seconds from step `number` until training ends: by `settings.seconds`, or by steps of `pace` seconds."""
         steps, seconds = self.job.settings.steps, self.job.settings.seconds
         left = [] if seconds is None else [max(0.0, seconds - self.elapsed)]
         return min([*left, *([] if steps is None else [(steps - number) * pace])], default=None)
 
     def end(self, host_before: int) -> Iterator[Event]:
-        """End the training: save, evaluate, sample. In this order a kill at the end does not lose the state."""
+        """End the training: first save, so that a kill loses no state, then evaluate and sample. `host_before` are
+        the bytes of the process before the training."""
         job, state, at = self.job, self.state, self.state.batches
         folder = self.swap or self.start.folder
         if folder is not None and job.settings.save_every != 0 and self.saved_step != at:
@@ -285,7 +286,8 @@ class _Loop:
             save(self.swap, self.program, self.state, extra=self._extra())
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
-        """Run the next step, which writes a checkpoint of the state before the step if one is due."""
+        """Train on `batch`, recording a timeline if `traced`; returns the metrics, and the event of a checkpoint of
+        the state before the step if one was due."""
         due, at = self._due(), self.state.batches
         step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
         try:
@@ -363,7 +365,7 @@ def evaluate_held_out(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> float | None:
     """The mean loss on the held-out sequences, in bits per byte or token, or for preferences DPO's own loss; None
-    if a signal arrived meanwhile."""
+    if `stop` returned a signal meanwhile."""
     losses, before = list[float](), stop()
     for inputs, targets in job.held_out:
         more = [*[()] * (len(program.segments) - 1), (targets,)]
@@ -407,7 +409,7 @@ def sample(job: TrainingJob, program: Program, state: State, stop: Stop = lambda
 
 
 def _peaks(program: Program, before: int) -> dict[str, int]:
-    """Measured peak bytes: of the process, of its host memory beyond `before`, and of devices; keyed by place."""
+    """Measured peak bytes: "process", "host" (the process's, less the bytes `before`), and each device memory."""
     highest = peak_resident_bytes()
     peaks = {"process": highest, "host": max(0, highest - before)}
     if on_accelerator(program.device):

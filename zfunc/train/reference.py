@@ -30,8 +30,8 @@ log = logging.getLogger("zfunc")
 
 
 def kept_reference(job: TrainingJob, start: ResumePoint, at: int) -> Rows | None:
-    """The DPO reference log-probabilities saved by the run at step `at`, or by the one it continues; None except on
-    rank 0, and without any. All ranks have to call this. Raises ValueError if they are lost, or of other data."""
+    """The DPO reference log-probabilities that the run, now at step `at`, or the run it continues has saved; None
+    if neither has, and on ranks but 0. All ranks have to call this. Raises ValueError if lost, or of other data."""
     return all_or_none(job.ranks, lambda: None if job.ranks.rank else _kept(start, _digest(job), at))
 
 
@@ -61,7 +61,8 @@ def _digest(job: TrainingJob) -> str:
 
 
 def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
-    """The DPO reference saved by the run, or, if it begins with a checkpoint of another run, by that run."""
+    """The DPO reference of data `digest` saved by the run, or by the run whose checkpoint it begins with. Raises
+    ValueError for other data, and for a run that is at step `at` without a reference."""
     run, origin = start.folder and start.folder.parent, start.origin
     others = [] if start.own or origin is None else [origin, *origin.parents][:3]
     for folder in [run, *others]:

@@ -93,7 +93,7 @@ def stream_position_in(extra: Mapping[str, Any]) -> dict[str, Any] | None:
 def changed_settings(
     extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
 ) -> Iterator[str]:
-    """Texts on the settings in DECIDING, and the data, that differ from a checkpoint's: old and new value."""
+    """Texts, old and new value, on data and settings that decide steps and differ from a checkpoint's `extra`."""
     (kept, saved), now = _kept(extra), jsonable(attrs.asdict(settings))
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:
@@ -138,7 +138,7 @@ def agreed(ranks: RankGroup, choose: Callable[[], ResumePoint]) -> ResumePoint:
 
 
 def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
-    """The ResumePoint of the run in folder `run` by `settings.resume`. Raises ValueError for nothing to load."""
+    """The ResumePoint of run folder `run` by `settings.resume`. Raises ValueError if there is nothing to load."""
     folder = (run / checkpoints.FOLDER).absolute()
     if settings.resume is None:
         return ResumePoint(folder)

@@ -147,7 +147,7 @@ class RunFolder:
         os.close(self._lock)
 
     def _begin(self, event: Started) -> None:
-        """Write config.json, and metrics.jsonl with its rows up to the checkpoint if that is the run's own."""
+        """Write config.json, and metrics.jsonl with its rows up to the checkpoint if this run saved it."""
         self.path.joinpath(SUMMARY).unlink(missing_ok=True)
         for partial in filter(is_partial, self.path.iterdir()):
             partial.unlink()

@@ -178,7 +178,7 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
-    """The rows in `text`, the lines of metrics.jsonl, and the number of the first invalid line, 0 if all are valid.
+    """The rows in `text`, lines of metrics.jsonl of rising steps above `after`; number of the first bad line, or 0.
 
     >>> rows_of(b'{"step": 1}\\n{"step": 2')
     (({'step': 1},), 0)
@@ -232,7 +232,7 @@ def _reading(path: Path) -> Generator[None]:
 
 @frozen
 class RecordedStep:
-    """A step that a run measured: its plan and timeline, and what is needed of the run to predict the step."""
+    """A step that a run measured: its plan and timeline, and the run's schedule, precision and number of ranks."""
 
     plan: Plan
     timeline: Timeline
@@ -245,8 +245,7 @@ class RecordedStep:
 def read_recorded_step(run: Path) -> RecordedStep:
     """The measured step in the run folder `run`.
 
-    Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan.
-    """
+    Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan."""
     with _reading(run / PLAN):
         plan = parse((run / PLAN).read_text(encoding="utf-8"))
     with _reading(run / TRACE):

@@ -484,7 +484,7 @@ READ = {
 
 
 def check_exists(name: str, place: Path | None) -> None:
-    """Raise ValueError unless `place`, which setting `name` of READ names, exists; None passes."""
+    """Raise ValueError unless the path `place`, the value of setting `name`, exists; None passes."""
     if place is not None and not place.exists():
         refuse(name, f"{place}, which does not exist", READ[name], "check the path")
 

@@ -198,7 +198,7 @@ def _settled(
     say: Callable[..., None],
 ) -> TrainSettings:
     """The settings with the steps and the vocabulary size that follow from data and model; each setting named in
-    `by_pass` becomes the number of steps in one pass over the data."""
+    `by_pass` becomes the number of steps in one pass over the data. `say` logs."""
     own, found = settings.vocab_size, corpus.vocab_size
     if own is not None and (own < found if tokenizer is not None else own != found):
         of, expected = f"{corpus.name}, which is read as bytes", f"{found}"

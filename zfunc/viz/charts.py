@@ -43,7 +43,7 @@ class Chart:
 
 @frozen
 class PlotPoint:
-    """The points of a curve at one place of the axis: their first and last step, lowest, mean and highest value."""
+    """Points of a curve drawn as one: first and last step; lowest, mean and highest value, None if all are gaps."""
 
     first: int
     last: int
@@ -51,7 +51,7 @@ class PlotPoint:
 
 
 def placed(points: Points, span: tuple[int, int]) -> dict[int, PlotPoint]:
-    """The points grouped by place on the axis, in order; a place is a run of steps that share some pixels."""
+    """Group points by place, a run of steps that share pixels, numbered from 0 at the first step of `span`."""
     each = max(1, -(-(span[1] - span[0] + 1) // PLACES))
     places: dict[int, PlotPoint] = {}
     for place, group in groupby(points, lambda point: (point[0] - span[0]) // each):
@@ -115,7 +115,7 @@ class _Frame:
         return _TOP + (_BOTTOM - _TOP) * (self.high - value) / (self.high - self.low)
 
     def through(self, places: Sequence[PlotPoint], which: int) -> str:
-        """SVG path data of a line through the lowest (0), mean (1) or highest (2) values of the places."""
+        """SVG path data of a line through the lowest (`which` 0), mean (1) or highest (2) values of `places`."""
         points = [
             f"{self.x((p.first + p.last) / 2):.1f} {self.y(p.values[which]):.1f}" for p in places if p.values
         ]
@@ -163,7 +163,7 @@ def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
 
 
 def _tooltips(chart: Chart, curves: list[tuple[Curve, dict[int, PlotPoint]]], frame: _Frame) -> Iterator[str]:
-    """Tooltips with the values of every place of a chart, as HTML that needs no script."""
+    """Tooltips with the values of all `curves`, one for each PlotPoint's steps, as SVG that needs no script."""
     places = {place: point for _, points in curves for place, point in points.items()}
     half = (_RIGHT - _LEFT) / max(2, 2 * max(places))
     for place, p in places.items():

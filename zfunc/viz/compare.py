@@ -54,7 +54,7 @@ def by_verb(event: Event) -> str:
 
 
 def table(simulated: Timeline, measured: Timeline, plan: Plan) -> str:
-    """A text table of predicted and measured seconds by lane, by verb and of the step, and of what bounds each."""
+    """Text tables of predicted and measured seconds: the step, lanes, verbs; then what bounds each timeline."""
     both = simulated, measured
     total = Sum("the step", len(plan.graph), tuple(t.seconds for t in both))
     heads = ("", "ops", *(t.source for t in both), "ratio")

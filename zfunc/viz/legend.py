@@ -115,7 +115,7 @@ def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
 
 
 def axis_ticks(low: float, high: float, most: int, unit: float = 1.0) -> list[float]:
-    """Round values from `low` to `high`, `most` + 1 at most: multiples of 1, 2 or 5 times a power of ten.
+    """Round values from `low` to `high`, `most` + 1 at most: multiples of 1, 2 or 5 times 10^n times `unit`.
 
     >>> axis_ticks(0.0, 90.0, 4), axis_ticks(0.0, 90.0, 5)
     ([0.0, 50.0], [0.0, 20.0, 40.0, 60.0, 80.0])

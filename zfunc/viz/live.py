@@ -30,7 +30,7 @@ def live_page(
 ) -> str:
     """One self-contained HTML file with `plans`, by their answers to `questions`, simulated on `hardware` at first.
 
-    The first plan is shown first. Sliders change the rates, a click removes a wait, and what then races is named.
+    The page opens with the first plan. Sliders change rates; a click removes a wait, and the page names the races.
 
     >>> from zfunc.core.graph import Op
     >>> from zfunc.core.hardware import ROUND

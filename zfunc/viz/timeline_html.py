@@ -41,7 +41,7 @@ TITLE = "One training step"
 
 
 def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
-    """One self-contained HTML file that shows timelines of `plan`: each lane's, one above the other.
+    """One self-contained HTML file that shows timelines of `plan`, for each lane a row for each timeline.
 
     Light and dark, for pointer, fingers and keys; 10,000 operations move smoothly, 100,000 open. Times are kept to
     a billionth of the step. Raises ValueError for a timeline that is not of `plan`.

@@ -190,7 +190,7 @@ def _bar(
 
 
 def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame) -> Iterator[str]:
-    """SVG arrows from the end of each awaited operation to the start of the operation that waited for it."""
+    """SVG arrows to the start of each operation from the ends of those it waits for, `after[operation]`."""
     events = {e.op: e for e in timeline.events}
     for name, waits in after.items():
         for a, b in ((events[n], events[name]) for n in waits if n in events and name in events):
@@ -204,7 +204,7 @@ def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame
 
 
 def _legend(verbs: dict[str, int], width: int, y: float) -> Iterator[tuple[int, str]]:
-    """The legend of an SVG timeline: for each verb its row number, and SVG of a swatch and the name."""
+    """An SVG timeline's legend, from `y` px down: for each verb its row, and SVG of a swatch and the name."""
     row, x = 0, _MARGIN
     for verb, n in verbs.items():
         wide = 18 + 6.0 * len(verb) + 24

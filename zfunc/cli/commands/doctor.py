@@ -57,7 +57,7 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 
 def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
-    """Yield for each line of `zfunc doctor` its name and a function to measure the machine, a drive or a device."""
+    """Yield for each line of `zfunc doctor` its name and a function that measures: its result, then problems."""
     import torch
 
     from zfunc.optim.kernel_loader import cpu_adam

@@ -254,7 +254,7 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
 
 
 def picture(step: DrawnStep, suffix: str, *, width: int) -> str:
-    """The picture of a step as the content of a file with `suffix`; as text of `width` columns for any other."""
+    """A step's picture as the content of a .svg, .html or .json file; for other suffixes text, `width` columns."""
     title = f"{step.heading}, on {step.hardware.name}"
     match suffix:
         case ".svg":

@@ -93,7 +93,7 @@ def run_import(settings: ImportSettings) -> int:
 
 
 def adapter_flags(folder: Path) -> str:
-    """The options of `zfunc train` for the adapters of peft in a folder, or what it has no option for."""
+    """The options of `zfunc train` for peft's adapters in `folder`, or a sentence on what none of them can set."""
     from zfunc.models import hf
 
     theirs = type(hf.lora_config(1)).from_pretrained(str(folder))

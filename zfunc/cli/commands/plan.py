@@ -127,10 +127,10 @@ def run_plan(settings: PlanSettings) -> int:
 
 @frozen(eq=False)
 class PlannedModel:
-    """A model and the plan of its step. With `max`, `settings` have the layers, batch or length that fits, `limit`
-    says what bounds it besides memory, if anything, and `knee` has lengths up to that one with their tokens/s. With
-    `gpus`, `layouts` are the planned divisions into ranks and devices, and `box` says which machine has all these
-    GPUs, if not the profile's."""
+    """A model and the plan of its step. With `settings.max`, `settings` have the most layers, batch or length that
+    fits, `limit` says what bounds this besides memory ("": nothing), and `knee` has pairs of a length up to it and
+    tokens/s. With `settings.gpus`, `layouts` are the plans of all divisions of the GPUs into ranks and devices, and
+    `box` is a sentence on the machine that has all these GPUs, "" for the profile's own."""
 
     settings: PlanSettings
     planned: "Planned"
@@ -197,7 +197,7 @@ def _fastest_layout(
     settings: PlanSettings, gpus: int, hardware: Profile, watch: "Watch | None"
 ) -> PlannedModel:
     """The plan of the fastest division of `gpus` GPUs into ranks of several devices that fits, else of the one that
-    lacks least memory; in one machine if a known one has that many."""
+    lacks least memory; within one machine if a known machine of this kind has `gpus` GPUs."""
     planned: list[PlannedModel] = []
     refused: list[ValueError] = []
     own, box = int(hardware.value("count", "devices")), ""
@@ -234,8 +234,8 @@ def _most(
     model: "SimulatedModel",
     watch: "Watch | None",
 ) -> tuple[int, str, StepSettings]:
-    """The largest model, batch or length (`settings.max` names which) that fits, with any tier for "auto" and any
-    tile count, else the least; then what limits it besides memory, or ""; and the settings that fit."""
+    """The most layers, sequences or tokens (`settings.max` names which) that fit with any tier and tile count that
+    `step` leaves "auto", else the least; what limits the number besides memory, or ""; the settings that fit."""
     from zfunc.planner.plan_step import most_that_fit, search_start
 
     placed = [

@@ -46,7 +46,7 @@ def run_train(settings: TrainSettings) -> int:
 def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint") -> None:
     """Train from `start`; on rank 0, which has `run`, also record the run, print its lines, and tell the trackers.
 
-    Raises TrainingFailed if training has begun, or the last step is not saved.
+    Raises TrainingFailed for an error after the first step began, and if saving the last step's checkpoint fails.
     """
     from zfunc.cli.train_lines import TrainingOutput, progress
     from zfunc.planner.kept_costs import cache_folder

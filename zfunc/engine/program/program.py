@@ -58,7 +58,7 @@ log = logging.getLogger("zfunc")
 class Program:
     """A compiled training step: segments, layout, settings, schedule. Made by `zfunc.compile`.
 
-    `plan` is the verified plan. Without an `example` for `compile`, its activations count as 0 bytes.
+    `plan` is the verified plan. If `compile` got no `example`, the plan counts activations as 0 bytes.
     """
 
     segments: tuple[Segment, ...] = field(repr=lambda s: f"<{len(s)} segments>")
@@ -272,7 +272,7 @@ def _lacks_slots(program: Program, shaped: ShapedProgram) -> bool:
 
 
 def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
-    """Bytes of a step's peaks that are already allocated, by memory: regions kept between steps, slots."""
+    """Bytes of a step's peaks already allocated, by memory: regions kept between steps, and activation slots."""
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
     if _lacks_slots(program, shaped):
         for r in _slots(shaped.plan):

@@ -64,7 +64,7 @@ def specialize(
 ) -> ShapedProgram:
     """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
 
-    Where the values of micro-batches decide shapes, each kind is traced, and the one with most bytes between the
+    Where values decide shapes, each distinct layout of a micro-batch is traced, and the one with most bytes between
     segments is planned for all. With `save` the step also writes a checkpoint, with `commit` it commits to the swap
     space. Raises ValueError where a segment cannot take its input or the last segment returns no scalar.
     """
@@ -91,7 +91,7 @@ def specialize(
 
 
 def _costs_of(program: Program, key: Any, micro: Batch) -> tuple[StepSpec, frozenset[int]]:
-    """What `traced_spec` returns for a micro-batch whose layout is `key`, cached."""
+    """What `traced_spec` returns for micro-batch `micro`, cached by `key`, its `layout_of_leaves`."""
     costs = program.cache.costs
     if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
         program.cache.overflowed = True
@@ -162,7 +162,7 @@ def traced_spec(
 ) -> tuple[StepSpec, frozenset[int]]:
     """The StepSpec with costs traced for micro-batch `micro`, and the indices of segments that draw random numbers.
 
-    The costs are of the program's device; `of_accelerator` chooses an accelerator's or the CPU's instead.
+    The costs are of the program's device, or with `of_accelerator` True of an accelerator, with False of the CPU.
     """
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
@@ -193,8 +193,8 @@ def traced_spec(
 def _trace_all(
     program: Program, micro: Batch, of_accelerator: bool
 ) -> tuple[list[Trace], frozenset[int], list[str]]:
-    """Trace every segment on its predecessor's output, equal segments once. Returns the traces, the segments that
-    draw random numbers, and the trained parameters that no path from the loss leads to."""
+    """Trace every segment on its predecessor's output, equal ones once, at CPU costs unless `of_accelerator`. Gives
+    the traces, segments that draw random numbers, and trained parameters that no path from the loss leads to."""
     seen: dict[Any, Trace] = {}
     traces: list[Trace] = []
     random: set[int] = set()
@@ -215,7 +215,7 @@ def _trace_all(
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
-    """The names of trained parameters that no path from the loss leads to; `paths` are those of each segment."""
+    """The names of trained parameters that no path from the loss leads to; `paths` are of all segments."""
     used, reached = set[str](), set[str | int]({0})  # outputs by number, of which the loss is one
     for call, own in zip(reversed(program.calls), reversed(paths), strict=True):
         reached = {x for n in reached if isinstance(n, int) for x in own[n]}

@@ -171,7 +171,7 @@ def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) ->
 
 
 def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
-    """The largest difference of `x` and `y` over the largest finite value in `y`; NaN in both counts as equal."""
+    """The largest difference of `x` and `y` over the largest finite `y`, at least `least`; two NaNs are equal."""
     if not y.numel() or torch.equal(x, y):
         return 0.0
     both = x.isnan() & y.isnan()
@@ -234,8 +234,8 @@ def _of_loss(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]
 
 
 def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[int], where: str) -> str:
-    """Text that names tokens of `rows` which change others, in results of `run` or in gradients pulled back, or "".
-    `dims` and `made` are the dimensions of tokens in each of `rows` and of the results."""
+    """Text, ending in `where`, that names tokens of `rows` which change others in `run`'s results or gradients; or
+    "". `dims` and `made` are the dimensions of tokens in each of `rows` and in each of the results."""
     tokens = rows[0].shape[dims[0]]
     places = [
         sorted({*few} - {end})

@@ -302,8 +302,8 @@ def _refuse_bags(nodes: Sequence[Node]) -> None:
 def _refuse_noise(
     of_row: Mapping[Node, Node], apart: Sequence[Node], starts: Sequence[Node], depends: Set[Node]
 ) -> None:
-    """Raise ValueError unless each operation on random numbers alone is known to keep tokens independent. Their
-    cumulative sum along tokens, for one, would start anew in each tile, which no trial shows."""
+    """Raise ValueError unless each operation on random numbers alone is known to keep tokens independent. A
+    cumulative sum of them along tokens, for one, would start anew in each tile, which no trial shows."""
     noise = {x for x in apart if is_draw_node(x)}
     draws, made = [*noise], list[Node]()
     for x in (x for x in apart if x not in noise):

@@ -132,7 +132,7 @@ class HostKeys:
     def _fetch(
         self, part: Part, slot: Sequence[Tensor], up: torch.Stream | None, down: torch.Stream | None
     ) -> torch.Event | None:
-        """Copy keys, values and sums of `part` from the host to `slot`; returns the event of their arrival."""
+        """Copy keys, values and, after `down`, sums of `part` to `slot` on stream `up`; returns the end event."""
         if self.kept is None:
             return None
         here = self.still_here(part)

@@ -38,7 +38,7 @@ def attend_row(
     scale: float | None = None,
 ) -> Tensor:
     """Attention [batch, heads, tokens, value features] of queries [batch, heads, tokens, features] over keys and
-    values of as many tokens, and as many heads or a divisor.
+    values of as many tokens, and as many heads or a divisor. Scores are times `scale`, features ** -0.5 if None.
 
     A token sees itself and tokens before, from the `first` [batch, tokens] of its document on, `window` at most.
     """

@@ -31,8 +31,8 @@ ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=Non
 @frozen
 class View:
     """The keys that queries of one tile see: none after the query, none before the `first` [batch, tile] of its
-    document, and no more than `window` keys. `at` is the place of the tile's first query in the row; no `first` is
-    before `begins`, which the host knows."""
+    document, and no more than `window` keys. `at` is the index of the tile's first query in the row; no `first` is
+    less than `begins`, an int."""
 
     at: int
     scale: float
@@ -84,7 +84,7 @@ class Pair:
 
 
 def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
-    """The attention of queries `q` [batch, heads, tile, features] over keys and values of a row."""
+    """The attention of queries `q` [batch, heads, tile, features] over the keys and values of `row` in `view`."""
     if by_ranges(q, row, view):
         return _attend_ranges(q, row, view)
     out = lse = None
@@ -131,8 +131,8 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
 
 
 def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
-    """Yield the numbers of a row's tiles. For `fake` tensors, yield a few, each counted for tiles of similar cost:
-    after the first `grown` tiles costs grow evenly, but for the last tile."""
+    """Yield the numbers of a row's tiles, last first if `backward`. For `fake` tensors, yield a few, each counted
+    for tiles of similar cost: after the first `grown` tiles costs grow evenly, but for the last tile."""
     between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
     if between > FEW and fake:
         ends = {grown: between // 2, tiles - 2: between // 2}

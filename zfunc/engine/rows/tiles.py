@@ -65,7 +65,7 @@ class Tiled:
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of a tile's halves before the first step. Returns what outputs depend on."""
+        """Trace a tile's passes before step one. Returns the weights and input leaves each output depends on."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
         split, leaves = self.split(weights, inputs)
@@ -124,7 +124,7 @@ class Tiled:
     # --- the cut ------------------------------------------------------------------------------------------------
 
     def split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
-        """The segment, cut once for weights and inputs of these shapes, and the leaves of `inputs`."""
+        """The segment's `Split`, made once for weights and inputs of these shapes, and the leaves of `inputs`."""
         leaves = tree_leaves(inputs)
         everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
         key = layouts(everything)
@@ -185,7 +185,7 @@ class TiledLoss:
         return _rounded(sums, weights.trained), below
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace forward and backward of a tile before the first step. Returns what the loss depends on."""
+        """Trace a tile's passes before step one. Returns the weights and input leaves the loss depends on."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
     def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
@@ -258,7 +258,7 @@ class TiledRow:
         return slice(*self.part(i))
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
-        """Yield the indices of the row's tiles; for fake tensors, a few that count for all tiles of equal cost."""
+        """Yield the row's tile indices, last first if `backward`; for fake tensors a few that count for all."""
         window, fake = self.split.window, isinstance(self.leaves[self.split.rows[0]], FakeTensor)
         grown = 1 if window is None else 1 + -(-window // self.split.tile)
         return tile_numbers(self.tiles, grown, fake=fake, backward=backward)

@@ -119,12 +119,12 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 
 def wait_for_copies(step: StepContext) -> None:
-    """Wait for the device where there are several ranks: the caller reads host memory that copies from it write."""
+    """Wait, if there are several ranks, until the device has written its copies to host memory, to be read now."""
     wait_for_device(step, step.devices[0], "copies to the host")
 
 
 def wait_for_device(step: StepContext, device: torch.device, what: str) -> None:
-    """Wait for `device` if there are several ranks, and watch for ranks that die: a collective may wait for one."""
+    """If there are several ranks, wait for `device` and watch for dead ranks; errors say `what` was waited for."""
     if step.ranks.several and on_accelerator(device):
         synchronize(torch.accelerator.current_stream(device), step.patience, what, step.ranks.watch)
 

@@ -65,7 +65,7 @@ class StepContext:
     def decision(
         self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
     ) -> StepDecision:
-        """The `StepDecision` that skips this step, or makes its update with the gradient times `factor`."""
+        """The `StepDecision`, with `loss` and `aux`, to skip this step or update by the gradient times `factor`."""
         named = dict(zip(self.spec.aux, aux, strict=True)) if aux else {}
         scale = factor / self.loss_scale
         return StepDecision(skip, scale, self.number, self.factors, loss, named, self.spec.unused)

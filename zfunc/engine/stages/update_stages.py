@@ -115,10 +115,10 @@ def _prepared(
     *,
     by_parameter: bool,
 ) -> PreparedUpdate:
-    """The update of a bucket with `state`: that of the last step if its buffers are the same tensor objects.
+    """The update of a bucket's `state` and new parameters `out`, in runs of a group or, `by_parameter`, of each
+    parameter; without `unused` parameters. It is that of the last step if its tensors are the same objects.
 
-    A State or slot with other memory has other tensors, and its update is prepared, so checked, anew. An update is
-    not kept if it uses memory of the step alone, which has to be freed."""
+    Other memory is prepared, and checked, anew. An update of memory that only this step has is not kept."""
     of = (*state.values(), _gradient_memory(op, mem), out, unused)
     found = step.prepared.get((op.verb, op.index))
     if found is not None and len(found.of) == len(of) and all(map(is_, found.of, of)):
@@ -141,7 +141,7 @@ def _prepared(
 
 
 def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield the runs of elements of one parameter group in this rank's slice: start, stop, optimizer arguments."""
+    """Yield (start, stop, optimizer arguments) of each group's runs in this rank's slice; `unused`: group LEFT."""
     for start, stop, group in bucket.runs_within(shard.start, shard.stop, unused):
         yield start - shard.start, stop - shard.start, {"group": group}
 
@@ -149,7 +149,7 @@ def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tup
 def _parameters(
     bucket: Bucket, shard: slice, unused: Collection[str]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield the elements of each parameter in this rank's slice of a bucket: start, stop, optimizer arguments."""
+    """Yield (start, stop, optimizer arguments) of each parameter in this rank's slice; `unused`: group LEFT."""
     for start, stop, span in bucket.spans_within(shard.start, shard.stop):
         group = LEFT if span.name in unused else span.group
         yield start - shard.start, stop - shard.start, {"group": group, "shape": span.shape}
@@ -192,7 +192,7 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
-    """This rank's slice of the bucket's gradient that operation `op` reads; a slot's memory may be longer."""
+    """This rank's slice, at `shard`, of the bucket's gradient that `op` reads; a slot's memory may be longer."""
     memory = _gradient_memory(op, mem)
     return memory[shard] if op.touches("grad") else memory
 
@@ -218,7 +218,7 @@ def _params(op: Op, mem: Memory) -> Tensor | None:
 
 
 def _own(op: Op, step: StepContext, out: Tensor) -> Tensor:
-    """This rank's slice of `out`, if that has the parameters that `op` writes; a slot or page as it is."""
+    """This rank's slice of `out` if `op` writes whole parameters; else `out`, a slot or page, as it is."""
     whole = op.touches("params")
     return step.ranks.own_slice(step.spec.layout.all_buckets[op.index[0]], out) if whole else out
 

@@ -178,11 +178,11 @@ class StateOnDisk:
         }
 
     def read(self, flat: Tensor, names: Sequence[str]) -> None:
-        """Read consecutive state buffers of the bucket from the disk to their places in `flat`, as in `views`."""
+        """Read consecutive state buffers `names` from the disk to their places in `flat`, as in `views`."""
         self.swap.read(self.b, names, self._places(flat, names))
 
     def write(self, flat: Tensor, names: Sequence[str]) -> None:
-        """Write consecutive state buffers of the bucket to the disk from their places in `flat`, as in `views`."""
+        """Write consecutive state buffers `names` to the disk from their places in `flat`, as in `views`."""
         self.swap.write(self.b, names, self._places(flat, names))
 
     def read_weights(self, page: Tensor | None = None) -> Tensor:

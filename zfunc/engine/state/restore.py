@@ -148,7 +148,7 @@ def _parts(x: Slice) -> Iterator[tuple[int, int]]:
 
 
 def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers) -> None:
-    """Set one parameter's state to the saved weights, with moments of 0, in this rank's `slices`, by kind."""
+    """Set a parameter's state to its saved weights and moments of 0 in this rank's `slices`, by buffer name."""
     memory = {kind: slice_memory(buffers, x).zero_() for kind, x in slices.items()}
     first = slices["master" if "master" in slices else HIGH_HALF]
     for start, stop in _parts(first):
@@ -180,7 +180,7 @@ def _convert(
     *,
     strict: bool,
 ) -> bool:
-    """Convert the saved state of one parameter to the state format of `bucket`; `slices` are this rank's, by kind.
+    """Convert a parameter's saved state to the state format of `bucket`, in this rank's `slices`, by buffer name.
 
     Returns whether the optimizer can read the saved format; if `strict`, raises CheckpointError where it cannot.
     """

@@ -45,7 +45,7 @@ class Ownership:
     averaged: frozenset[int] = frozenset()
 
     def check(self, generation: int, step: int, action: str) -> None:
-        """Raise DonatedStateError unless the State of this generation may use the buffers for `action`."""
+        """Raise DonatedStateError unless `action` may use the buffers of the State of `generation`, at `step`."""
         if self.lost:
             raise DonatedStateError(f"{action}: this state is gone: {self.lost}")
         if generation != self.generation:
@@ -56,7 +56,7 @@ class Ownership:
             )
 
     def settle(self, name: str, decision: StepDecision, norm: float, *, defers: bool) -> None:
-        """Record the decision of a step that has ended; with `defers`, the step's update is still to be made.
+        """Record the decision of step `name`, which has ended; with `defers`, its update is still to be made.
 
         Raises NonFiniteError for a gradient norm that is not finite if the updates did not wait for the norm.
         """
@@ -84,7 +84,7 @@ class Ownership:
 
         Yields a dict to be filled: by index, operations that have started, and whether they have ended. After a
         failure the State owns the buffers again, unless an update of this step had begun, or a deferred update had
-        begun and not ended. Deferred updates that were not begun are made later.
+        begun and not ended. Deferred updates not begun are made later. Errors quote `name` and `way_on`.
         """
         started: dict[int, bool] = {}
         self.generation += donated
@@ -108,7 +108,7 @@ class Ownership:
     def _unfinished(self, ops: Sequence[Op], started: Mapping[int, bool], *, defers: bool) -> str:
         """The name of the first update that makes the State unusable, or ""; records deferred updates that ended.
 
-        A deferred update counts by its changes of optimizer state and averages: copies to devices are repeated.
+        A deferred update has ended once its optimizer state or average is written: copies to devices are repeated.
         """
         decide = next((i for i, op in enumerate(ops) if op.writes == (Region("decision"),)), len(ops))
         late = decide if defers else 0  # operations before are of the deferred updates

@@ -35,7 +35,7 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: b
 
 
 def _of_home(ranks: RankGroup, home: int, bucket: Bucket, own: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A bucket's parameters on the host, from pipeline stage `home`, which has them: a collective of all stages."""
+    """A bucket's parameters on the host, from stage `home`, where `own` has them; a collective of all stages."""
     own = torch.empty(bucket.numel, dtype=dtype, device="cpu") if own is None else own
     return ranks.from_stage(home, own)  # pyright: ignore  # StageRanks
 
@@ -106,7 +106,7 @@ def put_weights(
     *,
     keep_moments: bool = False,
 ) -> None:
-    """Set the weights of one parameter: in this rank's slice of the state, and where the rank has its parameters.
+    """Set the weights of parameter `span` to `value`, in this rank's part of the state and of the parameters.
     The parameter's moments have to be 0, unless `keep_moments`.
 
     Works on PART elements at a time, because splitting a master allocates.
@@ -140,7 +140,7 @@ def put_weights(
 
 
 def begin_again(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
-    """Zero this rank's moments of a trained parameter, and set its moving average, if one is kept, to `value`."""
+    """Zero this rank's moments of the parameter `span`, and set its moving average, if one is kept, to `value`."""
     bucket, piece = layout.bucket_of(span), layout.piece(span, ranks.rank, ranks.world)
     start, stop = piece.at, piece.at + piece.stop - piece.start
     state = buffers.state(bucket.index, write=True)

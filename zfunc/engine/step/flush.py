@@ -39,8 +39,8 @@ def run_on_state(
     *,
     donated: bool = True,
 ) -> tuple[StepRun, dict[Region, Any]]:
-    """Run the plan of update `number` on the memory of `state`, donated or changed in place and on the step's `own`
-    regions; waiting ranks are told of a failure. Returns the run, and all regions with what the plan wrote."""
+    """Run the plan of update `number` on the memory of `state` (changed in place unless `donated`) and the step's
+    `own` regions. Other ranks are told if it fails. Returns the run, and all regions with what the plan wrote."""
     step, mem = step_on(program, shaped, state, number, debug=options.debug)
     mem |= own
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
@@ -67,7 +67,7 @@ def step_on(
     program: Program, shaped: ShapedProgram, state: State, number: int, *, debug: bool = False
 ) -> tuple[StepContext, dict[Region, Any]]:
     """The constants of the step that makes update `number`, and the memory it begins with: the State's regions, the
-    program's staging buffers, and the decision of the step before."""
+    program's staging buffers, and the decision of the step before. With `debug`, updates check buffers anew."""
     ranks, owner = program.ranks, state.buffers.owner
 
     def randomness(m: int, s: int) -> AbstractContextManager[None]:

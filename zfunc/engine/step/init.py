@@ -48,7 +48,7 @@ def init(
 ) -> State:
     """Make a new State, with initial values from `params` ({full name: tensor}), else from the segments.
 
-    `params` may have the buffers that forward changes as well (`zfunc.buffers`).
+    `params` may have the buffers that forward changes as well (`zfunc.buffers`). `loss_scale` is for fp16 alone.
 
     Values are created, copied to the fp32 master weights and rounded for the device, one segment at a time. Raises
     OutOfMemory before any allocation if the plan does not fit, RuntimeError in inference mode, and ValueError or
@@ -157,8 +157,8 @@ def allocate_state(
     swap: SwapSpace | None = None,
     kept: Mapping[str, frozenset[int]] | None = None,
 ) -> Buffers:
-    """Allocate zeroed buffers for a State, on all ranks together: a collective. `kept` names frozen buckets with
-    more to keep, by field of `StepSpec`. Raises OutOfMemory before any allocation, also if no step would fit.
+    """Allocate zeroed buffers for a State, on all ranks together: a collective. `kept` is what
+    `kept_frozen` returns, if anything. Raises OutOfMemory before any allocation, also if no step would fit.
 
     Optimizer state on the disk is in the swap space `swap`, or in a new one.
     """

@@ -29,7 +29,7 @@ from zfunc.runtime.host_memory import available_host_bytes
 
 
 def check_state(program: Any, state: Any, action: str) -> None:
-    """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`.
+    """Raise TypeError, ValueError or DonatedStateError, for the call `action`, unless `program` may use `state`.
 
     A released State is brought back to the device; if it does not fit, OutOfMemory is raised and it stays released.
     """

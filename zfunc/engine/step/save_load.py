@@ -105,7 +105,7 @@ def save(
 
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
-    """Reserve disk space for a checkpoint of `state` on every rank, or raise CheckpointError on every rank."""
+    """Reserve disk space for the checkpoint `save` of `state`, or raise CheckpointError, on every rank."""
     places = program.spec.places
     frozen: dict[int, Dtype] = {x.index: places[x.index].dtype for x in program.layout.frozen_buckets}
     frozen |= dict.fromkeys(state.buffers.masters, "fp32")
@@ -168,7 +168,7 @@ class Restored:
 
 
 def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> Restored:
-    """Load a checkpoint as `zfunc.load` does; returns the State with the checkpoint's path and `extra`."""
+    """Load a checkpoint as `zfunc.load`, `strict` or not; returns the State, checkpoint path and `extra`."""
     refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
@@ -204,7 +204,7 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
 
 
 def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-    """Fill a State's buffers from one checkpoint; returns the names of parameters whose moments begin at 0."""
+    """Fill a State's buffers, `strict` as in `load`; returns names of parameters whose moments begin at 0."""
     saved = checkpoint.manifest.buffers
     for s, segment in enumerate(program.segments):
         if into := module_buffers(program, buffers, s):

@@ -65,8 +65,8 @@ def open_swap(program: Program) -> SwapSpace:
 def commit_state(
     program: Program, state: State, extra: Mapping[str, Any] | None = None, *, changed: Collection[int] = ()
 ) -> None:
-    """Commit `state` to the program's swap space, if it has one, after writing the state that steps since the last
-    commit updated, and that of the `changed` buckets. A collective."""
+    """Commit `state`, with `extra`, to the program's swap space, if it has one, after writing the state that steps
+    since the last commit updated, and that of the `changed` buckets. A collective."""
     if (swap := state.buffers.swap) is None:
         return
     all_or_none(program.ranks, partial(_write_missing, program, state, swap, changed))
@@ -74,14 +74,14 @@ def commit_state(
 
 
 def commit_again(program: Program, state: State, *, changed: Collection[int] = ()) -> None:
-    """Commit `state` to its swap space, if any, with the `extra` of the last commit. A collective."""
+    """Commit `state`, and buckets `changed`, to its swap space, if any, with the last `extra`. A collective."""
     if (swap := state.buffers.swap) is not None:
         last = swap.record()
         commit_state(program, state, last and last["extra"], changed=changed)
 
 
 def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Collection[int]) -> None:
-    """Write to `swap` the buffers of `state` that the next commit needs and the disk lacks or has outdated."""
+    """Write to `swap` the buffers of `state` that the disk lacks or has outdated, as those of `changed` buckets."""
     state.buffers.close()
     committed = swap.record()
     updated = committed is not None and committed["position"]["step"] != state.step

@@ -38,8 +38,8 @@ class Whole:
 
 @frozen(eq=False)
 class ByValue:
-    """A tensor of a batch on whose values, not on its shape alone, a trace depends; `whole` if it has no rows. If
-    `counted`, it depends only on how many elements of masks are set, which batches of equal shapes must share."""
+    """A tensor of a batch on whose values, not shape alone, a trace depends; `whole` if the tensor has no rows. If
+    `counted`, a trace depends on how many elements of masks are set alone, equal in batches of equal shapes."""
 
     tensor: Tensor
     whole: bool = False

@@ -16,7 +16,7 @@ NO_COPY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def expression(joint: GraphModule, known: dict[Any, int]) -> int:
-    """A number for the computation of `joint`: with one `known`, equal numbers mean that operations are equal."""
+    """A number for the operations of `joint`: equal for equal ones, if both numbers are made with one `known`."""
     numbers = dict[Node, int]()
     for i, (node, needs) in enumerate(needs_of(joint.graph).items()):
         leaves, structure = tree_flatten((node.args, node.kwargs))

@@ -87,8 +87,8 @@ def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], 
 
 
 def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plain: bool = True) -> Facts:
-    """The plain values, by name, that a module's forward (without a module `function`) and the user's functions and
-    methods called there read from closures and globals. Unless `plain`, also plain class attributes, and other
+    """The plain values, by name, that a module's forward (`function`, if `module` is None) and the user's functions
+    and methods called there read from closures and globals. Unless `plain`, also plain class attributes, and other
     values by a `_glimpse`: their identity, and the plain values directly in an object, list or dict."""
     found: Facts = {}
     classes = {*map(type, module.modules())} if module else set[Any]()
@@ -131,7 +131,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
-    """The key by which `value` is compared: the plain values in it, and of others `by(value)`, such as the type."""
+    """A key to compare `value`, `depth` levels deep: plain values in it; `by(x)` of others or past MAX_DEPTH."""
     if isinstance(value, PLAIN):
         return repr(value)  # so that a NaN equals itself, and 1 is not True
     if isinstance(value, np.ndarray):

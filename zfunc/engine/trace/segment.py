@@ -338,7 +338,7 @@ def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module |
 
 
 def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if two different tensors, one of them trained, lie in the same part of a storage."""
+    """Raise ValueError, headed `where`, if two tensors, one of them trained, lie in the same part of a storage."""
     apart: dict[int, tuple[int, int, int, str, Tensor]] = {}
     for name, t in tensors.items():
         if t.layout is torch.strided and t.numel():
@@ -369,7 +369,7 @@ def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
 def _functional(
     skeleton: nn.Module, twins: Mapping[str, str], types: Mapping[str, str], changing: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """A module as a function of parameters and inputs; with `changing` also returns new values of those buffers."""
+    """A module as a function of parameters and inputs, which also returns new values of the buffers `changing`."""
     lock = threading.RLock()  # during the call the skeleton holds the parameters
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
@@ -402,7 +402,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
 
 
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:
-    """Parameters and buffers of a meta module, allocated on the CPU and set by `reset_parameters`."""
+    """Parameters and buffers, by name, of a meta module, on the CPU and set by `reset_parameters` with `seed`."""
     real = copy.deepcopy(module).to_empty(device="cpu")
     with torch.no_grad():
         for t in (*real.parameters(), *real.buffers()):

@@ -118,7 +118,7 @@ class SegmentVJP:
     def run(
         self, way: str, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Any
     ) -> Any:
-        """Run pass `way` (F, R, B, I, W of PASSES); for W, `residuals` is `(run, pending)` of `backward_input`."""
+        """Run pass `way`, a key of PASSES; if that is W, `residuals` is `(run, pending)` of `backward_input`."""
         if way == W:
             run, pending = residuals
             return run(*pending)
@@ -342,7 +342,7 @@ class _Traced:
     def _graphs(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
     ) -> tuple[list[Any], Any]:
-        """Leaves of weights and inputs, and the graphs of the passes, traced at first use; None if that fails."""
+        """Leaves of weights and inputs; and the graphs, or None, traced at first use for an output like `guess`."""
         # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
         plain = all(isinstance(x, Tensor) for x in inputs)
         moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
@@ -555,7 +555,7 @@ def joint_graph(
 
 
 def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
-    """`graph` as a callable without dead code that draws the running pass's random numbers; compiled on request."""
+    """`graph` without dead code, as a callable with the pass's random numbers; `compiled`: whether, or the mode."""
     # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
     # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
@@ -585,7 +585,7 @@ def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_device_graphs(beside: bool) -> None:
-    """Raise ValueError for CUDA graphs in a thread `beside` the main one, if torch has them in the main only."""
+    """Raise ValueError if the caller is `beside` the main thread and torch has CUDA graphs only in the latter."""
     if beside and not GRAPHS_IN_THREADS:
         got = f'"reduce-overhead" beside the main thread with torch {torch.__version__}'
         got += ", whose graphs of a device are the main thread's"

@@ -81,8 +81,7 @@ def without_idle_draws(model: nn.Module) -> nn.Module:
 
 
 def loss_in(model: nn.Module, output: Any) -> Tensor:
-    """The loss in a model's `output`: its `.loss` or item "loss", or the only floating-point scalar in it. Raises
-    ValueError for an output without a loss."""
+    """The loss in `output`: its `.loss`, item "loss", or only floating-point scalar. Raises ValueError if none."""
     found: Any = getattr(output, "loss", None)
     if isinstance(output, Mapping):
         found = output.get("loss", found)

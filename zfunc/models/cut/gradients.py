@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], x: Any) -> dict[str, Any]:
-    """The autograd nodes behind the loss `function(params, x)`, by digests of all that each depends on."""
+    """The autograd nodes of the loss `function(params, x)`, by a hex digest of the node and all nodes below it."""
     with torch.enable_grad():
         loss = function(params, x)
     names = {id(t): name for name, t in params.items()}

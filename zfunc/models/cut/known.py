@@ -68,7 +68,7 @@ class KnownValues(TorchFunctionMode):
     """A mode in which tensors have values where these depend on known inputs alone: on `Values`, which can be read,
     and on `BySample`, of which a trace may know how many elements a mask selects.
 
-    `read(name, count)`, if given, is told the inputs whose values are read, or only counted; all can be read then.
+    With `read`, `BySample` can be read too; `read(name, count)` is told each input read, `count` if only counted.
     """
 
     def __init__(self, device: torch.device, read: Callable[[str, bool], None] | None = None) -> None:
@@ -173,7 +173,7 @@ class KnownValues(TorchFunctionMode):
         return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
 
     def _places(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
-        """Indices that `mask` selects, by dimension: constants, or as many as the known mask `value` selects."""
+        """Index tensors, one a dimension, of what `mask` selects; `value` is its values, made of inputs `names`."""
         with _outside():
             places = value.nonzero(as_tuple=True)
         if self.read is None and self._free(names):
@@ -190,7 +190,7 @@ class KnownValues(TorchFunctionMode):
         return made
 
     def _free(self, names: frozenset[str]) -> bool:
-        """Whether a trace may read values made of the inputs `names`: always with `read`, else if no `BySample`."""
+        """Whether a trace may read values made of inputs `names`: with `read` always, else if none is BySample."""
         return self.read is not None or names.isdisjoint(self.sampled)
 
     def _of(self, t: Tensor) -> Any:
@@ -199,7 +199,7 @@ class KnownValues(TorchFunctionMode):
         return None if found is None or found[0].untyped_storage()._cdata in self.written else found
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
-        """A tensor of the trace with the values of `value`, in memory of its own, known if small."""
+        """A tensor of the trace with a copy of `value`; if small, known from now on, as made of inputs `names`."""
         with _outside():
             own, kept = value.clone(), value.clone()
         t = kept.to(self.device, copy=True)
@@ -208,7 +208,7 @@ class KnownValues(TorchFunctionMode):
         return t
 
     def _real(self, func: Any, args: Any, kwargs: Any, shapes_alone: bool = False) -> Any:
-        """What `func` returns, on the CPU, for its arguments' known values; for empty ones if `shapes_alone`."""
+        """What `func` returns on the CPU for its arguments' known values, or for unset ones if `shapes_alone`."""
 
         def value(x: Any) -> Any:
             if isinstance(x, torch.device):
@@ -229,7 +229,7 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _forget(self, name: str, args: Any, kwargs: Any) -> None:
-        """Forget the values of what a function of unknown values writes, and of all that shares its memory."""
+        """Forget the values of tensors that function `name`, of unknown result, writes, and of their views."""
         in_place = (name.endswith("_") and not name.endswith("__")) or "inplace" in kwargs
         in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
         for t in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):

@@ -183,8 +183,8 @@ def cuts(
 
 
 def _inputs_read(traces: "ModuleTraces", call: BatchCall) -> dict[str, bool]:
-    """The names of the integer inputs of `call` on whose values a trace depends, which the log says; True for one
-    of which it depends on the number of elements that masks select alone."""
+    """The names of the integer inputs of `call` on whose values a trace depends, which the log says; mapped to
+    True where the trace depends only on how many elements masks made of the input select."""
     given = ((keystr(path), unmarked(t)) for path, t in tree_flatten_with_path(call)[0])
     numbers = {name: True for name, t in given if isinstance(t, Tensor) and not t.is_floating_point()}
     values, counted = traces.values_read(
@@ -236,7 +236,7 @@ class ModuleTrace:
     apart: bool = False
 
     def with_places(self, names: list[str]) -> "ModuleTrace":
-        """This trace with None as the piece of each of `names` it does not call; itself if its names do not fit."""
+        """This trace with a piece for each of `names`, None for a block not called; unchanged if none fits."""
         if [x for x in names if x in self.names] != self.names or self.names[-1] != names[-1]:
             return self
         at = [self.names.index(x) if x in self.names else None for x in names]
@@ -264,7 +264,7 @@ class ModuleTraces:
     uncut: dict[int, Any] = field(factory=dict)  # by key, what cuts the graph of the first trace
 
     def of(self, x: Any, dtype: torch.dtype, *, training: bool) -> ModuleTrace:
-        """The module's trace for inputs of the shapes of `x` with parameters of `dtype`, made at first use."""
+        """The module's trace for inputs like `x`, parameters of `dtype`, and train or eval mode; cached."""
         leaves, structure = tree_flatten(x)
         facts = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
         key = fold_seed(training, dtype, str(structure), facts) >> 2
@@ -318,7 +318,7 @@ class ModuleTraces:
         return self._pieces(key, cut_in(blocks, starts=starts, most=self.most))
 
     def _uncut(self, x: Any, dtype: torch.dtype, training: bool) -> Any:
-        """A function that cuts the module's graph for inputs like `x`: `cut_graph` of blocks, starts and most."""
+        """Trace the module, train or eval mode, on inputs like `x`, weights in `dtype`; returns its `cut_graph`."""
         # 1. The module with weights that have no memory, on an input without any.
         mode, fakes, inputs = self._without_memory(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}
@@ -367,7 +367,7 @@ class ModuleTraces:
         return cut_in
 
     def _without_memory(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
-        """A mode of tensors without memory, and in it the parameters and inputs like `x`."""
+        """A mode of fake tensors, and such tensors: parameters in `dtype` by short name, and inputs like `x`."""
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         buffers = {**self.whole.constants, **self.whole.buffers}
         types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
@@ -379,8 +379,8 @@ class ModuleTraces:
         return mode, fakes, inputs
 
     def values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
-        """The inputs whose values forward reads, of the `BySample` ones of `x`, by name: where, as "at file:line";
-        and those that are masks, or become some. Raises ValueBranchError for a branch on any other value."""
+        """Two dicts of `BySample` inputs of `x`, from name to where, as "at file:line": inputs whose values forward
+        reads, and inputs it uses as masks. Raises ValueBranchError for a branch on any other value."""
         return _in_thread(self._values_read, x)
 
     def _values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -612,7 +612,7 @@ def _initial(values: Values, names: list[str], _: int) -> Values:
 
 
 def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tensor], x: Any, *_: Any) -> Any:
-    """Run segment `s` of a module's first trace, with the piece of the trace that fits the shapes of its input."""
+    """Run segment `s` of a module, by its piece in the trace for these shapes and mode (`training` or eval)."""
     if s == 0:
         if not isinstance(x, BatchCall) and traces.by_value:  # inputs of zfunc.apply
             x = unmarked(mark_values(BatchCall(x), traces.by_value)).inputs

@@ -75,7 +75,8 @@ def module_piece(cut: CutGraph, s: int) -> ModulePiece:
 def _copy_nodes(
     nodes: Any, root: nn.Module, graph: Graph, copies: dict[Node, Any], device: Node
 ) -> list[str]:
-    """Copy `nodes` to `graph`; regions in other grad or autocast modes go to `root`, and their code is returned."""
+    """Copy `nodes` to `graph` and note their `copies`. Regions of other grad or autocast modes become modules of
+    `root`; returns the code of these. Devices in arguments become the node `device`."""
     texts = list[str]()
 
     def copied(x: Any) -> Any:
@@ -152,7 +153,7 @@ def _crossing(cut: CutGraph, x: Node) -> tuple[torch.dtype, bool]:
 
 
 def _crossing_form(t: Tensor, dtype: torch.dtype, differentiable: bool) -> Tensor:
-    """A tensor in the form in which it crosses a cut: as real numbers, or as integer bits without a gradient."""
+    """Tensor `t` of `dtype` in the form in which it crosses a cut: real, and integer bits if it has no gradient."""
     t = torch.view_as_real(t.resolve_conj()) if dtype.is_complex else t
     return t if differentiable or not t.is_floating_point() else t.detach().view(BITS[t.element_size()])
 

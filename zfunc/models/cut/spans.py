@@ -53,8 +53,8 @@ class BuffersWrittenError(Exception):
 
 @define(eq=False)
 class NodeSpan:
-    """The nodes of a graph between two cuts: of a `call` of the block `name`, or outside blocks without a name.
-    `part` counts the spans of one call, from 0; `place` is where it first reads a parameter, as "file:line"."""
+    """The nodes of a graph between two cuts: of a `call` of the block `name`, or, with name "", outside blocks.
+    `part` counts the spans of a call, from 0; `place` is where the span first reads a parameter, "file:line"."""
 
     name: str
     call: Any
@@ -229,8 +229,8 @@ def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
 def _bonds(
     nodes: list[Node], sources: Mapping[str, str], changed: set[str]
 ) -> Iterator[tuple[int, int, str]]:
-    """The numbers of two `nodes` between which there is no cut, and why as text for the log: a cut would separate
-    memory from a write into it, or the results of one operation ("")."""
+    """Yield the indices of two `nodes` that no cut may separate, and why, as text for the log: a write in place and
+    its memory (of buffers, those in `changed` alone), or the results of one operation ("")."""
     at = {n: i for i, n in enumerate(nodes)}
     base = _roots(at)
     first: dict[Node, int] = {}
@@ -252,7 +252,7 @@ def _bonds(
 
 
 def _said(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Iterator[str]:
-    """Yield text for the log on why `bonds` between nodes join two of `spans`."""
+    """Yield text for the log on which of `spans` have to be one, and why, by the `bonds` between their nodes."""
     of = [span for span in spans for _ in span.nodes]
     for i, j, why in bonds:
         if why and of[i] is not of[j]:
@@ -319,7 +319,7 @@ def _first_runs(runs: list[Run], most: int) -> list[Run]:
 
 
 def _parts(span: NodeSpan, runs: list[Run], starts: frozenset[str]) -> Iterator[NodeSpan]:
-    """The parts of a span, cut in front of the runs of the parameters `starts`."""
+    """The parts of a span, cut before those of its `runs` whose first parameter is one of `starts`."""
     places = [0, *(run.start for run in runs[1:] if run.name in starts), len(span.nodes)]
     for part, (i, j) in enumerate(pairwise(places)):
         yield NodeSpan(span.name, span.call and (span.call, part), span.nodes[i:j], part)
@@ -363,7 +363,7 @@ def _roots(nodes: Iterable[Node]) -> dict[Node, Node]:
 
 
 def _written(nodes: Iterable[Node], sources: Mapping[str, str]) -> set[str]:
-    """The names of the parameters, buffers and constants that nodes of a graph write into."""
+    """The names (in `sources`) of parameters, buffers and constants that nodes of a graph write into."""
     base = _roots(nodes)
     roots = (base.get(x, x) for n in base for x in arguments_written(n))
     return {sources[x.name] for x in roots if x.name in sources}

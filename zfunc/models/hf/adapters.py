@@ -158,8 +158,7 @@ def base_name(name: str) -> str:
 
 
 def adapted_modules(model: Any) -> list[str]:
-    """Last parts of the names of modules with adapters, such as "q_proj", and of tensors, such as
-    "experts.down_proj", sorted."""
+    """The sorted last parts of names of modules (as "q_proj") and tensors ("experts.down_proj") with adapters."""
     names = ((x.replace(".base_layer", "").rpartition(".")[2], m) for x, m in _lora_layers(model))
     return sorted({f"{x}.{m.parameter_name}" if _of_tensor(m) else x for x, m in names})
 
@@ -213,8 +212,8 @@ def make_pure(layer: Any) -> None:
 
 
 def with_pure_adapters(model: nn.Module) -> nn.Module:
-    """A copy of `model` in which layers of peft that adapt tensors are pure; a model without any as it is.
-    ValueError if they are merged or disabled."""
+    """A copy of `model` with a pure forward in layers of peft that adapt tensors; a model without such layers as
+    it is. Raises ValueError if these layers' adapters are merged or disabled."""
     if not any(map(_of_tensor, model.modules())):
         return model
     _check_trained(model)
@@ -230,7 +229,7 @@ def _pure_class() -> type:
     from peft.tuners.lora.layer import ParamWrapper
 
     class AdaptedTensor(ParamWrapper):
-        """A module called with one of its tensors replaced by its sum with the product of the adapters."""
+        """A module called with one tensor replaced by the sum of that tensor and the product of its adapters."""
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             (adapter,) = self.active_adapters
@@ -328,7 +327,7 @@ class AdaptedWeights:
         config.save_pretrained(str(folder))
 
     def written(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors to write, from trained fp32 `weights` by name; a layer's once all its weights came."""
+        """Names and tensors to write, of trained fp32 `weights` by name; those of a layer once all of it came."""
         waiting: dict[str, Values] = {x: {} for x in self.layers}
         for first, values in weights:
             for name in self.uses[first]:

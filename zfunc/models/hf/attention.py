@@ -101,7 +101,7 @@ def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
 class PastTokens:
     """The part of transformers' caches that layers use, over a `KVCache`, or over nothing.
 
-    A model that gets one does not search rows for several documents, which reads data: see `inputs_given`.
+    A model that gets this cache does not read position ids to find documents in a row: see `inputs_given`.
     """
 
     cache: KVCache | None = None
@@ -133,17 +133,17 @@ class PastTokens:
         return None if self.cache is None else self.cache.states.get(key)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The inputs of a layer's convolution, [batch, features, tokens], before the new tokens."""
+        """Inputs of convolution `state_idx` of a layer, [batch, features, tokens], before the new tokens."""
         return self._state("conv", layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a layer's linear attention before the new tokens."""
+        """State number `state_idx` of a layer's linear attention before the new tokens; None without any."""
         return self._state("recurrent", layer_idx, state_idx)
 
     def update_conv_state(
         self, x: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """Append a convolution's inputs of new tokens; the cache keeps the last ones. Returns all inputs."""
+        """Append inputs `x` of a convolution; the cache keeps the last `conv_kernel_size`. Returns all inputs."""
         if self.cache is None:
             return x
         before = self.get_conv_state(layer_idx, state_idx)
@@ -179,7 +179,7 @@ def make_mask(
     """The mask, true where attended: bool [batch or 1, 1, q_length, kv_length]; or a Seen, which `attend` takes.
 
     The signature is that of transformers' interface. None where all positions are attended to, or in a causal model
-    all up to the query's; never while the layers of a model are recorded.
+    all up to the query's; but never None while a model is run to record its layers.
     """
     tokens, recording = ROW_TOKENS.get() or q_offset + q_length, RECORDING.get()
     local = local_size is not None and local_size < tokens

@@ -26,8 +26,8 @@ Read = Callable[[], Tensor]
 
 
 def kind_of_folder(config: Any) -> str:
-    """What the config of a folder says of its weights: "" for 16 bits, their format in FORMATS for those that are
-    read, else in words what they are quantized by."""
+    """What the config of a folder says of its weights: "" if they are not quantized, the format in FORMATS if zfunc
+    reads that, else in words what they are quantized by."""
     given = getattr(config, "quantization_config", None) or {}
     given = given if isinstance(given, dict) else given.to_dict()
     if not given:
@@ -43,8 +43,7 @@ def kind_of_folder(config: Any) -> str:
 
 
 def kept_in_16_bits(config: Any, weight: str) -> bool:
-    """Whether a folder's config names the module of `weight` among those that were not quantized, matched as
-    transformers does."""
+    """Whether a folder's config lists the module of `weight` as not quantized, matched as transformers does."""
     given = getattr(config, "quantization_config", None) or {}
     given = given if isinstance(given, dict) else given.to_dict()
     module = weight.rpartition(".")[0]
@@ -112,7 +111,7 @@ def _in_8_bits(
 
 
 def check_sizes(name: str, kind: str, shape: tuple[int, ...], stored: Tensor, file: Path | str) -> Tensor:
-    """`stored`, the bytes of weight `name`; CheckpointError unless format `kind` has as many for its shape."""
+    """`stored`, bytes of weight `name` in `file`; CheckpointError unless `kind` has as many for this `shape`."""
     if stored.numel() != (expected := FORMATS[kind].nbytes(shape)):
         _refuse(file, f"{stored.numel()} bytes of {name!r}", f"{expected} of a {kind} of shape {shape}")
     return stored

@@ -41,7 +41,7 @@ def compare(
 ) -> bool:
     """Compare a model with its segments, made by `cut`; returns whether they keep the documents of a row apart.
 
-    Raises ValueError if loss or gradients of a tiny batch differ.
+    Raises ValueError if `loss` (None: the model's own) or gradients differ on the tiny batch `inputs`, `targets`.
     """
     name, small = type(model).__name__, _small(model)
     longer, labels = _longer(small, inputs, targets)
@@ -62,8 +62,8 @@ def compare(
 
 
 def _longer(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[str, Tensor], Any]:
-    """`inputs` and `targets` with rows longer than recorded, and than any number of tokens in settings of `model`,
-    which become smaller for that; as they are if inputs are no token ids, or no setting is a number of tokens."""
+    """`inputs` and `targets` with rows made longer than they were, and than any setting of `model` that is a number
+    of tokens, which is reduced for that; unchanged if inputs are no token ids, or there is no such setting."""
     ids = inputs[model.main_input_name]
     tokens = min(2 * ids.shape[1] + 5, getattr(model.config, "max_position_embeddings", None) or 1 << 30)
     settings = [vars(x) for m in model.modules() for x in (m, vars(m).get("config")) if x is not None]
@@ -112,7 +112,7 @@ def _size(model: Any) -> int:
 
 
 def _small_config(model: Any) -> Any:
-    """The config of `model` with two layers, or as many as all kinds need, and widths that fit SMALL parameters."""
+    """The config of `model` with two layers, or enough for all layer types, and widths for SMALL parameters."""
     from transformers import PreTrainedConfig
 
     for shrink in (1, 2, 4, 8, 16, 32, 64):
@@ -160,7 +160,7 @@ def _difference(
 
 
 def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
-    """The first difference of segments given two documents in a row and the model given each alone; "" for none."""
+    """The first difference of segments on rows `ids` as two documents, and the model on each alone; "" for none."""
     parts = ids.tensor_split([ids.shape[1] // 2 + 1], 1)
     places = torch.cat([torch.arange(x.shape[1]) for x in parts]).expand_as(ids)
     own = next_token_loss(torch.cat([model(x).logits for x in parts], 1).float(), ids)

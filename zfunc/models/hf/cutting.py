@@ -39,8 +39,8 @@ def cut_model(
     """A model of transformers as segments: embeddings, one for each of its layers, and the rest with the loss.
 
     A causal language model brings its loss. A batch is `(input_ids, labels)` with shifted labels, or what
-    `zfunc.hf.batch` makes of them, or the dict of a collator of transformers; pad at the end. The loss of its
-    routers is part of it where the config has `output_router_logits`.
+    `zfunc.hf.batch` makes of them, or the dict of a collator of transformers; pad at the end. The
+    routers' loss is added where the config has `output_router_logits`.
 
     Any other model, such as an encoder with a head, needs `loss(output, targets)`, the mean over a micro-batch
     given what the model returns, and an `example`, a tiny batch `(inputs, targets)`. Inputs are the model's main
@@ -222,8 +222,8 @@ class _Cutter:
     def _part(
         self, kind: Any, place: int, kept: Set[int], *, layer: nn.Module | None = None, **given: Any
     ) -> Any:
-        """A copy of the model as a part of class `kind`, with a LayerPlace for each layer, and only the parameters
-        `kept`, by id. Dropout before the layers is the first segment's."""
+        """A copy of the model as a part `kind(..., **given)`: with a LayerPlace for each layer, of which number
+        `place` runs `layer`, if given; and only the parameters of ids `kept`. Only EmbedPart has dropout before."""
         as_tuple = self.recording.as_tuple
         places = [LayerPlace(x, as_tuple) for x in self.layers]
         places[place] = LayerPlace(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
@@ -244,7 +244,7 @@ def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def _signature(layer: nn.Module, around: Set[int]) -> list[Any]:
-    """A key by which equal layers share a segment: their tensors, which are tied, and those used `around` it."""
+    """A key, equal for layers that share a segment: tensors, which are tied, and which have ids in `around`."""
     found: list[Any] = []
     firsts: dict[int, str] = {}
     for path, module in layer.named_modules():
@@ -267,8 +267,8 @@ def _named(
     earlier: Set[str],
     cutter: _Cutter,
 ) -> Segment:
-    """The segment `name` of a cut with the tensors of module `own`, its parameters under the model's names; those
-    of `earlier` segments are shared."""
+    """The segment `name` of a cut with the tensors of module `own`, parameters under the model's `names` (by id);
+    those whose names `earlier` segments have are shared."""
     tensors = {short: own.get_parameter(short) for short in cut.segment.short}
     constants = {**cut.constants, **_take_buffers(own, cutter.buffers)}
     full = {short: names[id(t)] for short, t in tensors.items()}

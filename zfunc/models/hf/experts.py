@@ -44,7 +44,7 @@ def _products(experts: Any, x: Tensor, name: str) -> Tensor:
 
 
 def router_sums(logits: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
-    """The times that each expert was chosen, and the sum of its probabilities: fp32 [2, experts].
+    """The times that each expert was among a token's `top_k`, and the sum of its probabilities: fp32 [2, experts].
 
     `logits` is [tokens, experts]. Tokens whose `mask` is 0 do not count.
     """
@@ -57,7 +57,7 @@ def router_sums(logits: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
 def balance_loss(sums: Tensor, tokens: Tensor | int) -> Tensor:
     """The load balancing loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6) over several layers.
 
-    `sums` adds up the `router_sums` of the layers, `tokens` are counted once for each of them.
+    `sums` adds up the `router_sums` of the layers; `tokens` is the number of tokens times that of these layers.
     """
     chosen, probabilities = sums / tokens
     return (chosen * probabilities).sum() * sums.shape[1]

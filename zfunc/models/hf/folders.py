@@ -138,7 +138,7 @@ def model_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors that `save` would write, by their names in transformers: for an engine that generates with them.
 
-    They are `zfunc.weights` of a `zfunc.hf` program, and what is said there holds, of `dtype` and `device` too.
+    They are `zfunc.weights` of a `zfunc.hf` program; `dtype` and `device` mean the same as there.
     With `lora` each layer is merged with its adapters in fp32 and rounded to `dtype`, or to the program's
     precision; adapters wait on the host for their layer. Buffers that the config's folder has come first. Raises
     ValueError as `save` does.
@@ -172,7 +172,7 @@ class _Contents:
         self, config: Any, dtype: Precision, trained: dict[str, Shape], lora: Any, adapter_only: bool
     ) -> None:
         """`trained` has the shapes of trained parameters by name. Raises ValueError unless these are the config's
-        parameters."""
+        parameters. The other arguments are as for `export_folder`."""
         self.dtype: Precision = one_precision("dtype", dtype)
         self.origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
         try:
@@ -234,7 +234,7 @@ class _Contents:
     def named(
         self, weights: Iterable[tuple[str, Tensor]], dtype: Precision | None, device: torch.device = CPU
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the folder: buffers, then `weights`, rounded from fp32 to a given `dtype`."""
+        """Names and tensors of the folder, on `device`: buffers, then `weights`, rounded to `dtype` unless None."""
         yield from ((name, t.to(device)) for name, t in self.buffers.items())
         weights = self._decode(weights)
         for name, values in weights if self.adapted is None else self.adapted.written(weights):
@@ -246,7 +246,7 @@ class _Contents:
         return "fp32" if dtype in in_fp32(self.model, name) else dtype
 
     def write(self, out: Path, weights: Iterable[tuple[str, Tensor]], step: int) -> int:
-        """Write the folder, which gets its name when it is complete. Returns the size of its weights, in bytes.
+        """Write the folder `out`, named so once complete, with `step` as metadata. Returns the weights' bytes.
 
         `weights` are fp32, in their shapes. Raises ValueError for a path that cannot be a new folder.
         """

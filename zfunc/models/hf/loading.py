@@ -128,7 +128,7 @@ def trainer_groups(
 
 
 def _check_quantized(config: Any, quantize: str | None, lora: Any, place: Path | None) -> str:
-    """The format of a folder's weights, "" for 16 bits. ValueError for one that is not read, or not trained."""
+    """The stored format, "" for 16 bits. ValueError if it is unknown or not `quantize`, or lacks a `lora`."""
     stored = kind_of_folder(config)
     if quantize is not None:
         one_of(FORMATS)("quantize", quantize)
@@ -155,7 +155,7 @@ def _linear_weights(model: Any) -> list[str]:
 
 
 def _quantized(segments: Iterable[Segment], kinds: Mapping[str, str | None]) -> tuple[Segment, ...]:
-    """Segments that keep the parameters in `kinds` encoded, by full name. ValueError for one that is trained."""
+    """Segments that keep the parameters in `kinds` (format by full name) encoded. ValueError for a trained one."""
     made: list[Segment] = []
     for s in segments:
         own = {p.name: kinds[p.name] for p in s.parameters if kinds.get(p.name)}
@@ -365,7 +365,7 @@ class FolderWeights:
             )
 
     def encoded(self) -> dict[str, str]:
-        """The formats of the weights that the folder has encoded, by the names of the trained model."""
+        """The format, as "nf4", of each weight that the folder has encoded, by its name in the trained model."""
         kinds = {name: self.parts[there][0] for name, there in self.names.items()}
         return {name: t.dtype for name, t in kinds.items() if t.encoded is not None}
 

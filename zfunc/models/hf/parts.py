@@ -33,7 +33,7 @@ class _Reached(Exception):  # noqa: N818  no error
 class LayerPlace(nn.Module):
     """A stand-in for a layer in a segment's copy of a model. Alone it returns the hidden states it is called with.
 
-    With `x` it returns these instead, or what `layer` makes of them; if it `stops`, the model's forward ends there.
+    With `x` set it returns `x` instead, or `layer` of `x`; if it `stops`, the model's forward ends there.
     """
 
     def __init__(self, own: nn.Module, as_tuple: bool, *, stops: bool = False, layer: Any = None) -> None:
@@ -85,7 +85,7 @@ class Call:
     packs: bool  # whether layers keep the documents of a sequence apart
 
     def arguments(self, given: dict[str, Tensor], past: PastTokens) -> dict[str, Any]:
-        """Arguments for inputs `given` by name, with the cache `past` unless the model itself finds documents."""
+        """The model's arguments for inputs `given`, with `past` if it takes one and does not find documents."""
         given = {k: t for k, t in given.items() if k not in (ROUTER, LENGTHS, COUNTED)}
         needs = self.past and (self.replaced or "position_ids" not in given)
         return {**given, "past_key_values": past} if needs else given
@@ -102,7 +102,7 @@ class _Part(nn.Module):
         self.model, self.place, self.call, self.absent = model, place, call, absent
 
     def run(self, x: Tensor | None, given: dict[str, Tensor], past: PastTokens, like: Tensor) -> Any:
-        """The model's output for hidden states `x` at its LayerPlace, or the value that its forward ended with."""
+        """The model's output for inputs `given`, with `x` at its LayerPlace, or what its forward ended with."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         self.place.x = x

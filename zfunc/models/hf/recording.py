@@ -60,7 +60,8 @@ class _Calls:
 def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> Recording:
     """Record where `model` can be cut, in a call of `shadow`, its copy of fake tensors, with tensors like `inputs`.
 
-    Raises ValueError if the model cannot be called with these alone, or has no list of layers that run in order.
+    `packs` says whether layers keep documents in a row apart. Raises ValueError if the model cannot be called with
+    `inputs` alone, or has no list of layers that run in order.
     """
     name, main = type(model).__name__, model.main_input_name
     given: dict[str, Any] = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in inputs.items()}
@@ -162,5 +163,5 @@ def _reached(model: nn.Module, shadow: nn.Module, outputs: Sequence[Tensor]) -> 
 
 
 def _key(more: list[Any]) -> tuple[Any, ...]:
-    """A key of a layer's arguments beside hidden states, equal for layers called with the same ones."""
+    """A key of `more`, a layer's arguments beside hidden states, equal for layers called with the same ones."""
     return tuple(x if isinstance(x, (str, int, float, type(None))) else id(x) for x in tree_leaves(more))

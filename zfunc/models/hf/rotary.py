@@ -40,7 +40,7 @@ def replace_forward(module: Any) -> None:
 
 
 def _rope_of(module: Any, layers: str | None) -> tuple[str, str, Any, dict[str, str]]:
-    """Rotary positions of layers of type `layers`: the prefix of buffers, kind, settings, and arguments by name."""
+    """For layers of type `layers`: prefix of buffer names, rope type, rope settings, and arguments of forward."""
     kind, settings = module.rope_type, module.config.rope_parameters
     if layers is None:
         return "", kind, settings, {}

@@ -81,9 +81,9 @@ class TokenStream:
     def of_whole_documents(
         self, ends: np.ndarray, seq_length: int, long: str = "cut", pairs: bool = False
     ) -> "TokenStream":
-        """A copy of the stream with sequences of whole documents, which end at `ends` [documents], ascending;
-        `long`, one of LONG, is the treatment of documents longer than `seq_length`. With `pairs`, each document is
-        a row; `long` "cut" keeps its beginning, and both rows of a pair are left out unless both have a label."""
+        """A copy of the stream with sequences of whole documents, which end at `ends` [documents], ascending. One
+        longer than `seq_length` is treated by `long`: "cut", "drop", "keep-end", or "refuse" (ValueError). With
+        `pairs`, a document is a row; "cut" keeps its beginning; a pair is left out if either row has no label."""
         starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
         fits = ends - starts <= seq_length
         if long == "refuse" and not fits.all():
@@ -154,8 +154,7 @@ class TokenStream:
         """The places of `count` sequences from `position` on, which counts sequences since the start of training.
 
         An epoch visits each sequence once; each epoch has its own order, and its own offset of the windows. Raises
-        ValueError for too few tokens.
-        """
+        ValueError for too few tokens."""
         total, places = self.num_sequences(seq_length), list[int]()
         if self.pairs:
             total //= 2
@@ -189,8 +188,7 @@ class TokenStream:
         """Inputs and labels of the sequences at `places`, int64 [sequences, seq]; -100 where no loss counts.
 
         Inputs of whole documents have `position_ids` too, which start at 0 in each. Raises ValueError for a token
-        of `vocab_size` or more.
-        """
+        of `vocab_size` or more."""
         if self.bounds is not None and self.starts is not None and self.firsts is not None:
             return self._documents(places, seq_length, self.bounds, self.starts, self.firsts)
         rows = np.array([self.tokens[start : start + seq_length + 1] for start in places], np.int64)
@@ -215,7 +213,8 @@ class TokenStream:
         starts: np.ndarray,
         firsts: np.ndarray,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Inputs and labels of the sequences `numbers` of whole documents; no label follows a document's end."""
+        """Inputs and labels of whole-document sequences `numbers`, arrays as in TokenStream; no label crosses
+        from one document to the next."""
         shape = (len(numbers), seq_length)
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions = np.zeros(shape, np.int64)
@@ -372,6 +371,6 @@ def _tokens_per_row(labels: Sequence[Tensor]) -> float:
 
 
 def without_labels(batch: Batch) -> bool:
-    """Whether `batch` has no label in the rows of any rank, known from its weights, which count the whole batch."""
+    """Whether `batch` has no label in the rows of any rank: its weights, set from all ranks' rows, are all 0."""
     weighted = isinstance(batch[1], tuple) and not isinstance(batch[1], Preferences)
     return weighted and not batch[1][1].any()

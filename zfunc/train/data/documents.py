@@ -68,8 +68,8 @@ Parts = Iterator[tuple[bool, Iterator[Document]]]
 
 @frozen(eq=False)
 class DocumentSource:
-    """The documents of a file, folder or dataset. `parts(counts)` yields the documents of each file or split,
-    held-out ones last, and counts in `counts` what is left out."""
+    """The documents of a file, folder or dataset. `parts(counts)` yields, for each file or split, whether it is
+    held out, and its documents; held-out ones come last. `counts` counts what is left out, by reason."""
 
     files: list[File]  # which are as they were where their sizes and times are
     parts: Callable[[Counter[str]], Parts]
@@ -87,7 +87,7 @@ class DocumentSource:
 
 
 def walk(root: Path, skipped: Callable[[str], bool] = lambda part: part.startswith(".")) -> list[File]:
-    """The regular files under `root`, sorted by name. Links to files are followed, links to folders are not."""
+    """The regular files under `root`, sorted, except `skipped` names. Links to files alone are followed."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -117,7 +117,7 @@ def is_held_out(name: str) -> bool:
 
 
 def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool = False) -> DocumentSource:
-    """The documents of one file, or of a folder: of its files of records, if there are any, else of its text files.
+    """The documents of one file or, if `folder`, of a folder: of its files of records, else of its text files.
 
     Held out is a split, where file names name one, else a share of the files. With `text` a text file must be
     UTF-8, else its document is bytes. With `pairs` records are preferences, two documents each; texts are refused.
@@ -163,10 +163,9 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
 
 def first_look(path: Path, *, pairs: bool = False) -> list[Document]:
     """The first documents of a file, folder or dataset of records (all of a small one), and the last line of each
-    file of lines, read without torch or tokenizer, so that a damaged chat is reported at once.
+    file of lines, preferences if `pairs`, read without torch or tokenizer, to report a damaged chat at once.
 
-    Raises ValueError, with file and line, for a record that is no document.
-    """
+    Raises ValueError, with file and line, for a record that is no document."""
     if not (path.is_file() or path.is_dir()) or (not pairs and holds_tokens(path)):
         return []
     if saved := is_saved_dataset(path):
@@ -375,7 +374,7 @@ def parquet_rows(path: Path, first: int) -> Iterator[dict[str, Any]]:
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
-    """`value` without the null keys that Arrow adds to an object because other objects of its column have them."""
+    """`value` without the null keys that Arrow adds to an object as others of its column `feature` have them."""
     if isinstance(value, dict) and isinstance(feature, Mapping):  # not what is JSON, which has its own
         return {k: _without_nulls(x, feature[k]) for k, x in value.items() if x is not None}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)

@@ -85,7 +85,7 @@ def _lines(path: Path, file: BinaryIO) -> Placed:
 
 def lines_after(path: Path, offset: int, line: int) -> Generator[tuple[str, bytes, int, int]]:
     """The lines of a file from byte `offset` on, before which there are `line` lines: each as its place, its bytes,
-    and the offset and number of the next line. A compressed file is read up to there."""
+    and the offset and number of the next line. A compressed file is read up to `offset`."""
     with opened(path) as file:
         file.seek(offset)
         for content in file:

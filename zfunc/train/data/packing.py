@@ -110,7 +110,7 @@ def open_data(
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) -> Corpus:
-    """The corpus of the memory-mapped tokens at `path`; held out is `val.bin` beside `train.bin`, else the end."""
+    """The corpus of the memory-mapped tokens at `path`; held out is `val.bin` beside it, or its end if `split`."""
 
     def opened(path: Path) -> np.ndarray:
         size = path.stat().st_size
@@ -139,7 +139,7 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) ->
 def _streams(
     name: str, tokens: Iterable[np.ndarray], masks: Iterable[Any] = (None, None)
 ) -> list[TokenStream]:
-    """The TokenStreams of training and of held-out `tokens`, each with its mask, named after the data's `name`."""
+    """The TokenStreams of training and of held-out `tokens`, each with its loss mask, named after `name`."""
     names = (name, f"the held-out part of {name}")
     return [TokenStream(*part) for part in zip(tokens, masks, names, strict=True)]
 
@@ -156,7 +156,8 @@ def _packed(
     rows: tuple[int, str] | None,
     pairs: bool,
 ) -> Corpus:
-    """The corpus of the documents of `source`, which are tokenized into a folder of `cache` unless one has them."""
+    """The corpus of the documents of `source`, which are tokenized into a folder of `cache` unless one has them.
+    `rows`: of whole documents, sequence length and `long_documents`; `split` and `pairs` are as in `open_data`."""
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
     code = code_digest(SOURCES, *PACKAGES)
     of = (source.columns, source.held_out_split, bool(rows), pairs)
@@ -206,7 +207,7 @@ def _short_hash(values: tuple[Any, ...]) -> str:
 
 
 def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> list[str]:
-    """Lines for the log on how whole documents fill sequences. Raises ValueError if `stream` has no sequence."""
+    """Log lines on how documents with `ends` fill sequences. Raises ValueError if `stream` has no sequence."""
     count, used = stream.num_sequences(seq_length), 0 if stream.bounds is None else int(stream.bounds[-1])
     longer = np.count_nonzero(np.diff(ends, prepend=0) > seq_length)
     if not count:
@@ -239,7 +240,7 @@ def _write(
     whole_documents: bool,
     pairs_of_answers: bool,
 ) -> None:
-    """Write the documents of `source` as a packed folder of NumPy files. Raises ValueError without a document."""
+    """Write the tokens of `source` as NumPy files in `folder`. Raises ValueError without a document."""
     counts, train, of_bytes = Counter[str](), 0, not whole_documents
     dtypes = {"tokens": vocabulary.dtype, "mask": np.dtype(bool), "offsets": np.dtype(np.int64)}
     paths, lengths = {x: folder / f"{x}.npy" for x in dtypes}, Counter[str]()

@@ -58,7 +58,8 @@ class Chat:
 
 
 def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
-    """The keys of a record, or columns of a table, that zfunc reads; () if `names` make no document of `kinds`.
+    """Which of `names`, the keys of a record or columns of a table, zfunc reads: those of the first of `kinds`,
+    pairs (required keys, optional keys), whose required keys are all there; () if there is none.
 
     >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
     (('text',), ('messages',), ())
@@ -80,8 +81,7 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
     """The two documents of a preference, each the prompt with one answer, the chosen before the rejected, as texts
     or as messages. Without a prompt of messages, the prompt is the messages that both answers begin with.
 
-    Raises ValueError, with the place `where`, for any other record.
-    """
+    `counts` counts unread keys. Raises ValueError, with the place `where`, for any other record."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         got = f"an object with {', '.join(sorted(record))}" if isinstance(record, dict) else repr(record)
         got = f"{got:.200} with `loss=dpo`, {PAIRS}"
@@ -118,8 +118,8 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
 def record_documents(
     record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:], *, pairs: bool = False
 ) -> list[Document]:
-    """The document of a record, by its keys in `kinds`, or with `pairs` the two documents of a preference. `counts`
-    counts unread keys; errors name the place `where`."""
+    """The document of a record, by the first of `kinds` whose required keys it has, or with `pairs` the two
+    documents of a preference. `counts` counts unread keys; errors name the place `where`."""
     return preference_of(record, where, counts) if pairs else [document_of(record, where, counts, kinds)]
 
 
@@ -132,10 +132,10 @@ def _text_of_message(message: Any) -> Any:
 
 
 def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
-    """The document of a record. `counts` counts the keys that are not read and the messages after the last turn.
+    """The document of a record, by the first of `kinds` whose required keys the record has. `counts` counts unread
+    keys, and the messages that follow the assistant's last turn, which are left out.
 
-    Raises ValueError, with the place `where`, for a record that is no document.
-    """
+    Raises ValueError, with the place `where`, for a record that is no document."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
     refuse_preferences(record, where)
@@ -153,7 +153,7 @@ def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECO
 
 
 def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
-    """The chat of a record's values, without the messages after the last turn of the assistant.
+    """The chat of record values `given`, without messages after the assistant's last turn; `counts` counts them.
 
     Raises ValueError, with the place `where`, for values that are no chat in any format, or have no turn to learn.
     """
@@ -182,7 +182,7 @@ def chat_of(given: Mapping[str, Any], where: str, counts: Counter[str]) -> Chat:
 
 
 def _message(given: Mapping[str, Any], where: str) -> Message:
-    """The message `given`, of any format, with OpenAI's keys: role, content, calls with arguments as objects."""
+    """The message `given`, of any format, with OpenAI's keys: role, content, tool calls with arguments parsed."""
     m = {k: x for k, x in given.items() if x is not None}  # no value is no key
     if "from" in m:
         m = {"role": _ROLES.get(str(m.pop("from"))), "content": m.pop("value", None), **m}
@@ -220,7 +220,7 @@ def _call(function: Any, where: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, where: str, *other: type) -> list[Any]:
-    """`value` as a list of objects, parsed if `value` is JSON text; raises ValueError for anything else."""
+    """`value`, parsed if JSON text, which has to be a list of objects or `other` types; else raises ValueError."""
     value = _of_json(value, where)
     if not isinstance(value, list) or not all(isinstance(x, (Mapping, *other)) for x in value):
         raise ValueError(

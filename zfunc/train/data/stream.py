@@ -230,7 +230,7 @@ def _check_json(state: Any) -> None:
 
 
 def _not_json(value: Any, name: str) -> str:
-    """The innermost part of `value` that a round trip through JSON does not restore, with its type; "" if none."""
+    """The innermost part of `value`, called `name`, that JSON does not restore, with that part's type, or ""."""
     try:
         if json.loads(json.dumps(value, allow_nan=False)) == value:
             return ""

@@ -69,7 +69,7 @@ class Tokenizer(Vocabulary):
     after: np.ndarray
 
     def document(self, text: np.ndarray) -> tuple[np.ndarray, int]:
-        """The tokens `text` with those that begin and end a document added if missing, and how many begin it."""
+        """The tokens `text`, with a document's first and last added if missing, and how many were added before."""
         begun = len(self.before) and np.array_equal(text[: len(self.before)], self.before)
         before = self.before[: 0 if begun else None]
         after = self.after[1 if len(self.after) and text[-1:] == self.after[:1] else 0 :]
@@ -235,7 +235,7 @@ def check_template(folder: Path) -> str | None:
 
 
 def check_chats(template: str, chats: Sequence[Chat], variables: Mapping[str, Any]) -> None:
-    """Raise ValueError if `template` refuses one of the first of `chats`, or the last one. Needs no torch."""
+    """Raise ValueError if `template`, with `variables`, refuses one of the first of `chats`, or the last one."""
     from jinja2 import TemplateError
 
     for chat in (*chats[:_TRIED], *chats[-1:]):
@@ -308,7 +308,7 @@ class ChatTemplate:
 def _rendered(
     source: str, chat: Chat, messages: Sequence[Message], variables: Mapping[str, Any], **how: bool
 ) -> tuple[str, list[Span]]:
-    """The text of `messages` of a chat by template `source`, and character ranges marked as the assistant's."""
+    """The text of `messages` of `chat` by template `source`, options `how`; ranges marked as the assistant's."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [*messages]

@@ -231,7 +231,7 @@ def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> 
 
 
 def _is_idle(block: str, name: str, value: Any) -> bool:
-    """Whether an unknown key means nothing: a comment where DeepSpeed allows one, or a block switched off."""
+    """Whether unknown key `name` of `block` means nothing: an allowed comment, or a block switched off."""
     off = isinstance(value, Mapping) and cast("Mapping[str, Any]", value).get("enabled") is False
     return (block in COMMENTED and name.startswith("_")) or (not block and off)
 

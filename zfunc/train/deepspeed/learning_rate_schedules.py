@@ -53,7 +53,7 @@ class LRSchedule:
 
 
 def range_test(p: Any, batch: int) -> float:
-    """LRRangeTest: the learning rate of `batch`, which rises to find the highest that trains (Smith 2018)."""
+    """LRRangeTest: the rate of `batch` by parameters `p`, rising to find the highest that trains (Smith 2018)."""
     interval = float(batch + 1) / p.lr_range_test_step_size
     if p.lr_range_test_staircase:
         interval = math.floor(interval)
@@ -61,7 +61,7 @@ def range_test(p: Any, batch: int) -> float:
 
 
 def one_cycle(p: Any, batch: int) -> float:
-    """OneCycle's learning rate: up and down once, then a decay from the lower value (Smith 2018, section 4)."""
+    """OneCycle's rate by parameters `p`: up and down once, then a decay from the lower (Smith 2018, section 4)."""
     height, gone = _cycle(p, batch)
     if height is None:
         return p.cycle_min_lr / (1 + p.decay_lr_rate * gone)
@@ -69,9 +69,9 @@ def one_cycle(p: Any, batch: int) -> float:
 
 
 def one_cycle_betas(p: Any, batch: int) -> tuple[float, float]:
-    """The Adam betas of `batch` under OneCycle: beta1 falls while the rate rises, and rises after the cycle. The
-    first update has the lowest beta1, though the cycle begins with the highest: DeepSpeed sets betas after an
-    update."""
+    """The Adam betas of `batch` by OneCycle's parameters `p`: beta1 falls while the rate rises, and rises after the
+    cycle. The first update has the lowest beta1, though the cycle begins with the highest: DeepSpeed sets betas
+    after an update."""
     height, gone = _cycle(p, batch)
     if batch < 0:
         return p.cycle_min_mom, BETA2
@@ -82,7 +82,7 @@ def one_cycle_betas(p: Any, batch: int) -> tuple[float, float]:
 
 def _cycle(p: Any, batch: int) -> tuple[float | None, float]:
     """The position of `batch` in OneCycle's cycle, from 0 at the lower rate to 1 at the higher, None after the
-    cycle; and how often `decay_step_size` batches have passed since."""
+    cycle; and how often `decay_step_size` batches have passed since the cycle."""
     first, second = p.cycle_first_step_size, p.cycle_second_step_size
     first, second = float(first), float(first if second is None else second)
     total = first + second
@@ -102,7 +102,7 @@ def _cycle(p: Any, batch: int) -> tuple[float | None, float]:
 
 
 def warmup(p: Any, batch: int) -> float:
-    """WarmupLR: the learning rate rises along a logarithm or a line, and stays; with `total_num_steps`,
+    """WarmupLR by parameters `p`: the rate rises along a logarithm or a line, and stays; with `total_num_steps`,
     WarmupDecayLR: the rate falls again along a line, down to the minimum at that step."""
     if batch < 0:
         return p.warmup_min_lr
@@ -113,7 +113,7 @@ def warmup(p: Any, batch: int) -> float:
 
 
 def warmup_cosine(p: Any, batch: int) -> float:
-    """WarmupCosineLR: the rate rises from a ratio of the optimizer's `lr`, then falls along half a cosine."""
+    """WarmupCosineLR: the rate rises from `lr` times a ratio of parameters `p`, then falls along half a cosine."""
     if batch < 0:
         return 0.0
     if (rise := _rise(p, batch)) is not None:
@@ -127,7 +127,7 @@ def warmup_cosine(p: Any, batch: int) -> float:
 
 
 def _rise(p: Any, batch: int) -> float | None:
-    """The progress of the warm-up at `batch`, 0 to 1; None when the warm-up is over."""
+    """The progress at `batch` of the warm-up by parameters `p`, 0 to 1; None when the warm-up is over."""
     steps = max(2, p.warmup_num_steps)  # the logarithm of 1 is 0, and divides
     if batch >= steps:
         return None

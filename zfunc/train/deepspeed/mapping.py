@@ -125,7 +125,7 @@ class ConfigExtras:
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:
-    """What the file of `settings.config` adds beside settings. Raises ValueError if `settings` contradict it."""
+    """Optimizer arguments and loss scale of `settings.config`. Raises ValueError if `settings` contradict them."""
     usual = CLASSES[settings.optimizer].usual[2]
     if settings.config is None:
         return ConfigExtras(ConfigValues(""), usual, None)
@@ -259,8 +259,8 @@ def batch_sizes(
 ) -> tuple[int, int, str]:
     """Sequences of a step, micro-batches of a rank, and text of their product, of a file on `world` ranks.
 
-    `train` and `steps` are the two, for a file that lacks them. Raises ValueError for keys that contradict each
-    other.
+    `train` are the sequences of a step, `steps` the micro-batches, where the file has none. Raises ValueError for
+    keys that contradict each other.
 
     >>> batch_sizes(read_values({"train_batch_size": 16, "gradient_accumulation_steps": 2}), world=4)
     (16, 2, '16 = 2 x 2 micro-batches x 4 ranks')
@@ -338,7 +338,7 @@ def sets_lr_alone(values: ConfigValues) -> bool:
 
 
 def notes(values: ConfigValues, batch: str, rate: LRSchedule | None) -> Iterator[str]:
-    """Log lines on a file's surprising values and on its keys without effect: no key is dropped silently."""
+    """Log lines on a file's surprising values, keys without effect, its `batch` sizes, and learning `rate`."""
     yield from (f"{old} is the old name of {new}" for new, old in values.old.items())
     if auto := [x for x in values.auto if not values.sets(x) and KEYS[x].fate != "ignored"]:
         yield f'"auto" is zfunc\'s default, or what was passed: {", ".join(auto)}'

@@ -82,7 +82,7 @@ def fields_of(kind: str) -> dict[str, Key]:
 def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
     """The Trainer's arguments in a file, of the class whose fields the file has; with `dpo` of DPOConfig.
 
-    Raises ValueError for a file of another program of OTHERS, for unknown fields, each with the nearest one, for
+    Raises ValueError for a file of axolotl or accelerate, for unknown fields, each with the nearest one, for
     values of another type, and for unsupported fields, with what to do instead.
     """
     values = {OLD_NAMES.get(name, name): value for name, value in _read(path).items()}

@@ -29,9 +29,9 @@ BOUNDS = ("steps", "epochs", "seconds")
 
 @frozen
 class FromTrainer:
-    """Settings of a training, by name, from a Trainer's arguments: `said`, on the command line or by fields that
-    differ from their default; `usual`, by fields at their default, if nothing else decides; `fields`, which said a
-    setting."""
+    """Settings of a training, by name, from a Trainer's arguments. `said`: those on the command line, or of fields
+    that differ from their default. `usual`: those of fields at their default, for what nothing else decides.
+    `fields`: by setting, the field that said it."""
 
     said: dict[str, Any]
     usual: dict[str, Any]
@@ -41,8 +41,7 @@ class FromTrainer:
 def with_trainer_args(given: Mapping[str, Any], world: int) -> FromTrainer:
     """The settings `given` on a command line, with those of the Trainer's arguments in `given["trainer_args"]`.
 
-    Raises ValueError for an invalid file, and for a setting that contradicts it.
-    """
+    Raises ValueError for an invalid file, and for a setting that contradicts it."""
     args = read_args(given["trainer_args"], dpo=given.get("loss") == DPO)
     said, usual, written = dict(given), dict[str, Any](), dict[str, str]()
     decided = {"lr_schedule": SCHEDULER, "warmup": _part_of_all(args)}
@@ -63,7 +62,7 @@ def with_trainer_args(given: Mapping[str, Any], world: int) -> FromTrainer:
 
 
 def settings_from(args: TrainerArgs, world: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """The training settings that a Trainer's `args` decide: name, value, and the fields that decide each."""
+    """The training settings that a Trainer's `args` decide on `world` ranks: name, value, and deciding fields."""
     # Those that one field says
     for field in (x for x in fields_of(args.kind).values() if x.sets):
         value = args[field.name] if field.values is None else field.values.get(str(args[field.name]))
@@ -128,7 +127,7 @@ def _part_of_all(args: TrainerArgs) -> str:
 
 
 def _by_pass(args: TrainerArgs) -> dict[str, str]:
-    """Those of `eval_every` and `save_every` that are once an epoch, each with the field of `args` that says so."""
+    """Of the settings `eval_every` and `save_every`, those that are once an epoch, with the deciding field."""
     fields = {"eval_every": "eval_strategy", "save_every": "save_strategy"}
     return {name: field for name, field in fields.items() if args[field] == EPOCH}
 

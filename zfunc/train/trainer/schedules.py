@@ -64,12 +64,12 @@ def check_params(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rise(p: Any, n: int) -> float | None:
-    """The progress of the warm-up at step `n`, 0 to 1; None when the warm-up is over."""
+    """The progress at step `n` of the warm-up by parameters `p`, 0 to 1; None when the warm-up is over."""
     return n / max(1, p.warmup) if n < p.warmup else None
 
 
 def _gone(p: Any, n: int) -> float:
-    """The share of the steps after the warm-up that are over at step `n`."""
+    """The share of the steps after the warm-up that are over at step `n`, by the schedule's parameters `p`."""
     return (n - p.warmup) / max(1, p.total - p.warmup)
 
 
@@ -85,7 +85,7 @@ def _wave(num_cycles: float, gone: float) -> float:
 
 
 def _floor(p: Any) -> float:
-    """The least factor on `lr`: the parameter min_lr_rate, or min_lr divided by `lr`."""
+    """The least factor on `lr` by the schedule's parameters `p`: min_lr_rate, or min_lr divided by `lr`."""
     return p.min_lr / p.lr if p.min_lr_rate is None else p.min_lr_rate
 
 
@@ -118,7 +118,7 @@ def _warm_cosine(p: Any, n: int) -> float:
 
 
 def _stable(p: Any, n: int) -> float:
-    """The factor of step `n`: up during the warm-up, then constant at 1, then down over `num_decay_steps`."""
+    """The factor of step `n` by parameters `p`: up in the warm-up, constant at 1, down over `num_decay_steps`."""
     if (rise := _rise(p, n)) is not None:
         shapes = (rise, 0.5 * (1.0 - math.cos(math.pi * rise)), 1.0 - math.sqrt(1.0 - rise))
         return _above(shapes[WARMUPS.index(p.warmup_type)], p.min_lr_ratio)
