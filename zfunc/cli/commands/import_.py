@@ -8,7 +8,7 @@ from attrs import NOTHING, frozen
 from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import logged
 from zfunc.errors import refuse
-from zfunc.options import option, path
+from zfunc.options import flag, option, path
 from zfunc.runtime.host_memory import check_addresses
 
 _file = partial(option, group="file")
@@ -108,8 +108,9 @@ def adapter_flags(folder: Path) -> str:
     if other := sorted({*other} - {*_OF_FILES}):
         python = "go on in Python, with zfunc.hf.load(folder, lora=checkpoint)"
         return f"zfunc train has no option for {', '.join(other)}: {python}"
-    flags = {"alpha": "--lora-alpha", "targets": "--lora-targets", "parameters": "--lora-target-parameters"}
-    return " ".join(["--lora", str(theirs.r), *(f"{flags[x]} {value}" for x, value in given.items())])
+    names = {"alpha": "lora_alpha", "targets": "lora_targets", "parameters": "lora_target_parameters"}
+    # A value is written in full: fewer digits of an alpha would be another scale.
+    return " ".join([f"{flag('lora')} {theirs.r}", *(f"{flag(names[x])} {y}" for x, y in given.items())])
 
 
 COMMAND = Command(

@@ -104,6 +104,7 @@ def _costs_of(program: Program, key: Any, micro: Batch) -> tuple[StepSpec, froze
 
 
 def _size(spec: StepSpec) -> tuple[int, int]:
+    """Bytes of the inputs of all segments of `spec` for a micro-batch, and FLOPs of forward through them."""
     return sum(x.input_bytes for x in spec.costs), sum(x.forward.flops for x in spec.costs)
 
 

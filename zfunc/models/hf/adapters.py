@@ -175,6 +175,7 @@ def _check_config(config: Any) -> None:
 
 
 def _check_trained(model: nn.Module) -> None:
+    """Raise ValueError if an adapter of `model` is merged or disabled."""
     for name, layer in _lora_layers(model):
         if layer.merged or layer.disable_adapters:
             raise ValueError(
