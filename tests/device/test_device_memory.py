@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from device_training import LIBRARIES, InPieces, at_night, compiled, gpt
 from device_training import run as run_steps
 from quantized_models import BATCH, modules, segments_of
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import zfunc
 from zfunc.core.extents import whole_blocks
+from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import persistent_bytes
 from zfunc.engine.program.fit_to_memory import HEADROOM
 from zfunc.engine.program.specialize import specialize
@@ -285,7 +287,8 @@ def test_a_model_is_cut_as_finely_as_the_device_needs(
     torch.manual_seed(0)
     controls.delay(0.0, 0)
     model, batch = Parts(), (torch.randn(4, 64), torch.randn(4, 64))
-    way = {"params_on": "host", "activations_on": "host", "precision": "fp32", "device": "pretend"}
+    planned = {"params_on": "host", "activations_on": "host", "precision": "fp32"}
+    way = {**planned, "device": "pretend"}
 
     def room(nbytes: int) -> None:
         """So many bytes are free, of which `compile` leaves a share of `HEADROOM`."""
@@ -317,6 +320,13 @@ def test_a_model_is_cut_as_finely_as_the_device_needs(
             assert (said in caplog.text) == (parts > 8)
             state, metrics = zfunc.train_step(program, zfunc.init(program), batch)
             assert metrics.loss == pytest.approx(loss.item(), rel=1e-6)
+            on = evolve(ROUND, memory={"device": free})
+            for given in (model, copy.deepcopy(model).to("meta")):
+                p = zfunc.plan(
+                    given, batch, optimizer=zfunc.SGD(lr=0.1), hardware=on, advice=False, **planned
+                )
+                assert p.memory["device"] == peaks[parts]
+                assert len(zfunc.segments(model, batch, most=p.most)) == parts
             params = zfunc.params(program, state)
             for name, p in plain.named_parameters():
                 torch.testing.assert_close(params[name], p - 0.1 * p.grad, msg=name)

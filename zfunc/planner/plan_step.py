@@ -5,7 +5,7 @@ hardware. Nothing is allocated and no GPU is used, whatever the size of the mode
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -17,6 +17,8 @@ from attrs import evolve, fields
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
+from zfunc.core.memory_model import Peak, bytes_by_tier, initial_memory
+from zfunc.core.methods import above
 from zfunc.core.setting_docs import takes_settings
 from zfunc.core.setting_values import BY_DEVICE, DEVICE_SHARE, DISK, DISK_SHARE
 from zfunc.core.settings import StepSettings, settings_with
@@ -40,6 +42,8 @@ from zfunc.schedules import __all__ as SCHEDULES
 from zfunc.values import of_type
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from zfunc.engine.trace.segment import Segment
 
 # The bytes of host memory and of drives that are sold.
@@ -63,20 +67,25 @@ UNSEARCHED = ("precision", "micro_batches", "moments", "stage")
 
 @takes_settings(precision=AUTO)
 def plan(
-    segments: "Sequence[Segment]",
-    example: tuple[Any, Any],
+    segments: "Sequence[Segment] | nn.Module",
+    example: tuple[Any, ...] | Mapping[str, Any],
     settings: StepSettings | None = None,
     *,
+    loss: "Callable[[Any, Any], Tensor] | None" = None,
     optimizer: Optimizer | None = None,
     hardware: str | PathLike[str] | Profile | Hardware = "v100-32gb",
     world: int = 1,
     advice: bool = True,
     **changes: Any,
 ) -> Planned:
-    """Plan a training step of `segments` on `hardware`; nothing is allocated, segments may be on the meta device.
+    """Plan a training step of `segments` on `hardware`; nothing is allocated, all may be on the meta device.
 
-    - `example`: one rank's batch `(inputs, targets)`, of which only shapes count: on the meta device it takes no
-      memory.
+    `segments` may be a module, which is cut as by `zfunc.compile`: as coarsely as a step fits the device. The
+    result has the cut's `most`, for `zfunc.segments(model, example, loss, most=most)`.
+
+    - `example`: one rank's batch, `(inputs, targets)` or as for `zfunc.segments`, of which only shapes count: on
+      the meta device it takes no memory.
+    - `loss`: of (output, targets), for a module without a loss of its own.
     - `optimizer`: as in `zfunc.compile`: AdamW, or one of your own.
     - `hardware`: the name of a profile, the path of one that `zfunc calibrate` wrote, a Profile or a Hardware.
     - `world`: ranks. `advice`: also plan changes that may help, which takes longer.
@@ -91,12 +100,19 @@ def plan(
     {settings}
 
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for unknown hardware.
+
+    >>> from torch import nn, ones
+    >>> blocks, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (ones(2, 64), ones(2, 64))
+    >>> plan(blocks, batch, loss=nn.functional.mse_loss, hardware="rtx4090", params_on="host").most
+    2080
     """
+    from torch import nn
+
+    from zfunc.engine.program.fit_to_memory import Attempt, coarsest_cut
     from zfunc.engine.trace.batches import unpacked
+    from zfunc.engine.trace.segment import checked_segments, ends_in_loss
     from zfunc.planner.traced_costs import traced_costs
 
-    segments = tuple(segments)
-    example = unpacked(example, segments[-1]) if segments else example
     machine = hardware
     if not isinstance(machine, Profile | Hardware):
         of_type("hardware", machine, str | PathLike, "a name, a path, a Profile or a Hardware")
@@ -106,10 +122,26 @@ def plan(
     if "precision" in changes:
         changes["precision"] = precision_for(machine, changes["precision"])
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
-    model = CostModel(traced_costs(segments, example, optimizer, world), machine)
     if isinstance(settings.schedule, str):
         one_of((BY_DEVICE, *SCHEDULES, AUTO))("schedule", settings.schedule)
-    return plan_settings(model, settings, advice=advice)
+
+    def model_of(segments: "Sequence[Segment]") -> CostModel:
+        return CostModel(traced_costs(segments, unpacked(example, segments[-1]), optimizer, world), machine)
+
+    if not isinstance(segments, nn.Module) or (loss is None and ends_in_loss(segments)):
+        if loss is not None:
+            refuse("loss", "one with segments", "None", "the last segment returns the loss")
+        return plan_settings(model_of(checked_segments(segments)), settings, advice=advice)
+
+    def attempt(cut: Any) -> Attempt:
+        model = model_of(cut.segments)
+        found = evolve(plan_settings(model, settings, advice=False), most=cut.most)
+        return Attempt((model, found), _lacking(found.step), _lacking(found.step, initial_memory) > 0)
+
+    found, _, error = coarsest_cut(above("cuts")(segments, example, loss, planned=True), attempt)
+    assert found is not None, error
+    model, planned = found.made
+    return _advised(model, settings, planned) if advice else planned
 
 
 @garbage_collection_paused()
@@ -118,10 +150,17 @@ def plan_settings(
 ) -> Planned:
     """Plan a step of `model` under `settings`, of which some may be "auto", as in `plan`; with
     `advice` also changes that may help. A `watch` follows the search; if it is stopped, there is no advice."""
+    planned = _settled(model, settings, watch)
+    stopped = watch is not None and watch.stopped
+    return _advised(model, settings, planned, watch) if advice and not stopped else planned
+
+
+def _settled(model: CostModel, settings: StepSettings, watch: Watch | None) -> Planned:
+    """The step of `model`, without advice, under `settings` with a value found for each that is "auto"."""
     if settings.pp > 1:
         do = f"pass {setting('devices', settings.pp)}, for the same passes on the devices of one process"
         refuse("pp", str(settings.pp), "1 in a plan", do)
-    given, searched_all = settings, settings.schedule == AUTO
+    given = settings
     space, result = _space(settings, model.segments.tile_counts, model.segments.rows), None
     size = settings.bucket_size or default_bucket_size(model.segments.world)
     settings = evolve(search_start(settings).scheduled(on_cpu=model.machine.unified), bucket_size=size)
@@ -134,23 +173,37 @@ def plan_settings(
         settings = result.step.settings
     settings = evolve(settings, swap=given.swap if settings.needs_folders else ())
     step = model.step(settings)
-    settable = UNSEARCHED if searched_all and step.fits else None
-    suggestions: tuple[Suggestion, ...] = ()
-    if advice and not (watch is not None and watch.stopped):
-        rows, tiles = model.segments.rows, model.segments.tile_counts
-        with watched(watch):
-            found = suggest(model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model))
-            suggestions = *found, *_beyond_settings(model, step)
     return Planned(
         step.hardware,
         model.machine if isinstance(model.machine, Profile) else None,
         step,
         model.segments.tokens,
         model.segments.world,
-        suggestions,
+        (),
         *((result.reasons, result.tried) if result else ((), ())),
-        advised=advice and not (watch is not None and watch.stopped),
+        advised=False,
     )
+
+
+@garbage_collection_paused()
+def _advised(
+    model: CostModel, settings: StepSettings, planned: Planned, watch: Watch | None = None
+) -> Planned:
+    """`planned`, of `model` under `settings`, with changes that may help, unless `watch` is stopped meanwhile."""
+    step, rows, tiles = planned.step, model.segments.rows, model.segments.tile_counts
+    settable = UNSEARCHED if settings.schedule == AUTO and step.fits else None
+    with watched(watch):
+        found = suggest(model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model))
+        suggestions = *found, *_beyond_settings(model, step)
+        planned = evolve(planned, suggestions=suggestions)
+    return evolve(planned, advised=watch is None or not watch.stopped)
+
+
+def _lacking(step: PlannedStep, peaks: Callable[[Any], Mapping[Tier, Peak]] | None = None) -> int:
+    """Bytes that the device lacks for a step, or for what `peaks` returns for the step's spec; 0 if that fits."""
+    lacking = step.hardware.lacking(bytes_by_tier(peaks(step.spec)) if peaks else step.memory)
+    own = (n for tier, n in lacking.items() if step.hardware.unified or tier.startswith("device"))
+    return max(own, default=0)
 
 
 def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSettings:

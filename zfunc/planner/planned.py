@@ -78,7 +78,8 @@ class Planned:
     `step` has the simulated plan and the settings, those that were chosen included. `tokens` are those of one
     rank's batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes
     that were planned too, and `advised` tells whether any were tried; `reasons` and `tried` are those of the
-    search, if there was one. `profile` is what `hardware` was made from, or None.
+    search, if there was one. `profile` is what `hardware` was made from, or None. `most` is the argument of
+    `zfunc.segments` with which it cuts a planned module so, in elements of parameters; None for segments.
     """
 
     hardware: Hardware
@@ -90,6 +91,7 @@ class Planned:
     reasons: tuple[str, ...] = ()
     tried: tuple[PlannedStep, ...] = ()
     advised: bool = True
+    most: int | None = None
 
     def __str__(self) -> str:
         return report(self)
@@ -325,6 +327,8 @@ def _plan(p: Planned) -> Iterator[str]:
     share = "state" if on_disk == 1 else f"{on_disk:.0%} of the state"
     waiting = " with waiting gradients" if settings.grads_on == DISK else ""
     yield settings.schedule_name
+    if p.most is not None:
+        yield f"cut into {counted(len(spec.costs), 'segment')} (most={p.most:,})"
     yield f"{len(spec.layout.buckets)} buckets"
     yield f"the largest of {spec.slot_numel:,}; {count} micro-batch{'es' * (count != 1)}"
     yield f"recompute {settings.recompute}"

@@ -2,7 +2,7 @@
 allocated, whether a step fits this machine: if not, the error says what would help, each change planned.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from zfunc.engine.program.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
 from zfunc.engine.program.specialize import specialize, traced_spec
-from zfunc.engine.trace.batches import Batch, ByValue, split_batch
+from zfunc.engine.trace.batches import LABELS, Batch, ByValue, split_batch
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments
 from zfunc.errors import Message, OutOfMemory
@@ -70,13 +70,12 @@ def traced_costs(
         return traced_costs(segments, tree_map(longer, example), optimizer, world)
 
     segments = checked_segments(segments)
-    tensors, targets = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (example, example[1]))
-    rows = next((t.shape[0] for t in tensors if t.dim()), 1)
+    rows = next((t.shape[0] for t in tree_leaves(example) if isinstance(t, Tensor) and t.dim()), 1)
     return SegmentCosts(
         [s.parameters for s in segments],
         optimizer,
         rows=rows,
-        tokens=sum(t.numel() for t in targets),
+        tokens=sum(t.numel() for t in _targets(example)) or rows,
         trace=trace,
         world=world,
         constant_bytes=sum(s.constant_bytes for s in segments),
@@ -84,6 +83,16 @@ def traced_costs(
         tile_counts=tile_counts(row_tokens(example)),
         resized=resized,
     )
+
+
+def _targets(example: Batch) -> list[Tensor]:
+    """The tensors of the targets of a batch (inputs, targets); for a cut module, those it is called with."""
+    inputs, targets = example[:2]
+    if targets is None and hasattr(inputs, "targets"):
+        named = inputs.inputs if isinstance(inputs.inputs, Mapping) else {}
+        targets = *inputs.targets, named.get(LABELS)
+    found = (t.tensor if isinstance(t, ByValue) else t for t in tree_leaves(targets))
+    return [t for t in found if isinstance(t, Tensor)]
 
 
 def local_hardware(program: Program) -> Hardware:

@@ -8,7 +8,7 @@ import math
 import timeit
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attrs import evolve
@@ -118,6 +118,49 @@ def first_that_fits(
     return found
 
 
+class Attempt(NamedTuple):
+    """A step with one cut of a model: `made` is its program or plan, `missing` the bytes that the device lacks, 0
+    or less if the step fits; `futile` if it lacks room for the model's state alone, whatever the cut."""
+
+    made: Any
+    missing: int
+    futile: bool
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no finer cut is worth a try: the step fits, or no cut can fit."""
+        return self.missing <= 0 or self.futile
+
+
+def coarsest_cut(
+    cuts: Iterable[Any], attempt: Callable[[Any], Attempt]
+) -> tuple[Attempt | None, Any, OutOfMemory | None]:
+    """The first attempt of a model's `cuts`, each finer than the one before, that fits, as the log says, or that
+    shows that none can; else the one that lacks least. With the last cut tried, and the last error of memory."""
+    cut: Any = None
+    tried = list[Attempt]()
+    error: OutOfMemory | None = None
+    for n, cut in enumerate(cuts):
+        try:
+            tried.append(attempt(cut))
+        except OutOfMemory as refused:  # whatever share of the state the device has
+            error = refused
+            continue
+        except ValueError:  # an order may list passes by the numbers of the segments
+            if not tried:
+                raise
+            break
+        if tried[-1].missing <= 0 and n:
+            log.info(
+                "model: cut into %d segments of at most %s elements of parameters, as a step in larger ones does "
+                "not fit the device",
+                *(len(cut.segments), f"{max(map(_numel, cut.segments)):,}"),
+            )
+        if tried[-1].is_last:
+            return tried[-1], cut, error
+    return min(tried, key=lambda x: x.missing, default=None), cut, error
+
+
 def first_cut_that_fits(
     cuts: Iterable[Any], make: Callable[[Sequence[Segment]], Program], example: Batch | Mapping[str, Any]
 ) -> Program:
@@ -126,39 +169,23 @@ def first_cut_that_fits(
 
     Raises OutOfMemory, which names the model's largest part, if no cut fits.
     """
-    cut: Any = None
-    tried = list[tuple[int, Program]]()
-    error: OutOfMemory | None = None
-    for n, cut in enumerate(cuts):
-        try:
-            program = make(cut.segments)
-        except OutOfMemory as refused:  # whatever share of the state the device has
-            error = refused
-            continue
-        except ValueError:  # an order may list passes by the numbers of the segments
-            if not tried:
-                raise
-            break
-        peaks = specialize(program, unpacked(example, program.segments[-1])).memory
-        missing = _missing(program, peaks)
-        if missing <= 0 and n:
-            largest = max(map(_numel, program.segments))
-            log.info(
-                "model: cut into %d segments of at most %s elements of parameters, as a step in larger ones does "
-                "not fit the device",
-                *(len(program.segments), f"{largest:,}"),
-            )
-        if missing <= 0 or _missing(program, initial_memory(program.spec)) > 0:
-            return program
-        tried.append((missing, program))
+
+    def attempt(cut: Any) -> Attempt:
+        program = make(cut.segments)
+        missing = _missing(program, specialize(program, unpacked(example, program.segments[-1])).memory)
+        return Attempt(program, missing, missing > 0 and _missing(program, initial_memory(program.spec)) > 0)
+
+    found, cut, error = coarsest_cut(cuts, attempt)
+    if found is not None and found.is_last:
+        return found.made
     numel, place, name = max(
         (_numel(s), place, s.name) for s, place in zip(cut.segments, cut.places, strict=True)
     )
     part = f"; no cut is finer: the largest part is {name!r} at {place}, of {numel:,} elements of parameters"
-    if not tried:
+    if found is None:
         assert error is not None
         raise OutOfMemory(Message(f"{marked(error)}{part}")) from error
-    program = min(tried, key=lambda x: x[0])[1]
+    program = found.made
     peaks = specialize(program, unpacked(example, program.segments[-1])).memory
     shortage = memory_shortage(program, peaks, allocated={}, action="compile")
     nbytes = numel * DTYPES[program.settings.precision].nbytes

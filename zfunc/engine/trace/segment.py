@@ -287,7 +287,7 @@ def make_segment(
     changing, types = changed_by_forward(name, module)
     changing = tuple(dict.fromkeys([*changing, *written]))
     meta, constants = on_meta == {True}, _slots(module, "_buffers")
-    if meta and constants:
+    if meta and any(t.is_meta for t in constants.values()):
         constants = _real_module(name, module, 0)[1]
     constants = {k: v.detach().clone() for k, v in constants.items()}
 

@@ -118,10 +118,12 @@ def segments(
 
 @frozen(eq=False)
 class ModuleCut:
-    """A module cut into `segments`; `places[s]` is where segment `s` first reads a parameter, as "file:line"."""
+    """A module cut into `segments`; `places[s]` is where segment `s` first reads a parameter, as "file:line", and
+    `most` the argument of `segments` that makes this cut."""
 
     segments: tuple[Segment, ...]
     places: list[str]
+    most: int
 
 
 def cuts(
@@ -130,12 +132,17 @@ def cuts(
     loss: Loss | None = None,
     *,
     most: int | None = None,
+    planned: bool = False,
 ) -> Iterator[ModuleCut]:
     """Cut a module as `segments` does, and then, from the same trace, with half of `most` as long as the segments
-    become smaller. Arguments and errors are those of `segments`."""
+    become smaller. Arguments and errors are those of `segments`; if `planned`, to be costed and never trained, the
+    module may be on the meta device."""
     of_type("model", model, nn.Module, "an nn.Module")
     most = None if most is None else whole_number("most", most, least=1)
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+    if planned:  # a trace reads buffers
+        buffers = {id(t): torch.zeros_like(t, device="cpu") for t in model.buffers() if t.is_meta}
+        model = copy.deepcopy(model, {**buffers}) if buffers else model
+    elif any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
     called = CalledModel(without_idle_draws(with_pure_adapters(with_static_experts(model))), loss)
     read = partial(call_of, has_loss=loss is not None)
@@ -161,7 +168,7 @@ def cuts(
         except NotCutError as error:
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
-            yield ModuleCut((evolve(whole, read_batch=read, buffer_names=names),), [_file_of(model)])
+            yield ModuleCut((evolve(whole, read_batch=read, buffer_names=names),), [_file_of(model)], limit)
             return
         else:
             break
@@ -170,7 +177,7 @@ def cuts(
     try:
         while True:
             *before, last = _segments_of(traces, first)
-            yield ModuleCut((*before, evolve(last, read_batch=read)), first.places)
+            yield ModuleCut((*before, evolve(last, read_batch=read)), first.places, traces.most)
             known = first.starts
             while first.starts == known:
                 if traces.most <= first.least:
@@ -566,7 +573,6 @@ def _segments_of(traces: ModuleTraces, first: ModuleTrace) -> list[Segment]:
     whole, owned, made = traces.whole, set[str](), list[Segment]()
     parameters = {p.name: p for p in whole.parameters}
     functions: dict[tuple[int, bool], tuple[Any, Any]] = {}
-    values = whole.initial(0)
     for s, piece in enumerate(first.pieces):
         own = {x: parameters[name] for x, name in piece.short.items() if name in parameters}
         full = {x: name for x, name in piece.short.items() if name not in parameters}
@@ -583,7 +589,7 @@ def _segments_of(traces: ModuleTraces, first: ModuleTrace) -> list[Segment]:
                 train,
                 tuple(own.values()),
                 tuple(own),
-                initial=partial(_initial, values, [p.name for p in own.values() if p.name not in owned]),
+                initial=partial(_initial, whole, [p.name for p in own.values() if p.name not in owned]),
                 evaluate=evaluate,
                 shared=frozenset(p.name for p in own.values() if p.name in owned),
                 origins={p.name: whole.origins[p.name] for p in own.values()},
@@ -601,13 +607,14 @@ def _segments_of(traces: ModuleTraces, first: ModuleTrace) -> list[Segment]:
         parameters=(*last.parameters, *unused.values()),
         short=(*last.short, *(f"unused {x}" for x in unused)),
         initial=partial(
-            _initial, values, [p.name for p in last.parameters if p.name not in last.shared] + [*unused]
+            _initial, whole, [p.name for p in last.parameters if p.name not in last.shared] + [*unused]
         ),
     )
     return made
 
 
-def _initial(values: Values, names: list[str], _: int) -> Values:
+def _initial(whole: Segment, names: list[str], seed: int) -> Values:
+    values = whole.initial(seed)
     return {name: values[name] for name in names}
 
 
