@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
     "a buffer alone": ("--shuffle-buffer 9", "--shuffle-buffer: got it without --stream", lambda: None),
     "no file of the pattern": (
         "--stream --eval-every 0 --data *.jsonl.gz",
-        "--data: got .*gz, which names no file, expected JSONL or Parquet.*leave --stream( True)? out",
+        "--data: got .*gz, which names no file, expected JSONL, Parquet or Arrow.*leave --stream( True)? out",
         lambda: None,
     ),
     "template": (

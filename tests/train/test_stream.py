@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from forked import fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text_data import save, save_splits
 
 from zfunc.errors import CheckpointError
 from zfunc.models.loss import IGNORE_INDEX
@@ -252,7 +254,18 @@ def write_shards(folder: Path) -> list[int]:
     pyarrow = pytest.importorskip("pyarrow")
     texts = [f"<{next(numbers)}>" for _ in range(11)]
     pq.write_table(pyarrow.table({"text": texts, "id": [*range(11)]}), folder / "4.parquet", row_group_size=4)
+    saved = save(folder / "saved", {"text": [f"<{next(numbers)}>" for _ in range(9)]})
+    (saved / "data-00000-of-00001.arrow").rename(folder / "5.arrow")
     return [*range(next(numbers))]
+
+
+def write_saved(folder: Path) -> list[int]:
+    """What `save_to_disk` wrote: a held-out split, and a training split with what `map` left beside its files."""
+    texts = [f"<{n}>" for n in range(40)]
+    save_splits(folder, train={}, test={"text": ["<99>"]})
+    save(folder / "train", {"id": [*range(40)], "text": texts}, num_shards=3)
+    shutil.copy(folder / "test/data-00000-of-00001.arrow", folder / "train/cache-1f.arrow")
+    return [*range(40)]
 
 
 def read_numbers(text: str) -> list[int]:
@@ -271,14 +284,13 @@ def texts_of(stream: Any, begin: int, count: int) -> str:
 
 
 @pytest.mark.parametrize("buffer", [1, 3, 10, 1000])
+@pytest.mark.parametrize(("write", "name"), [(write_shards, "*"), (write_saved, ""), (write_saved, "train")])
 def test_a_pass_over_files_has_each_record_once_and_goes_on_from_any_batch(
-    buffer: int, tmp_path: Path
+    write: Any, name: str, buffer: int, tmp_path: Path
 ) -> None:
-    every = write_shards(tmp_path)
-    passes = 12
-    text = "<" + texts_of(
-        opened_shards(tmp_path / "*", buffer), 0, passes * len(every)
-    )  # the first is no label
+    every = write(tmp_path)
+    passes, path = 12, tmp_path / name
+    text = "<" + texts_of(opened_shards(path, buffer), 0, passes * len(every))  # the first is no label
     found = read_numbers(text)
     each = [found[n : n + len(every)] for n in range(0, len(found), len(every))][:-1]
     assert len(each) > 2
@@ -288,7 +300,7 @@ def test_a_pass_over_files_has_each_record_once_and_goes_on_from_any_batch(
     moved = np.abs(np.argsort(each[0]) - np.arange(len(every)))
     assert buffer != 10 or len({*moved.tolist()}) > 5
     for stop in (1, 2, 5, 17, 40, 61):
-        first, again = opened_shards(tmp_path / "*", buffer), opened_shards(tmp_path / "*", buffer)
+        first, again = opened_shards(path, buffer), opened_shards(path, buffer)
         texts_of(first, 0, stop)
         saved = json.loads(json.dumps(first.state_dict(stop * 2)))
         later = texts_of(first, stop, 20)
@@ -339,6 +351,35 @@ def test_the_first_files_may_be_empty(tmp_path: Path) -> None:
     assert stream.at(0)[1].tolist() == [[2, 1, 2, 2]]
 
 
+def test_held_out_splits_are_left_out_and_named(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / "files" / f"{name}-00000.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{name}-00000.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    save_splits(tmp_path / "saved", train={"text": ["train"]}, test={"text": ["test"]})
+    sizes: dict[str, Any] = {"seq_length": 9, "batch_size": 1, "vocab_size": 256, "buffer": 1, "seed": 0}
+    for name, left_out in (("files", "test-00000.jsonl"), ("saved", "test")):
+        corpus = open_stream(tmp_path / name, tokenizer=None, **sizes)
+        assert f"left out: {left_out}\n" in f"{corpus}\n"
+        assert bytes(corpus.stream.at(0)[0].flatten().tolist()) == b"train\0tra"  # type: ignore[union-attr]
+
+
+def test_a_damaged_saved_dataset_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    save(tmp_path / "d", {"text": [str(n) * 99 for n in range(300)]}, num_shards=2)
+    file, state = tmp_path / "d/data-00000-of-00002.arrow", tmp_path / "d/state.json"
+    whole = file.read_bytes()
+    for expected, damage in (
+        (
+            "arrow, which datasets cannot read .*: copy or save it again",
+            lambda: file.write_bytes(whole[:-99]),
+        ),
+        ("arrow, which datasets cannot read .*: copy or save it again", file.unlink),
+        ("whose list of files cannot be read .* save it again", lambda: state.write_text("{}")),
+    ):
+        damage()
+        with pytest.raises(ValueError, match=expected):
+            texts_of(opened_shards(tmp_path / "d", 1), 0, 99)
+
+
 def test_a_stream_of_chats_masks_what_is_not_learned(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"prompt": "ask", "completion": "ok"}) + "\n" for _ in range(4)))
@@ -355,8 +396,8 @@ def test_data_that_is_no_stream_is_refused_with_what_to_do(tmp_path: Path) -> No
     (tmp_path / "b.jsonl").write_text("\n")
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
     for name, expected in (
-        ("x*", r"names no file, expected JSONL or Parquet files, a folder or a pattern"),
-        ("a.txt", r"where .*a\.txt is, expected JSONL or Parquet"),
+        ("x*", r"names no file, expected JSONL, Parquet or Arrow files, a folder or a pattern"),
+        ("a.txt", r"where .*a\.txt is, expected JSONL, Parquet or Arrow"),
         ("b.jsonl", r"got no record in .*b\.jsonl: name other data"),
         ("c.jsonl", r"got no text in .*c\.jsonl, expected at least one document"),
     ):

@@ -239,6 +239,14 @@ def test_strategies_by_epoch_are_no_steps_of_a_stream() -> None:
         ValueError, match="^eval_strategy, save_strategy: got epoch with `stream`, .* a number"
     ):
         prepare_job(settings(file, *flags), cache=Path("cache"))
+    for epochs in (3.0, 5.0):  # the default, and not
+        expected = (
+            f"^{ARGS}: num_train_epochs: got {epochs:g} with `stream`, .*: write max_steps, .* the file"
+        )
+        with pytest.raises(ValueError, match=expected):
+            settings({"num_train_epochs": epochs}, *flags)
+    assert settings({}, *flags, "--steps", 5).steps == 5
+    assert settings({"num_train_epochs": 5.0, "max_steps": 7}, *flags).steps == 7
 
 
 # --- what a file sets ------------------------------------------------------------------------------------

@@ -268,8 +268,9 @@ class TrainSettings(StepFlags):
     )
     stream: bool = _data(
         False,
-        "train on JSONL and Parquet files as they are read, pass after pass, without packing them first: `data` is "
-        "a file, a folder or a pattern such as 'shards/*.jsonl.gz'; a resume goes on at the next record",
+        "train on JSONL, Parquet and Arrow files as they are read, pass after pass, without packing them first: "
+        "`data` is a file, a folder (also of `save_to_disk`) or a pattern such as 'shards/*.jsonl.gz'; a resume "
+        "goes on at the next record",
     )
     shuffle_buffer: int | None = _data(
         None,
@@ -455,6 +456,10 @@ class TrainSettings(StepFlags):
             refuse("warmup", f"{self.warmup} of {self.steps} steps", "fewer", "lower it, or raise `steps`")
 
 
+ENDLESS = "`stream`, of which nobody knows how long a pass is"
+"""What an error says about a number of passes over streamed data."""
+
+
 def _check_stream(settings: TrainSettings) -> None:
     """Raise ValueError for settings that `stream` rules out, as `epochs`, and for `shuffle_buffer` without it."""
     if not settings.stream:
@@ -464,7 +469,7 @@ def _check_stream(settings: TrainSettings) -> None:
     if settings.data is None:
         refuse("stream", "it without `data`", "both", "add such as `data=shards`")
     if settings.epochs is not None:
-        got = f"{settings.epochs:g} with `stream`, of which nobody knows how long a pass is"
+        got = f"{settings.epochs:g} with {ENDLESS}"
         refuse("epochs", got, "`steps` or `seconds`", "pass such as `steps=1000`")
     if settings.eval_every and settings.eval_data is None:
         got = "none with `stream`, of which nothing is held out"
@@ -529,7 +534,7 @@ def check_paths(settings: TrainSettings) -> None:
         with reading(name, place):
             places = [] if place is None else [Path(place)]
             if name == "data" and settings.stream and place is not None:
-                places = [x for _, x in stream_files(place)]
+                places = [x for _, x in stream_files(place)[0]]
             looks = (first_look(x, pairs=settings.loss == DPO) for x in places[:10])
             looked = next(filter(None, looks), [])  # the first files may be empty
             chats[name] = [x.values for x in looked if x.kind == CHAT]

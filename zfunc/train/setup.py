@@ -44,6 +44,7 @@ from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained
 from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
     DPO,
+    ENDLESS,
     FINAL_LR,
     GPT2_VOCAB_SIZE,
     TrainSettings,
@@ -206,7 +207,7 @@ def _settled(
             of, expected = tokenizer.name, f"its {found} or more"
         refuse("vocab_size", f"{own} for {of}", expected, "leave it out")
     if settings.stream and by_pass:
-        got = "epoch with `stream`, of which nobody knows how long a pass is"
+        got = f"epoch with {ENDLESS}"
         do = "write steps, with the number of them, or leave `stream` out"
         refuse([*by_pass.values()], got, "a number of steps", do)
     sequences = (

@@ -6,7 +6,7 @@
     records    what their keys mean; chats of any usual format as messages
     tokenizer  a local tokenizer.json, with its template of chats, and what of them is learned
     stream     records of an iterable as batches, for a loop of one's own or a training that streams
-    record_files  records of JSONL and Parquet files, read while they are trained on, from a shuffle buffer
+    record_files  records of JSONL, Parquet and Arrow files, read in training, from a shuffle buffer
     packing    data as a corpus; documents as files of tokens, made once and kept
 
 A batch of a packed corpus is a pure function of seed and position: nothing is iterated; a resume needs one integer.

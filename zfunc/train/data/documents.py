@@ -6,18 +6,19 @@ raises an error with file and line, and files and keys that are not read are nam
 """
 
 import hashlib
+import json
 import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from zfunc.errors import install
 from zfunc.train.data.formats import (
@@ -44,7 +45,9 @@ from zfunc.train.data.records import (
 )
 
 File = tuple[str, Path]  # a name, the same on every machine, and the path on this one
-PARQUET = ".parquet"
+PARQUET, ARROW = ".parquet", ".arrow"
+TABLES = (PARQUET, ARROW)
+_CACHED = "cache-*.arrow"  # what `map` and `filter` of datasets leave beside the data
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 _HELD_OUT_PERCENT = 8
 # Records that are looked at before a training, and their characters, in about half a second; and bytes of arrays,
@@ -221,9 +224,9 @@ def named(names: Iterable[str], most: int = 5) -> str:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder by `save_to_disk` of `datasets`, one with Parquet files, or a Parquet file."""
+    """Whether `path` is a folder by `save_to_disk` of `datasets`, one with Parquet files, or a file of `TABLES`."""
     if path.is_file():
-        return path.suffix == PARQUET
+        return path.suffix in TABLES
     return _from_disk(path) or any(
         next(path.glob(pattern + PARQUET), None) is not None for pattern in ("*", "*/*")
     )
@@ -235,9 +238,9 @@ def _from_disk(path: Path) -> bool:
 
 def holds_tokens(path: Path) -> bool:
     """Whether `path` holds tokens: a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized, or
-    a pattern of its Parquet files."""
+    a pattern of its files."""
     if not path.exists():
-        named = (Path(x) for x in sorted(glob(str(path), recursive=True)) if x.endswith(PARQUET))
+        named = (Path(x) for x in sorted(glob(str(path), recursive=True)) if x.endswith(TABLES))
         first = next((x for x in named if x.is_file()), None)
         return path.suffix == ".bin" if first is None else holds_tokens(first)
     if is_saved_dataset(path):
@@ -249,12 +252,7 @@ def open_saved(path: Path, *, pairs: bool = False) -> DocumentSource:
     """The documents of the saved dataset at `path`; with `pairs`, two documents of each preference. Raises
     ValueError for unknown columns or splits, or damage."""
     splits = _splits(path)
-    train = TRAIN if TRAIN in splits else next(iter(splits), None)
-    if train is None or (train != TRAIN and len(splits) > 1):
-        raise ValueError(
-            f"got {path} with the splits {', '.join(splits) or 'none'}, expected one called {TRAIN}: name "
-            "the folder of one"
-        )
+    train = _train_of(path, [*splits])
     names = splits[train].column_names
     kinds = PREFERENCES if pairs else RECORDS
     if pairs and not read_keys(names, kinds):
@@ -271,7 +269,7 @@ def open_saved(path: Path, *, pairs: bool = False) -> DocumentSource:
     left_out = {
         "columns": [name for name in names if name not in columns],
         "splits": [name for name in splits if name not in (train, held_out)],
-        "files": [] if _from_disk(path) else [x for x, p in files if p.suffix != PARQUET],
+        "files": [] if _from_disk(path) else [x for x, p in files if p.suffix not in TABLES],
     }
     notes = tuple(f"left out: the {kind} {named(names)}" for kind, names in left_out.items() if names)
 
@@ -287,89 +285,146 @@ def open_saved(path: Path, *, pairs: bool = False) -> DocumentSource:
     return DocumentSource(files, parts, held_out or "", columns, notes)
 
 
-def _splits(path: Path) -> dict[str, Any]:
+def _train_of(path: Path, splits: Sequence[str]) -> str:
+    if TRAIN in splits or len(splits) == 1:
+        return TRAIN if TRAIN in splits else splits[0]
+    got = f"{path} with the splits {', '.join(splits) or 'none'}"
+    raise ValueError(f"got {got}, expected one called {TRAIN}: name the folder of one")
+
+
+def _datasets(path: Path) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise ValueError(f"reading {path} needs datasets ({error}): {install('datasets')}") from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # nothing is sent
+    return datasets
+
+
+def _splits(path: Path) -> dict[str, Any]:
+    datasets = _datasets(path)
     with _reading(path):
-        if not path.is_file() and _from_disk(path):
+        if path.is_file():
+            return {TRAIN: _TableRows.of([str(path)])}
+        if _from_disk(path):
             loaded = datasets.load_from_disk(str(path))
             return dict(loaded) if isinstance(loaded, dict) else {TRAIN: loaded}
-        given = ("parquet", str(path)) if path.is_file() else (str(path),)
-        builder = datasets.load_dataset_builder(given[0], data_files=[*given[1:]] or None)
+        builder = datasets.load_dataset_builder(str(path))
         if (kind := builder.info.builder_name) != "parquet":
             raise ValueError(f"it takes it for {kind} and would leave out the Parquet files")
-        return {x: _ParquetRows.of([*files]) for x, files in builder.config.data_files.items()}
+        return {x: _TableRows.of([*files]) for x, files in builder.config.data_files.items()}
 
 
 @frozen(eq=False)
-class _ParquetRows:
-    """The rows of one split of a dataset in Parquet files, read a few at a time and without unread columns
+class _TableRows:
+    """The rows of one split of a dataset in Parquet or Arrow files, read a few at a time and without unread columns
     (`datasets` itself reads a whole group of rows, which may be a whole file)."""
 
     files: list[str]
     features: Any
+    first: int = 0  # the row that iteration begins at, in each file
 
     @classmethod
-    def of(cls, files: list[str]) -> "_ParquetRows":
+    def of(cls, files: list[str]) -> "_TableRows":
         from datasets import Features
-        from pyarrow.parquet import read_schema
+        from pyarrow import ipc, memory_map, parquet
 
-        return cls(files, Features.from_arrow_schema(read_schema(files[0])))
+        if files[0].endswith(PARQUET):
+            return cls(files, Features.from_arrow_schema(parquet.read_schema(files[0])))
+        with memory_map(files[0]) as file:
+            return cls(files, Features.from_arrow_schema(ipc.open_stream(file).schema))
 
     @property
     def column_names(self) -> list[str]:
         return [*self.features]
 
-    def select_columns(self, names: list[str]) -> "_ParquetRows":
-        return _ParquetRows(self.files, type(self.features)({x: self.features[x] for x in names}))
+    def select_columns(self, names: list[str]) -> "_TableRows":
+        return evolve(self, features=type(self.features)({x: self.features[x] for x in names}))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self.after(0)
-
-    def after(self, first: int) -> Iterator[dict[str, Any]]:
-        """The rows from row `first` on, counted from the first row of the first file."""
-        from pyarrow.parquet import ParquetFile
-
         for path in self.files:
-            with ParquetFile(path, buffer_size=_BUFFER) as file:
-                groups = [*map(file.metadata.row_group, range(file.num_row_groups))]
-                size = max(1, sum(x.total_byte_size for x in groups))
-                rows = min(1024, max(1, _BATCH * file.metadata.num_rows // size))
-                whole = 0  # groups that are before `first`
-                while whole < len(groups) and first >= groups[whole].num_rows:
-                    first, whole = first - groups[whole].num_rows, whole + 1
-                left = [*range(whole, len(groups))]
-                for batch in file.iter_batches(rows, row_groups=left, columns=self.column_names):
-                    passed = min(first, batch.num_rows)
-                    first -= passed
-                    yield from map(self.features.decode_example, batch.slice(passed).to_pylist())
+            batches = _parquet_batches if path.endswith(PARQUET) else _arrow_batches
+            for batch in batches(path, self.column_names, self.first):
+                yield from map(self.features.decode_example, batch.to_pylist())
 
 
-def stream_files(path: Path) -> list[File]:
-    """The JSONL and Parquet files at `path`, a file, a folder or a pattern of names, sorted by name. Raises
-    ValueError if there is none, or if the file is of another format."""
+def _rows_at_once(rows: int, size: int) -> int:
+    return min(1024, max(1, _BATCH * rows // max(1, size)))
+
+
+def _parquet_batches(path: str, columns: list[str], first: int) -> Iterator[Any]:
+    """The rows of a Parquet file from row `first` on, a few in each table."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path, buffer_size=_BUFFER) as file:
+        groups = [*map(file.metadata.row_group, range(file.num_row_groups))]
+        rows = _rows_at_once(file.metadata.num_rows, sum(x.total_byte_size for x in groups))
+        whole = 0  # groups that are before `first`
+        while whole < len(groups) and first >= groups[whole].num_rows:
+            first, whole = first - groups[whole].num_rows, whole + 1
+        left = [*range(whole, len(groups))]
+        for batch in file.iter_batches(rows, row_groups=left, columns=columns):
+            yield batch.slice(passed := min(first, batch.num_rows))
+            first -= passed
+
+
+def _arrow_batches(path: str, columns: list[str], first: int) -> Iterator[Any]:
+    """The same of an Arrow file, of which only what is read comes into memory."""
+    from pyarrow import ipc, memory_map
+
+    with memory_map(path) as file:
+        for batch in ipc.open_stream(file):
+            rows = _rows_at_once(batch.num_rows, batch.nbytes)
+            passed = min(first, batch.num_rows)
+            first -= passed
+            for n in range(passed, batch.num_rows, rows):
+                yield batch.select(columns).slice(n, rows)
+
+
+def stream_files(path: Path) -> tuple[list[File], list[str]]:
+    """The files of records to stream from `path`: JSONL, Parquet and Arrow files that `path` names, a file or a
+    pattern; those of a folder, or of a dataset that `save_to_disk` wrote there, without its held-out splits. Sorted
+    by name; and the names of what is left out. Raises ValueError if there is none, or for another format."""
+    if path.is_dir() and _from_disk(path):
+        return _saved_files(path)
     names = [Path(x) for x in glob(str(path), recursive=True)]
     found = walk(path) if path.is_dir() else sorted((str(x), x) for x in names if x.is_file())
-    read = [x for x in found if suffix_of(x[1]) in LINES or x[1].suffix == PARQUET]
+    read = [x for x in found if suffix_of(x[1]) in LINES or x[1].suffix in TABLES]
     if not read:
         got = f"{path}, where {named(x for x, _ in found)} is" if found else f"{path}, which names no file"
-        expected = "JSONL or Parquet files, a folder or a pattern of them"
+        expected = "JSONL, Parquet or Arrow files, a folder or a pattern of them"
         raise ValueError(f"got {got}, expected {expected}: correct it, or leave `stream` out")
-    return read
+    if path.is_dir():
+        read = [x for x in read if not x[1].match(_CACHED)] or read
+        read = [x for x in read if _split_of(x[0]) in (TRAIN, None)] or read
+    return read, [name for name, x in found if (name, x) not in read]
 
 
-def parquet_rows(path: Path, first: int) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file from row `first` on, with columns that zfunc reads; few are in memory at once."""
+def _saved_files(path: Path) -> tuple[list[File], list[str]]:
+    """The Arrow files of the training split of what `save_to_disk` wrote, and the names of other splits."""
+    try:
+        if (each := path / "dataset_dict.json").is_file():
+            splits = json.loads(each.read_text())["splits"]
+            train = _train_of(path, splits)
+            return _saved_files(path / train)[0], [x for x in splits if x != train]
+        names = [x["filename"] for x in json.loads((path / "state.json").read_text())["_data_files"]]
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        got = f"{path}, whose list of files cannot be read ({type(error).__name__}: {error!s:.200})"
+        raise ValueError(f"got {got}, expected what save_to_disk writes: save it again") from error
+    return [(x, path / x) for x in names], []
+
+
+def table_rows(path: Path, first: int) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet or Arrow file from row `first` on, with columns that zfunc reads; few are in memory at
+    once."""
+    _datasets(path)
     with _reading(path):
-        rows = _ParquetRows.of([str(path)])
+        rows = _TableRows.of([str(path)])
     if not (columns := read_keys(rows.column_names)):
         names = ", ".join(rows.column_names)
         raise ValueError(f"got {path} with the columns {names:.300}, {EXPECTED}, or {IDS}: rename them")
     with _reading(path):
-        for row in rows.select_columns([*columns]).after(first):
+        for row in evolve(rows.select_columns([*columns]), first=first):
             yield _without_nulls(row, rows.features)
 
 
@@ -385,7 +440,7 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 def _each(path: Path, split: Any, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     with _reading(path):
-        rows = split if isinstance(split, _ParquetRows) else split.with_format(None)
+        rows = split if isinstance(split, _TableRows) else split.with_format(None)
         yield from rows.select_columns([*columns])
 
 

@@ -1,4 +1,4 @@
-"""Records of JSONL and Parquet files, trained on as they are read: no file is held in memory, none is packed first.
+"""Records of JSONL, Parquet and Arrow files, trained on as they are read, none of them in memory or packed first.
 
 Records are drawn from a shuffle buffer: so many are read, and passed on in an order drawn by seed and place, before
 the next are. So a place is a few numbers, where the buffer begins and how many of it were passed on: it is filled
@@ -16,7 +16,7 @@ from attrs import asdict, define, evolve, field, frozen
 
 from zfunc.checkpoint.strict_json import Count, JsonNode
 from zfunc.train.data.corpus import Corpus, TokenStream, permute
-from zfunc.train.data.documents import PARQUET, File, named, parquet_rows, stream_files
+from zfunc.train.data.documents import TABLES, File, named, stream_files, table_rows
 from zfunc.train.data.formats import lines_after, parsed
 from zfunc.train.data.packing import encoded_documents
 from zfunc.train.data.records import IDS, RECORDS, record_documents
@@ -29,7 +29,7 @@ Record = tuple[str, Any]  # its place, for errors; and a line, or a row
 @frozen
 class RecordPlace:
     """A place in RecordFiles: where a shuffle buffer begins, and how many of its records were `taken`. `file`
-    numbers files in the order of the pass; `offset` is in bytes (of a Parquet file in rows), after `line` lines."""
+    numbers files in the order of the pass; `offset` is in bytes (of a table in rows), after `line` lines."""
 
     epoch: Count = 0
     file: Count = 0
@@ -78,8 +78,8 @@ class RecordFiles:
         for number in range(begin.file, count := len(self.files)):
             index = permute(number, count, self.seed, begin.epoch) if self.buffer > 1 else number
             path, offset = self.files[index][1], begin.offset if number == begin.file else 0
-            if path.suffix == PARQUET:
-                for n, row in enumerate(parquet_rows(path, offset), offset):
+            if path.suffix in TABLES:
+                for n, row in enumerate(table_rows(path, offset), offset):
                     yield (f"{path}, row {n}", row), RecordPlace(begin.epoch, number, n + 1)
             else:
                 for where, content, *after in lines_after(path, offset, begin.line if offset else 0):
@@ -96,11 +96,11 @@ def open_stream(
     buffer: int,
     seed: int,
 ) -> Corpus:
-    """The records of the JSONL and Parquet files at `path`, a file, a folder or a pattern, as a corpus that is read
-    while training. Its held-out tokens are its first ones, and serve as a prompt only. `vocab_size` applies to
-    files of tokens. Raises ValueError, with file and line, for a record that is no document."""
-    files, counts = stream_files(path), Counter[str]()
-    rows = (row for _, x in files if x.suffix == PARQUET for row in parquet_rows(x, 0))
+    """The records of the files at `path` (`stream_files` says which), as a corpus that is read while training. Its
+    held-out tokens are its first ones, and serve as a prompt only. `vocab_size` applies to files of tokens. Raises
+    ValueError, with file and line, for a record that is no document."""
+    (files, left_out), counts = stream_files(path), Counter[str]()
+    rows = (row for _, x in files if x.suffix in TABLES for row in table_rows(x, 0))
     tokenized = IDS in next(rows, {})
     vocabulary = Vocabulary(f"below {vocab_size}", vocab_size) if tokenized else tokenizer or BYTES
 
@@ -120,6 +120,7 @@ def open_stream(
     keys = named(sorted(x.removeprefix("key ") for x in counts if x.startswith("key ")))
     size = sum(x.stat().st_size for _, x in files)
     lines = [f"{path}: a stream of {len(files):,} files, {size:,} bytes: {named(x for x, _ in files)}"]
+    lines += [f"left out: {named(left_out)}"] if left_out else []
     lines += [f"left out: keys of records that are not read: {keys}"] if keys else []
     packed = PackedStream(source(), tokens, seq_length=seq_length, batch_size=batch_size)
     stream = StreamedBatches(packed)

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 from attrs import evolve, frozen
 
+from zfunc.errors import refuse
 from zfunc.train.deepspeed.mapping import PARAM, ConfigExtras
 from zfunc.train.run_history import held_out_unit
-from zfunc.train.settings import DPO, DPO_TYPES, TrainSettings
+from zfunc.train.settings import DPO, DPO_TYPES, ENDLESS, TrainSettings
 from zfunc.train.trainer.fields import DPO_CLASS, SFT, TrainerArgs, fields_of, read_args
 from zfunc.train.trainer.schedules import TrainerSchedule, check_params
 
@@ -58,6 +59,9 @@ def with_trainer_args(given: Mapping[str, Any], world: int) -> FromTrainer:
             usual[name] = value
     if said.keys() & {*BOUNDS}:
         usual = {name: value for name, value in usual.items() if name not in BOUNDS}
+    if given.get("stream") and "epochs" in {**usual, **said}:
+        got, do = f"{args[EPOCHS]:g} with {ENDLESS}", f"write {STEPS}, which decides, into the file"
+        refuse(f"{args.source}: {EPOCHS}", got, f"{STEPS}, a number of steps", do)
     return FromTrainer(said, usual, written)
 
 
