@@ -439,18 +439,34 @@ class Longer(nn.Module):
         return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
 
 
+class Crossed(Longer):
+    """What is larger at one cut is smaller at the others."""
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        rows = x
+        for n, layer in enumerate(self.layers):
+            many = int(more[0]) if n == 1 else 2 * (41 - int(more[0]))
+            rows = torch.tanh(layer(torch.cat([rows[: len(x)], torch.ones(many, 8)])))
+        return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
+
+
 @pytest.mark.parametrize(
-    "way", ["host", "ranks", *(pytest.param(x, marks=pytest.mark.slow) for x in WAYS if x != "host")]
+    ("way", "kind"),
+    [
+        *(("host", Longer), ("host", Crossed), ("ranks", Longer)),
+        *(pytest.param(x, Longer, marks=pytest.mark.slow) for x in WAYS if x != "host"),
+        pytest.param("two devices", Crossed, marks=pytest.mark.slow),
+    ],
 )
-def test_micro_batches_of_other_values_have_room_for_the_largest(
-    way: str, caplog: pytest.LogCaptureFixture
+def test_micro_batches_of_other_values_have_room_for_the_largest_at_each_cut(
+    way: str, kind: type[Longer], caplog: pytest.LogCaptureFixture
 ) -> None:
     def given(*more: int) -> dict[str, Tensor]:
         x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
         return {**x, "more": torch.tensor(more).repeat_interleave(2)}
 
     torch.manual_seed(0)
-    model = Longer()
+    model = kind()
     settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0), "micro_batches": 2}
     own = WAYS.get(way, {"pp": 2})
     make = lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings, **own)  # noqa: E731

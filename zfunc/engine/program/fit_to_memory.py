@@ -80,8 +80,8 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
         )
     share = min(map(float, shares))  # the same on all ranks: the smallest that any has room for
     spec = with_share(spec, share)
-    (key,) = program.cache.costs  # of this example alone
-    cache = ProgramCache(costs={key: (spec, shaped.random)}, facts=program.cache.facts)
+    costs = {key: (with_share(own, share), random) for key, (own, random) in program.cache.costs.items()}
+    cache = ProgramCache(costs=costs, facts=program.cache.facts)
     program = evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
     return evolve(program, plan=specialize(program, example).plan)
 

@@ -145,11 +145,23 @@ class ShapedProgram:
     random: frozenset[int]  # segments that draw random numbers
 
 
+@frozen(eq=False)
+class KindsSeen:
+    """The kinds of micro-batches of batches of equal shapes so far, where values decide what a trace is: `spec` has
+    the largest sizes of all of them, for the `number`-th time, and `random` their segments that draw."""
+
+    kinds: frozenset[Any]
+    spec: StepSpec
+    random: frozenset[int]
+    number: int = 0
+
+
 @define(eq=False)
 class ProgramCache:
     """What a program creates on first use: costs and plans for the last SHAPES batch shapes, staging buffers."""
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
+    seen: dict[Any, KindsSeen] = field(factory=dict)  # by layout of a batch, values left out
     specialized: dict[Any, ShapedProgram] = field(factory=dict)
     facts: dict[int, tuple[Segment, Facts]] = field(factory=dict)  # values outside of modules in traces
     checked: dict[Any, Any] = field(factory=dict)  # outputs of pure segments, by name and layout of the input

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from attrs import evolve
+from attrs import evolve, fields, has
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
@@ -15,7 +15,7 @@ from zfunc.core.pipeline import PASSES
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.engine.program.program import Program, ShapedProgram, make_plan, warn_once
+from zfunc.engine.program.program import KindsSeen, Program, ShapedProgram, make_plan, warn_once
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, check_aux_rows
 from zfunc.engine.trace.batches import CONSTANTS, Batch, ByValue, layout_of_leaves, rows_in, split_batch
 from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
@@ -64,9 +64,10 @@ def specialize(
 ) -> ShapedProgram:
     """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
 
-    Where values decide shapes, each distinct layout of a micro-batch is traced, and the one with most bytes between
-    segments is planned for all. With `save` the step also writes a checkpoint, with `commit` it commits to the swap
-    space. Raises ValueError where a segment cannot take its input or the last segment returns no scalar.
+    Where values decide shapes, each distinct layout of a micro-batch is traced, and all are planned with the
+    largest sizes at each cut of any so far. With `save` the step also writes a checkpoint, with `commit` it
+    commits to the swap space. Raises ValueError where a segment cannot take its input or the last segment returns
+    no scalar.
     """
     micro = split_batch(batch, program.settings.micro_batches)
     by_value = any(isinstance(t, ByValue) for t in tree_leaves(batch))
@@ -75,9 +76,20 @@ def specialize(
     if len(kinds) > SHAPES:
         got = f"micro-batches of {len(kinds)} kinds of values that decide shapes"
         raise ValueError(f"batch: got {got}, expected {SHAPES} at most: sort rows by these values")
-    specs = {key: _costs_of(program, key, x) for key, x in kinds.items()}
-    key = max(specs, key=lambda x: _size(specs[x][0]))  # whatever their order
-    spec, random = specs[key]
+    found = {key: _costs_of(program, key, x) for key, x in kinds.items()}
+    (key, (spec, random)), *_ = found.items()
+    if by_value:
+        group = layout_of_leaves(tree_map_only(ByValue, lambda x: x.tensor, batch))
+        seen = _cached(
+            program.cache.seen, group, lambda: KindsSeen(frozenset(), spec, frozenset()), most=SHAPES
+        )
+        if not found.keys() <= seen.kinds:
+            grown = largest_spec([seen.spec, *(x for x, _ in found.values())])
+            random = seen.random.union(*(x for _, x in found.values()))
+            number = seen.number + (grown.costs != seen.spec.costs)
+            seen = KindsSeen(seen.kinds | found.keys(), grown, random, number)
+            program.cache.seen[group] = seen
+        key, spec, random = (group, seen.number), seen.spec, seen.random
     if spec.aux_rows:
         check_aux_rows(
             program.segments[-1].name, spec.aux_rows, rows_in(batch) // program.settings.micro_batches
@@ -103,9 +115,22 @@ def _costs_of(program: Program, key: Any, micro: Batch) -> tuple[StepSpec, froze
     return _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
 
 
-def _size(spec: StepSpec) -> tuple[int, int]:
-    """Bytes of the inputs of all segments of `spec` for a micro-batch, and FLOPs of forward through them."""
-    return sum(x.input_bytes for x in spec.costs), sum(x.forward.flops for x in spec.costs)
+def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
+    """A spec with the largest cost and size of each segment in `specs`, which are of one program's batches."""
+    return evolve(
+        max(specs, key=lambda x: sum(cost.input_bytes for cost in x.costs)),
+        costs=[_largest(of) for of in zip(*(x.costs for x in specs), strict=True)],
+        target_bytes=max(x.target_bytes for x in specs),
+        unused=[name for name in specs[0].unused if all(name in x.unused for x in specs)],
+    )
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    """The largest of several numbers; of values of an attrs class, one with the largest value in each field."""
+    if not has(type(values[0])):
+        return max(values)
+    names = [f.name for f in fields(type(values[0]))]
+    return evolve(values[0], **{x: _largest([getattr(v, x) for v in values]) for x in names})
 
 
 def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
