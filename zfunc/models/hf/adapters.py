@@ -230,16 +230,16 @@ def _pure_class() -> type:
     from peft.tuners.lora.layer import ParamWrapper
 
     class AdaptedTensor(ParamWrapper):
-        """A module called with one tensor replaced by the sum of that tensor and the product of its adapters."""
+        """A module called with one tensor replaced by the sum of that tensor and the products of its adapters."""
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            (adapter,) = self.active_adapters
-            left, right, scale = self.get_delta_factors(adapter)  # of each expert
-            tensor = self.get_param()
-            if tensor.dim() == 3:
-                whole = torch.baddbmm(tensor, left, right, alpha=scale)
-            else:  # [features out, in], of which the factors are transposed
-                whole = torch.addmm(tensor, right[0].T, left[0].T, alpha=scale)
+            whole = self.get_param()
+            for adapter in (a for a in self.active_adapters if a in self.lora_A):
+                left, right, scale = self.get_delta_factors(adapter)  # of each expert
+                if whole.dim() == 3:
+                    whole = torch.baddbmm(whole, left, right, alpha=scale)
+                else:  # [features out, in], of which the factors are transposed
+                    whole = torch.addmm(whole, right[0].T, left[0].T, alpha=scale)
             owner, base = self.base_layer, self.get_base_layer()
             path = next(name for name, m in owner.named_modules() if m is base)
             named = {f"{path}.{self.parameter_name}".lstrip("."): whole}
