@@ -381,12 +381,15 @@ def edges() -> Tensor:
     return torch.randint(0, 6, (4, 9, 2))
 
 
-def adapted(made: Callable[[], Made], **given: Any) -> Callable[[], Made]:
-    """A model with adapters of peft that are not zero."""
+def adapted(made: Callable[[], Made], *, several: bool = False, **given: Any) -> Callable[[], Made]:
+    """A model with adapters of peft that are not zero, each tensor with two if `several`."""
 
     def with_adapters() -> Made:
         peft, (model, batch, loss) = pytest.importorskip("peft"), made()
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, **given))
+        if several:
+            model.add_adapter("another", peft.LoraConfig(r=2, **given))
+            model.base_model.set_adapter(["default", "another"])
         for p in model.parameters():
             p.data.add_(torch.randn_like(p) * 0.05 * p.requires_grad)
         return model, batch, loss
@@ -522,6 +525,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "Mixtral": causal("Mixtral", num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
     "Mixtral, LoRA of its experts": adapted(
         causal("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+        several=True,
         target_modules=["q_proj"],
         target_parameters=["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"],
     ),

@@ -402,7 +402,7 @@ class Selected(nn.Module):
             x = torch.tanh(layer(x))
             x = torch.cat([x[:, : ends[0]], x[:, ends[0] :] * 0.5], 1)
             x[ids == 4] = x[ids == 4] * 2
-        return F.mse_loss(x, y)
+        return F.mse_loss(x, y) + 0.1 * x.masked_select((ids == 4)[..., None]).sum()
 
 
 @pytest.mark.parametrize("selected", [0, 2])
@@ -437,6 +437,25 @@ class Longer(nn.Module):
         for layer in self.layers:
             rows = torch.tanh(layer(rows))
         return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
+
+
+class Ends(Longer):
+    """A number that eval mode alone reads."""
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y) if self.training else F.mse_loss(x[:, : int(more[0])], y[:, : int(more[0])])
+
+
+def test_values_that_eval_mode_alone_reads_are_refused_there() -> None:
+    x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "more": torch.tensor([3] * 4)}
+    program = zfunc.compile(Ends(), example=x, precision="fp32", device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), x)
+    with pytest.raises(
+        ValueError, match=r"test_any_model.py:\d+, .*Python number.*this is eval mode, which knows"
+    ):
+        zfunc.evaluate(program, state, x)
 
 
 class Crossed(Longer):

@@ -101,6 +101,8 @@ class KnownValues(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args))
+        if name == "masked_select" and "out" not in kwargs:
+            return self._selected(types, *args, **kwargs)
         by_scalar = name == "__setitem__" and not (isinstance(args[2], Tensor) and args[2].dim())
         if name == "__getitem__" or (name == "__setitem__" and not by_scalar):
             args = (args[0], self._known_index(args[1]), *args[2:])
@@ -137,6 +139,12 @@ class KnownValues(TorchFunctionMode):
             if t.shape == value.shape:
                 self.known[t] = value, frozenset[str]() if name in LIKE else names
         return y
+
+    def _selected(self, types: Any, input: Tensor, mask: Tensor) -> Any:
+        """What `mask` selects of `input`, as an index does: shapes are broadcast, as torch.masked_select does."""
+        shape = torch.broadcast_shapes(input.shape, mask.shape)
+        x, mask = (self.__torch_function__(Tensor.expand, types, (t, shape)) for t in (input, mask))
+        return self.__torch_function__(Tensor.__getitem__, types, (x, mask))
 
     def _output_size(self, input: Tensor, repeats: Any = None, dim: int | None = None) -> dict[str, int]:
         """The argument `output_size` for this torch.repeat_interleave, if its values are known; else {}."""

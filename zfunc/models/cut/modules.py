@@ -293,6 +293,13 @@ class ModuleTraces:
         mode = "training" if training else "eval mode"
         try:
             made = _in_thread(self._trace, key, x, dtype, training)
+        except ValueBranchError as error:
+            if training:
+                raise
+            why = (
+                "this is eval mode, which knows the values of those inputs alone whose values training reads"
+            )
+            raise ValueBranchError(f"{error}; {why}") from error
         except (NotCutError, BuffersWrittenError) as error:
             if self.first is None:
                 raise
