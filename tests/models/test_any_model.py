@@ -714,7 +714,7 @@ def test_an_output_that_is_no_tree_of_tensors_is_for_a_loss_alone() -> None:
     program = zfunc.compile(segments, precision="fp32", device="cpu")
     state, _ = zfunc.train_step(program, zfunc.init(program), x)
     with pytest.raises(
-        ValueError, match=r"model: got a batch that cannot be cut in eval mode.*SimpleNamespace"
+        ValueError, match=r"model: got a batch that cannot be cut in eval mode.*SimpleNamespace, .*register_"
     ):
         zfunc.apply(program, state, x[0])
 
@@ -786,6 +786,21 @@ class Noisy(Block):
         return y
 
 
+class Written(Block):
+    """A parameter that forward changes, as of a teacher that follows."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.down.bias.mul_(0.9)
+        return super().forward(x, table)
+
+
+class Packed(nn.GRU):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return super().forward(packed)[1].square().mean()
+
+
 class Hooked(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         y = super().forward(x, table)
@@ -815,6 +830,14 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
         (
             lambda: zfunc.segments(Tied(block=Noisy), batch()),
             r"number of a tensor's value at .*test_any_model.py",
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=Written), batch()),
+            r"write into the parameter 'layers.0.down.bias' at .*test_any_model.py:\d+.*register_buffer",
+        ),
+        (
+            lambda: zfunc.segments(Packed(4, 4), (torch.ones(2, 3, 4), torch.tensor([3, 2]))),
+            r"branch on the value of a tensor.*test_any_model.py:\d+.*mask with torch.where",
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
         (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore

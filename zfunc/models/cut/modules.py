@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import random
+import re
 import sys
 import threading
 import traceback
@@ -76,6 +77,7 @@ BRANCHES = (
     "unbacked",
     "data-dependent",
     "_local_scalar_dense",
+    "but got FakeTensor",
 )
 PARTS = 8
 """Segments of a model at least, where none was asked for: the device holds two or three of them at a time."""
@@ -354,6 +356,11 @@ class ModuleTraces:
                 with mode:
                     self._try(fakes | buffers, inputs)
                 reason = str(error).strip().partition("\n")[0][:300]
+                if found := re.search(r"Found <class '(\S+)'> in output", reason):
+                    do = "return a dict or a tuple, or, for a dataclass, call torch.export.register_dataclass"
+                    raise NotCutError(
+                        f"it returns a {found[1]}, of which torch knows no tensors: {do}"
+                    ) from error
                 raise NotCutError(
                     f"torch.export cannot trace it ({type(error).__name__}: {reason})"
                 ) from error

@@ -30,8 +30,9 @@ CHECKS = {  # of what a trace knows, or of values
     torch.ops.aten._assert_scalar.default,
 }
 BRANCH = (
-    "on which a shape or a branch depends, expected what can be traced without values: write it with torch.where, "
-    "compute it in the collator and pass the number, or pass what decides it as a Python number in the batch"
+    "on which a shape or a branch depends, expected what can be traced without values: compute all of it, and mask "
+    "with torch.where(mask, a, b), compute it in the collator and pass the number, or pass what decides it as a "
+    "Python number in the batch"
 )
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 aten = torch.ops.aten
@@ -127,7 +128,14 @@ def cut_graph(
     if others := {x for x in _written(nodes, sources) if x in buffers} - changed:
         raise BuffersWrittenError(others)
     weights = {*signature.inputs_to_parameters}
+    base = _roots(nodes)
     for n in nodes:
+        if found := [x for x in (base.get(x, x) for x in arguments_written(n)) if x.name in weights]:
+            raise ValueError(
+                f"model: got a write into the parameter {sources[found[0].name]!r} at {place_of(n)}, expected "
+                "parameters that the optimizer alone changes: make it a buffer (register_buffer), which forward "
+                "may write"
+            )
         constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
         if n.users and isinstance(constant, FakeTensor):
             got = f".data of a parameter, or its like, read at {place_of(next(iter(n.users)))}"
