@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from attrs import evolve, fields_dict, frozen
+from attrs import evolve, fields, fields_dict, frozen
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import in_pairs
+from pairs import by_day
 from zfunc.schedules import OneFOneB, ZeroBubble
 from zfunc.schedules.stages import RecomputeAhead
 
@@ -449,28 +449,65 @@ def plan_of(recipe: str, name: str, schedule: str) -> Plan:
     return SCHEDULES[schedule](graph_of(recipe, name))
 
 
-def every_graph(test: Callable[..., None] | None = None, **others: tuple[Any, Any]) -> Any:
-    """A law of graphs: for each of the table, and for any. `others` that the test takes are pairs: their value with
-    the table's graphs, and a strategy for the value with any graph.
-    """
-    return _law(
-        graph_of, [pytest.param(*row) for row in product(RECIPES, SPECS)], "graph", graphs, test, others
+@cache
+def met(name: str) -> frozenset[tuple[str, str]]:
+    """What a spec of the table sets, and what its buckets are, as (field, value)."""
+    of, ours = SPECS[name], ("state_format", "persistent", "in_fp32")
+    return frozenset(
+        [
+            *((x.name, str(getattr(of.settings, x.name))) for x in fields(StepSettings)),
+            *((x.name, "given") for x in fields(StepSpec) if x.name not in EACH_HAS and getattr(of, x.name)),
+            *((x, str(getattr(b, x))) for b in of.layout.buckets for x in ours),
+            *(("deliveries", "several" if b.deliveries[1:] else "one") for b in of.layout.buckets),
+        ]
     )
 
 
+EACH_HAS = {"layout", "costs", "settings", "order", "like", "target_bytes"}
+
+
+def graph_meets(row: tuple[str, ...]) -> Iterator[Any]:
+    """What of a row (recipe, spec) has to be met by day: the spec, and the recipe with each value of a setting."""
+    recipe, name = row
+    yield name
+    yield from product([recipe], met(name))
+
+
+def plan_meets(row: tuple[str, ...]) -> Iterator[Any]:
+    """What of a row (recipe, spec, schedule) has to: the schedule with the recipe and with each setting too."""
+    recipe, name, schedule = row
+    yield from graph_meets((recipe, name))
+    yield schedule, recipe
+    yield from ((schedule, setting) for setting, _ in met(name) - met("tied"))
+
+
+@cache
+def graph_rows() -> list[Any]:
+    return by_day([*product(RECIPES, SPECS)], graph_meets)
+
+
+@cache
+def plan_rows() -> list[Any]:
+    rows = [*product(RECIPES, SPECS, SCHEDULES)]
+    rows.sort(key=lambda row: sum(map([*RECIPES, *SPECS, *SCHEDULES].index, row)) % len(SCHEDULES))  # in turn
+    return by_day(rows, plan_meets)
+
+
+def every_graph(test: Callable[..., None] | None = None, **others: tuple[Any, Any]) -> Any:
+    """A law of graphs: for those of the table, `by_day`, and for any. `others` that the test takes are pairs: their
+    value with the table's graphs, and a strategy for the value with any graph.
+    """
+    return _law(graph_of, graph_rows, "graph", graphs, test, others)
+
+
 def every_plan(test: Callable[..., None] | None = None, **others: tuple[Any, Any]) -> Any:
-    """So for plans: for each graph under a third of the schedules, `in_pairs`."""
-    rows = [
-        pytest.param(*row.values[:2], schedule, marks=row.marks)
-        for row in in_pairs(RECIPES, SPECS, range(3))
-        for schedule in [*SCHEDULES][row.values[2] :: 3]
-    ]
-    return _law(plan_of, rows, "plan", plans, test, others)
+    """So for plans."""
+    return _law(plan_of, plan_rows, "plan", plans, test, others)
 
 
 def _law(
     value_of: Callable[..., Any],
-    rows: list[Any],
+    rows: Callable[[], list[Any]],
     argument: str,
     strategy: Callable[[], st.SearchStrategy[Any]],
     test: Callable[..., None] | None,
@@ -482,7 +519,7 @@ def _law(
     of_any = given(**{argument: strategy()}, **{name: some for name, (_, some) in others.items()})(test)
 
     # A case a recipe: most rows take less than pytest does for a case.
-    cases = {(row.values[0], bool(row.marks)): row.marks for row in rows}
+    cases = {(x, rest): [pytest.mark.slow] * rest for rest in (False, True) for x in RECIPES}
 
     @pytest.mark.parametrize(
         "case",
@@ -497,7 +534,7 @@ def _law(
     def law(case: tuple[str, bool] | None) -> None:
         if case is None:
             return of_any()
-        for row in rows:
+        for row in rows():
             if (row.values[0], bool(row.marks)) == case:
                 try:
                     test(**{argument: value_of(*row.values)}, **fixed)

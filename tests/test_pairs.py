@@ -5,6 +5,7 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import covering, in_pairs
+from table import RECIPES, SCHEDULES, SPECS, graph_meets, graph_rows, met, plan_meets, plan_rows
 
 
 def pairs_of(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
@@ -39,3 +40,19 @@ def test_rows_by_day_have_what_they_say_and_those_of_the_night_the_rest(sizes: l
     )
     assert met == every
     assert meet == 2 or len(day) == max(sizes)
+
+
+def test_by_day_the_table_of_laws_has_every_spec_and_each_recipe_with_each_setting_and_schedule() -> None:
+    """And each schedule with each setting; at night it is the whole product."""
+    graphs, plans = graph_rows(), plan_rows()
+    assert {x.values for x in graphs} == {*product(RECIPES, SPECS)}
+    assert {x.values for x in plans} == {*product(RECIPES, SPECS, SCHEDULES)}
+    assert len({name for spec in SPECS for name, _ in met(spec)}) > 30
+    assert len({*map(met, SPECS)}) > len(SPECS) * 0.9, "specs differ in what they set"
+    for rows, meets in ((graphs, graph_meets), (plans, plan_meets)):
+        day = [x.values for x in rows if not x.marks]
+        assert {x[1] for x in day} == {*SPECS}
+        assert {m for x in day for m in meets(x)} == {m for x in rows for m in meets(x.values)}
+    day = [x.values for x in plans if not x.marks]
+    assert {(x[0], x[2]) for x in day} == {*product(RECIPES, SCHEDULES)}
+    assert len(day) < 0.06 * len(plans)

@@ -20,7 +20,7 @@ from zfunc.planner.traced_costs import traced_costs
 from zfunc.runtime import accelerator
 
 ROWS, LENGTHS = 2, (8, 32)
-BY_DAY = {"GPT-2", "Mistral, window", "Mixtral", "GPT-OSS"}  # a kind of attention, or of experts, each
+BY_DAY = {"GPT-2", "Mistral, window", "GPT-OSS"}  # a kind of attention each, and experts
 BY_HAND = {
     "Gemma 2",
     "GPT-OSS",
