@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_300,
+    "core": 7_317,
     "schedules and ground": 1_504,
     "runtime": 3_680,
     "optim": 3_137,
     "checkpoint": 4_096,
     "engine": 10_401,
     "viz": 1_239,
-    "planner": 3_695,
+    "planner": 3_739,
     "models": 5_892,
     "train": 6_445,
     "cli": 2_745,
-    "tests": 50_235,
+    "tests": 50_261,
     "course": 5_266,
     "benchmarks": 5_056,
     "docs": 1_774,

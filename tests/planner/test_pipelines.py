@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 from zfunc.schedules import RoundPipe
+from zfunc.schedules.stages import cuts_by_cost
 
 import zfunc
 from zfunc.cli.commands.plan import PlanSettings, plan_model
@@ -15,6 +16,7 @@ from zfunc.cli.main import main
 from zfunc.core.bucketing import in_buckets
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
+from zfunc.core.pipeline import B, F
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError
@@ -173,6 +175,25 @@ def test_few_of_the_orders_of_many_layers_are_timed(monkeypatch: pytest.MonkeyPa
         assert every[first, m] <= fastest / (1 - pipelines.WORTH)
 
 
+@pytest.mark.parametrize("config", [EQUAL, LARGE_HEAD])
+def test_few_cuts_of_a_round_are_as_fast_as_all_pairs_of_cuts(config: GPTConfig) -> None:
+    model = CostModel(gpt_costs(evolve(config, num_layers=10), ROWS, zfunc.AdamW(), 1), ROOM)
+    on_host = {"params_on": "host", "activations_on": "host"}
+    step = model.step(StepSettings(order="RoundPipe", micro_batches=4, **on_host, **GIVEN))
+    work = pipelines.work_of(step)
+    (*there, last), back = [x[F] for x in work], [x[B] for x in work]
+    cuts = (cuts_by_cost(there), cuts_by_cost([*back[:-1], last + back[-1]]))
+    texts = product(*([",".join(map(str, x)) for x in of] for of in cuts))
+    pairs = [f"RoundPipe:{x}/{y}" for x, y in texts if (x + y).count(",") % 2 == 0]
+    few = [x for x in pipelines._orders(step, work) if "/" in x]  # pyright: ignore[reportPrivateUsage]
+    assert len(few) < len(pairs) / 4
+
+    def fastest(orders: list[str]) -> float:
+        return min(pipelines._makespan(step, x, 4, work) for x in orders)  # pyright: ignore[reportPrivateUsage]
+
+    assert fastest(few) <= fastest(pairs) / (1 - pipelines.WORTH)
+
+
 def test_a_step_is_the_same_whatever_was_planned_before() -> None:
     """Layouts, meshes and places are found once for all steps that share them."""
     costs = partial(gpt_costs, EQUAL, ROWS, zfunc.AdamW(), 1)
@@ -217,4 +238,5 @@ def test_a_model_of_70_billion_on_two_cards_is_searched_with_little_work(
     job = {"seq_length": 1024, "batch_size": 8, "hardware": "rtx4090x8", "devices": 2}
     answer = plan_model(PlanSettings(**size, **job, schedule="auto", order="auto"))
     assert answer.planned.fits
-    assert sum(made) < 850_000
+    assert answer.planned.step_seconds < 464
+    assert sum(made) < 270_000

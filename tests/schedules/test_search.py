@@ -508,6 +508,9 @@ def test_where_the_host_is_too_small_the_disk_is_searched_and_advised() -> None:
     assert "needs folders" in advice.effect
     found = search(plan, start, {"state_on": ("disk", DISK_SHARE)})
     chosen = found.step.settings
+    assert sum(not x.settings.pages_state for x in found.tried) <= 1, (
+        "what has to go there is there from the start"
+    )
     assert found.step.fits
     assert 0 < chosen.share_of_state("disk") < 1, "what has room stays in memory"
     assert found.step.seconds <= advice.step.seconds
@@ -644,7 +647,7 @@ def test_ctrl_c_leaves_the_largest_that_was_found_to_fit(after: int) -> None:
 def test_what_a_step_has_at_least_is_known_before_its_operations_are(name: str) -> None:
     on = evolve(BALANCED, shared={"disk": {"read": 1.0, "write": 1.0}, "memory": {"host": 1.0, "d2h": 0.5}})
     step = PlannedStep(SPECS[name], on)
-    kept, work = step.floor
+    kept, work = step.least_kept, step.least_work
     assert "graph" not in vars(step)
     assert {tier: n for tier, n in kept.items() if n > step.kept[tier]} == {}
     assert {x: s for x, s in work.items() if s > step.work_of.get(x, 0.0) * (1 + 1e-9)} == {}
@@ -656,7 +659,7 @@ def test_drives_that_share_a_path_bound_a_step_by_the_sum_of_their_work() -> Non
     step = step_of(model(), evolve(START, state_on="disk", params_on="host"), SLOW_DRIVES)
     both = step.work["read"] + step.work["write"]
     assert max(step.work.values()) < 0.9 * both
-    assert least_seconds(step.floor[1], SLOW_DRIVES) == pytest.approx(both, rel=0.01)
+    assert least_seconds(step.least_work, SLOW_DRIVES) == pytest.approx(both, rel=0.01)
 
 
 def test_ctrl_c_ends_a_search_that_is_watched_with_the_best_so_far() -> None:
@@ -690,7 +693,8 @@ def test_the_whole_search_is_as_good_without_what_is_left_out(monkeypatch: pytes
     for on, plan in product((bound, COMPUTING), (model(micro_batches=2), recomputing)):
         found = search(steps(plan, on), SETUP)
         with monkeypatch.context() as patch:
-            patch.setattr(PlannedStep, "floor", ({}, {}))
+            for name in ("least_kept", "least_work"):
+                patch.setattr(PlannedStep, name, {})
             patch.setattr(PlannedStep, "seconds_without_compute", 0.0)
             whole = search(steps(plan, on), SETUP)
         assert len(found.tried) <= len(whole.tried)

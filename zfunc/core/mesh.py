@@ -1,6 +1,6 @@
 """Which device makes which pass of a step, and which ranks train together: `StepSpec.mesh` answers for all."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -117,10 +117,9 @@ class DeviceMesh:
         of = self.made_on
         return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
 
-    def check(self, stay: Collection[int], stateful: Collection[int], anywhere: Collection[int]) -> None:
+    def check_passes(self, stay: Collection[int], stateful: Collection[int]) -> None:
         """Raise PlanError if the order of several devices contradicts other settings or where data is: segments
-        `stay` keep their activations on the device, segments `stateful` have buffers that forward changes, and only
-        buckets `anywhere` may be used on several devices of a process."""
+        `stay` keep their activations on the device, segments `stateful` have buffers that forward changes."""
         settings = self.settings
         if any(way == W for way, _ in self.parts) and (settings.tiles != 1 or settings.compile_segments):
             name = "tiles" if settings.tiles != 1 else "compile_segments"
@@ -144,12 +143,18 @@ class DeviceMesh:
                 got = f"segment {s}, {why}, on several devices"
                 do = "pass an order that keeps a segment on a device, such as 'OneFOneB'"
                 refuse("order", got, "one", do, PlanError)
+
+    def check_homes(self, anywhere: Callable[[int], bool]) -> None:
+        """Raise PlanError unless `anywhere` allows the use of a bucket on several devices of a process, for each
+        bucket that the order uses so."""
         for b, devices in self.homes.items():
-            if len(devices) > 1 and (self.over_ranks or b not in anywhere):
+            if len(devices) > 1 and (self.over_ranks or not anywhere(b)):
                 on_host = setting("params_on", "host")
                 way_on = f"{on_host}, with {setting('update_on', 'host')}"
                 if self.over_ranks:
-                    way_on = f"{setting('devices', settings.pp)}, {on_host} in one process, or untie them"
+                    way_on = (
+                        f"{setting('devices', self.settings.pp)}, {on_host} in one process, or untie them"
+                    )
                 got = f"passes with the weights {self._names(b)} on the devices {sorted(devices)}"
                 one_order = "an order that has those segments on one, as DualPipeV the first and last"
                 refuse("order", got, "one", f"pass {way_on}, or {one_order}", PlanError)

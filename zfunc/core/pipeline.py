@@ -169,24 +169,37 @@ def passes_in(
                 if y.s in weights and isinstance(group, tuple):
                     break
 
-    before = {x: [y for y in (*_before(x, split), *higher(x)) if y in expected] for x in chain(*lists)}
+    before = {x[:3]: [y for y in (*_before(x, split), *higher(x)) if y in expected] for x in chain(*lists)}
     ends: dict[tuple[str, int, int], tuple[int, int]] = {}  # and the device
 
-    def arrives(x: Pass, before: tuple[str, int, int]) -> int:
-        """The time at which the output of pass `before` has reached the device of pass `x`."""
-        end, device = ends[before]
-        sent = device != x.device and before[2] != x.s
-        return end + hops[max(before[2], x.s)] * sent
+    def begins(x: Pass, free: int) -> int:
+        """The time at which pass `x` begins on its device, which is `free` from then on: when the outputs of the
+        passes before it have arrived."""
+        for y in before[x[:3]]:
+            end, device = ends[y]
+            if device != x.device and y[2] != x.s:
+                end += hops[max(y[2], x.s)]
+            if end > free:
+                free = end
+        return free
 
     found: list[tuple[int, bool, Pass]] = []
     free, left = [0] * len(lists), [[*reversed(own)] for own in lists]
     ready: dict[int, tuple[int, int, Pass]] = {}  # the next of a device: when it starts
+    awaited = dict[int, tuple[str, int, int]]()  # by device, a pass that its next one waits for
     while any(left):
         for d, own in enumerate(left):
-            if own and d not in ready and ends.keys() >= {*before[x := own[-1]]}:
-                ready[d] = max(free[d], 0, *(arrives(x, y) for y in before[x])), d, x
+            if not own or d in ready or (d in awaited and awaited[d] not in ends):
+                continue
+            awaited.pop(d, None)
+            for y in before[own[-1][:3]]:
+                if y not in ends:
+                    awaited[d] = y
+                    break
+            else:
+                ready[d] = begins(own[-1], free[d]), d, own[-1]
         if not ready:
-            stuck = [(own[-1], next(x for x in before[own[-1]] if x not in ends)) for own in left if own]
+            stuck = [(own[-1], awaited[d]) for d, own in enumerate(left) if own]
             why = "; ".join(f"device {x.device} has {x} next, which follows {Pass(*y)}" for x, y in stuck)
             got = f"devices that wait for each other or for themselves ({why})"
             expected = (
@@ -197,7 +210,7 @@ def passes_in(
         del ready[d], left[d][-1]
         free[d] = end = start + work[x.s][x.way]
         ends[x[:3]] = end, d
-        found += [(start, True, x), (end, False, x._replace(ended=True))]
+        found += [(start, True, x), (end, False, Pass(*x[:4], ended=True))]
     return sorted(found, key=lambda at: at[:2])
 
 
@@ -216,15 +229,14 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
 
 def _before(x: Pass, split: Collection[tuple[int, int]]) -> list[tuple[str, int, int]]:
     """The passes `(way, m, s)` that pass `x` follows, if they exist; backward of (m, s) in `split` is in halves."""
-
-    def of(way: str, m: int, s: int) -> tuple[str, int, int]:
-        """The pass of backward of micro-batch `m` through segment `s`: its half `way` if it is split, else B."""
-        return (way if (m, s) in split else B), m, s
-
-    if x.way == F:
-        return [(F, x.m - 1, x.s), (F, x.m, x.s - 1)]
-    if x.way == R:
-        return [(F, x.m, x.s)]
-    if x.way == W:
-        return [of(W, x.m - 1, x.s), (I, x.m, x.s)]
-    return [of(I if x.way == I else W, x.m - 1, x.s), (F, x.m, x.s), (R, x.m, x.s), of(I, x.m, x.s + 1)]
+    way, m, s, *_ = x
+    if way == F:
+        return [(F, m - 1, s), (F, m, s - 1)]
+    if way == R:
+        return [(F, m, s)]
+    earlier = (W if (m - 1, s) in split else B), m - 1, s
+    if way == W:
+        return [earlier, (I, m, s)]
+    if way == I and earlier[0] == W:
+        earlier = I, m - 1, s
+    return [earlier, (F, m, s), (R, m, s), ((I if (m, s + 1) in split else B), m, s + 1)]

@@ -164,9 +164,9 @@ class StepSpec:
                 refuse(name, got, expected, "make it with zfunc.core.bucketing")
         if self.mesh.made_on and self._placed is None:
             stay = {s for s, place in enumerate(self.activations) if place == "device"}
+            self.mesh.check_passes(stay, self.stateful)
             # Several devices may use what each of them fetches and the host updates.
-            shared = {x.index for x in self.places if "device" not in (x.params, x.update)}
-            self.mesh.check(stay, self.stateful, shared)
+            self.mesh.check_homes(lambda b: "device" not in (self.places[b].params, self.places[b].update))
             self.mesh.check_sums(self.passes)  # whose devices do not wait for each other
 
     @cached_property

@@ -203,36 +203,45 @@ class PlannedStep:
         return self._sum(persistent_bytes)
 
     @cached_property
-    def floor(self) -> "tuple[dict[Tier, int], WorkOf]":
-        """Lower bounds, without making operations, of `kept` (bytes by tier) and `work_of` (s by kind, device)."""
-        spec, at, seconds = self.spec, Regions(self.spec), self.hardware.seconds
-        kept: dict[Region, None] = dict.fromkeys(at.state())
-        for x in (x for x in spec.places if x.waits):
-            kept[at("spilled", x.index) if x.gradient == DISK else at.waiting(x.index)] = None
-        away = {s: f"{where}_act" for s, where in enumerate(spec.activations) if where != "device"}
-        for (s, buffer), m in product(away.items(), range(spec.settings.in_flight)):
-            kept[at(buffer, m, s)] = None
-        nbytes = Counter[Tier]()
-        for r in kept:
+    def least_kept(self) -> dict[Tier, int]:
+        """Lower bound of `kept`, in bytes by tier, without making operations."""
+        nbytes, at = Counter[Tier](), Regions(self.spec)
+        for r in (*at.state(), *self._waiting):
             nbytes[r.place] += r.nbytes
-        for device in range(spec.settings.devices):
+        for device in range(self.settings.devices):
             for ring in takewhile(lambda x: x.region.buffer in USED_WHOLLY, rings(at, device)):
                 nbytes[ring.region.place] += sum(count * room for _, count, room in ring.classes)
+        return dict(nbytes)
 
+    @cached_property
+    def _waiting(self) -> list[Region]:
+        """Regions, kept beside the state, of gradients and activations that wait off the device."""
+        spec, at = self.spec, Regions(self.spec)
+        gradients = (x for x in spec.places if x.waits)
+        kept = [at("spilled", x.index) if x.gradient == DISK else at.waiting(x.index) for x in gradients]
+        away = {s: f"{where}_act" for s, where in enumerate(spec.activations) if where != "device"}
+        stashed = product(away.items(), range(spec.settings.in_flight))
+        return [*dict.fromkeys((*kept, *(at(buffer, m, s) for (s, buffer), m in stashed)))]
+
+    @cached_property
+    def least_work(self) -> "WorkOf":
+        """Lower bound of `work_of`, in seconds by kind and device, without making operations."""
+        spec, seconds = self.spec, self.hardware.seconds
         work = Counter[tuple[Kind, int]]()
         passes = Counter((x.way, x.s, x.device) for own in spec.mesh.listed for x in own)
         for (way, s, device), count in passes.items():
             cost = spec.costs[s].passes[way]
             work["compute", device] += count * seconds(Op("", (), "compute", **asdict(cost)))
-        stashed = [r.nbytes for r in kept if r.buffer == "disk_act" and r.index[0] == 0]
+        stashed = [r.nbytes for r in self._waiting if r.buffer == "disk_act" and r.index[0] == 0]
+        spilled = [r.nbytes for r in self._waiting if r.buffer == "spilled"]
         for kind in DRIVES:
             whole, paged = kind == "write" and spec.commit, (spec.extents[b] for b in spec.paged)
-            moved = Counter(x.nbytes if whole else x.moved_bytes for x in paged)
+            moved = Counter(x.nbytes if whole else x.moved_bytes for x in paged) + Counter(spilled)
             for nbytes_of_one in stashed:
                 moved[nbytes_of_one] += spec.settings.micro_batches
             times = ((seconds(Op("", (), kind, nbytes=whole_blocks(n))), count) for n, count in moved.items())
             work[kind, 0] = sum(count * taken for taken, count in times)
-        return dict(nbytes), work
+        return work
 
     @cached_property
     def work_of(self) -> "WorkOf":

@@ -114,7 +114,9 @@ def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
     ways_there, ways_back = (
         [(_largest(x, cut), cut) for cut in cuts_by_cost(x)] for x in (forward, backward)
     )
-    # The stages of a round go evenly on the devices: then each has one to sum its gradients on.
+    # The stages of a round go evenly on the devices: then each has one to sum its gradients on. Of more stages that
+    # are as long the last are shorter, and no device is done sooner.
+    known = set[tuple[int, int]]()
     for count in range(devices, len(costs) + len(forward) + 1, devices):
         ways = [
             (there, ways_back[count - n - 1])
@@ -122,7 +124,10 @@ def _orders(step: PlannedStep, work: Work) -> Iterator[str]:
             if 0 < count - n <= len(costs)
         ]
         # Of forward as few stages as take no longer than one of backward.
-        (_, there), (_, back) = next((x for x in ways if x[0][0] <= x[1][0]), ways[-1])
+        (longest, there), (longest_back, back) = next((x for x in ways if x[0][0] <= x[1][0]), ways[-1])
+        if (longest, longest_back) in known:
+            continue
+        known.add((longest, longest_back))
         yield f"{ROUND_PIPE}:{_text(there)}/{_text(back)}"
 
 

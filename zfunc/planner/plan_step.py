@@ -270,8 +270,8 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
                 if (way := moved(settings, step.spec.world, **places)) is None:
                     continue
                 new = step_of(of.spec(way), evolve(way, micro_batches=count), step.hardware)
-                kept, work = new.floor
-                if new.hardware.lacking(kept) or least_seconds(work, new.hardware) >= most:
+                slow = least_seconds(new.least_work, new.hardware) >= most
+                if slow or new.hardware.lacking(new.least_kept):
                     continue
                 least = max(*new.work.values(), new.unsettled_seconds)
                 if new.hardware.lacking(new.kept) or least >= most:

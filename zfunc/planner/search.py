@@ -8,9 +8,9 @@ are tried of a setting are its field's (`zfunc.core.settings`), those that take 
 only what depends on the step is here: where things may be, the shares that fit, where buckets end.
 
 The invariant: of all choices tried, none that fits is faster than the result by more than `WORTH`, and neither is
-any with one thing in a nearer tier; where none fits, none lacks fewer bytes, and nothing that moves alone makes one
-fit. A setting that changes numbers is varied only where the space has it. The result is the same on
-every rank: no clock is read.
+any with one thing in a nearer tier; one that by arithmetic gains at most `POSSIBLE` is not tried. Where none fits,
+none lacks fewer bytes, and nothing that moves alone makes one fit. A setting that changes numbers is varied only
+where the space has it. The result is the same on every rank: no clock is read.
 """
 
 import math
@@ -43,10 +43,14 @@ from zfunc.planner.pipelines import WORTH, best_orders, shifted
 from zfunc.units import format_seconds
 
 AS_FAST = 0.001  # of a step's time: a difference that is none
+# Of the best step's time: what a candidate has to be able to gain by arithmetic; what it gains is mostly much less.
+POSSIBLE = 2 * WORTH
 ROUNDS = 8  # over all settings; the last mostly changes nothing
 ALMOST = 1e-9  # a share of the state in which there is no bucket
 GUESS = 2  # candidates for each value of a setting, about
 QUARTERS = 4  # shares of the segments, in the first of which activations go further away
+# Settings that change nothing of what the drives have to read and write.
+BESIDE_DRIVES = {"order", "micro_batches", "schedule", "slots", "defer", "update_on"}
 NUMBERS = ("precision", "micro_batches", "moments")  # settings that change the result
 # By values of `state_on` that leave a share open: the nearer place, the one further away, and the tiers that share
 # the memory of the nearer one.
@@ -112,6 +116,12 @@ def may_gain(step: PlannedStep) -> bool:
     return step.spec.uses_disk or step.work["compute"] < step.seconds * (1 - WORTH)
 
 
+def bound_by_drives(step: PlannedStep) -> bool:
+    """Whether `step`, which fits, hardly gains from anything that leaves on the drives what is on them."""
+    drives = {(kind, n): seconds for (kind, n), seconds in step.least_work.items() if kind in DRIVES}
+    return step.fits and least_seconds(drives, step.hardware) > step.seconds * (1 - POSSIBLE)
+
+
 def lacks_host(step: PlannedStep) -> bool:
     """Whether `step` lacks host memory, or device memory on a machine where the two are one memory."""
     return "host" in step.lacking or (step.hardware.unified and "device" in step.lacking)
@@ -131,10 +141,10 @@ def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> li
 
 
 def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes of where parameters and activations are; after the `first` round, not of activations further away."""
+    """Changes of where parameters and activations are; not of activations alone further away, where `best` fits."""
     names = ("params_on", "activations_on")
     for places in product(*(_worth_trying(best, space, name, first) for name in names)):
-        if not first and best.fits and places[0] == best.settings.params_on and _farther(best, places[1]):
+        if best.fits and places[0] == best.settings.params_on and _farther(best, places[1]):
             continue  # nothing comes nearer for it
         if every_part_has_one(places[1], best.spec.num_segments) and (
             places[0] != DISK or best.settings.pages_state
@@ -367,7 +377,7 @@ def _schedules(best: PlannedStep, space: Space, _first: bool) -> Iterator[Change
 
 def _orders(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes to pipeline orders cut by cost, and `micro_batches`; after the `first` round moves of a segment."""
-    if best.settings.devices > 1 and AUTO in space.get("order", ()):
+    if best.settings.devices > 1 and AUTO in space.get("order", ()) and not bound_by_drives(best):
         # Where weights and activations are decides which orders there are.
         places = ({"params_on": "device"}, {"params_on": "host", "activations_on": "host"}) if first else ()
         places = [x for x in places if x.keys() <= space.keys()]
@@ -453,14 +463,29 @@ def search(
     `planned` plans the step of settings; values of `space` are tried; those of `start` stay where others gain
     nothing; `watch` is told of progress, and Ctrl-C then stops the search. Takes seconds for 50 layers.
     """
-    first = planned(start).without_operations()
-    walk = _Walk(planned, space, first, first, first.seconds, {first.settings: first}, watch)
+    first = planned(start)
+    begin = _with_room(planned, first, space).without_operations()
+    walk = _Walk(planned, space, first, begin, begin.seconds, {begin.settings: begin}, watch)
     reasons: tuple[str, ...] = ()
     with watched(watch):
         walk.descend()
         walk.undo_idle_changes()
         reasons = tuple(walk.reasons())
     return SearchResult(walk.best, reasons, tuple(x for x in walk.seen.values() if x))
+
+
+def _with_room(
+    planned: Callable[[StepSettings], PlannedStep], step: PlannedStep, space: Space
+) -> PlannedStep:
+    """`step`, or, if by arithmetic the host has no room for what it keeps and the disk has, the step with its state
+    on the disk: where the state has to go there, nothing else is worth a simulation before."""
+    short = step.hardware.lacking(step.least_kept)
+    if "host" in short and DISK in space.get("state_on", ()):
+        settings = moved(step.settings, step.spec.world, state_on=DISK)
+        with suppress(ValueError):
+            if settings is not None and "host" not in (x := planned(settings)).hardware.lacking(x.least_kept):
+                return x
+    return step
 
 
 @define(eq=False)
@@ -503,6 +528,8 @@ class _Walk:
         if settings in self.seen:
             return None
         self.seen[settings] = None
+        if differing(settings, self.best.settings).keys() <= BESIDE_DRIVES and bound_by_drives(self.best):
+            return None
         if self.watch is not None:
             best = self.best
             found = f"{format_seconds(best.seconds)} a step" if best.fits else shortage_text(best.lacking)
@@ -511,27 +538,30 @@ class _Walk:
             step = self.planned(settings)
         except ValueError:  # a segment that has no tiles
             return None
-        if _same(step, self.best) or self._cannot_win(step, *step.floor):
+        if _same(step, self.best) or self._slow(step, step.least_work) or self._short(step, step.least_kept):
             return None
-        if self._cannot_win(step, step.kept, step.work_of) or step.unsettled_seconds > self._enough(
-            step.work
-        ):
+        slow = self._slow(step, step.work_of) or step.unsettled_seconds > self._enough(step.work)
+        if slow or self._short(step, step.kept):
             step.forget_operations()
             return None
         return self._simulated(step)
 
     def _enough(self, work: Mapping[Kind, float]) -> float:
-        """Seconds that a step with `work` (seconds by kind) may take and still beat the best step so far."""
+        """Seconds that a step with `work` (seconds by kind) may take at least, to be worth a simulation."""
         gains = not self.best.fits or _spares_drives(work, self.best.work)
-        return math.inf if gains else self.best.seconds * (1 - WORTH)
+        return math.inf if gains else self.best.seconds * (1 - POSSIBLE)
 
-    def _cannot_win(self, step: PlannedStep, kept: dict[Tier, int], work: WorkOf) -> bool:
-        """Whether a step that keeps at least the bytes `kept` and has at least `work` cannot be the best."""
+    def _slow(self, step: PlannedStep, work: WorkOf) -> bool:
+        """Whether a step that has at least `work` cannot be the best."""
+        return least_seconds(work, step.hardware) > self._enough(by_kind(work))
+
+    def _short(self, step: PlannedStep, kept: dict[Tier, int]) -> bool:
+        """Whether a step that keeps at least the bytes `kept` cannot be the best, nor can one that gives way."""
         lacking = step.hardware.lacking(kept)
-        short = sum(lacking.values()) > sum(self.best.lacking.values())
-        slow = least_seconds(work, step.hardware) > self._enough(by_kind(work))
-        if slow or not short or not may_give_way(step.settings, lacking, self.space):
-            return slow or short
+        if sum(lacking.values()) <= sum(self.best.lacking.values()):
+            return False
+        if not may_give_way(step.settings, lacking, self.space):
+            return True
         # How much gives way on several devices needs no simulation.
         several = step.settings.devices > 1
         return several and self.seen.keys() >= {*giving_way(step, lacking, self.space)}
