@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from pairs import in_pairs
 from small_models import regression
 from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
@@ -210,17 +211,19 @@ def check_same(aux: dict[str, Any], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"recompute": "all", "params_on": "host"},
-        {"recompute": "min-cut"},
-        {"world": 2},
-        {"pp": 2},
-        {"pp": 2, "world": 2, "order": "DualPipeV"},
-    ],
+    ("settings", "micro_batches"),
+    in_pairs(
+        [
+            {},
+            {"recompute": "all", "params_on": "host"},
+            {"recompute": "min-cut"},
+            {"world": 2},
+            {"pp": 2},
+            {"pp": 2, "world": 2, "order": "DualPipeV"},
+        ],
+        [1, 2, 4],
+    ),
 )
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_auxiliary_outputs_of_rows_are_those_of_the_whole_batch(
     micro_batches: int, settings: dict[str, Any]
 ) -> None:

@@ -357,7 +357,7 @@ def test_recurrent_layers_need_the_same_memory_in_every_trace() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
-@pytest.mark.parametrize("how", [True, "reduce-overhead"])
+@pytest.mark.parametrize("how", ["reduce-overhead", pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_segments_give_the_same_losses(how: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every pass is compiled in the mode that is named."""
     compiler = pytest.importorskip("torch._inductor.cpp_builder", exc_type=ImportError)

@@ -88,9 +88,12 @@ OF_A_PLAN = [Row(name, PLANNED[(5 * n) % len(PLANNED)], "odd sizes") for n, name
 IN_PARTS = "ZeroBubble", "DualPipeV", "RoundPipe"
 PARTED = [name for name in PLANNED if any(x in str(WAYS[name].get("order")) for x in IN_PARTS)]
 OF_A_PLAN += [Row(WITH_OWN[0], name, "odd sizes") for name in PARTED]
+AT_NIGHT = {x for x in OF_A_PLAN[len(WITH_OWN) :] if "params_on" in x.settings and x.settings["devices"] < 3}
 
 
-@pytest.mark.parametrize("row", OF_A_PLAN, ids=str)
+@pytest.mark.parametrize(
+    "row", [pytest.param(x, marks=[pytest.mark.slow] * (x in AT_NIGHT), id=str(x)) for x in OF_A_PLAN]
+)
 def test_it_is_planned_as_it_is_compiled(row: Row, tmp_path: Path) -> None:
     segments, data = MODELS["odd sizes"]()
     on = evolve(ROUND, memory={"host": 1}, unified=True)  # so that everything that may save memory is tried

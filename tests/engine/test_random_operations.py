@@ -214,8 +214,8 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((shares[0] - shares[1]).abs().max())
 
 
-FORMS: list[Any] = ["returned", "rows", "columns", "recurrent", "untraced"]
-FORMS += [pytest.param(form, marks=pytest.mark.slow) for form in ("whole", "chunks")]
+FORMS: list[Any] = ["returned", "columns", "recurrent", "untraced"]
+FORMS += [pytest.param(form, marks=pytest.mark.slow) for form in ("whole", "rows", "chunks")]
 
 
 @pytest.mark.parametrize("form", FORMS)
