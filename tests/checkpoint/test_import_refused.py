@@ -1,0 +1,272 @@
+"""What `zfunc import` cannot take up is refused with what to do, and no code of a pickle runs unasked."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from foreign_files import (
+    GROUPS,
+    SAVED,
+    classes_of_deepspeed,
+    save_by_number,
+    save_dcp,
+    save_deepspeed,
+    segments,
+    trained,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from zfunc.checkpoint.import_run import import_run
+from zfunc.cli.main import main
+from zfunc.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Runs:
+    """A pickle that runs code when it is read."""
+
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def edit(file: Path, change: Callable[[Any], Any]) -> None:
+    with classes_of_deepspeed() as value:
+        for x in ("fp16.loss_scaler.LossScaler", "zero.config.ZeroStageEnum"):
+            value(f"runtime.{x}")
+        value("utils.tensor_fragment.fragment_address")
+        saved = torch.load(file, weights_only=False)
+        change(saved)
+        torch.save(saved, file)
+
+
+def torn(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def without_moments(folder: Path) -> None:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    del moments["state"]["head.bias"]["exp_avg_sq"]
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=True)
+
+
+def without_moments_and_like_another(folder: Path) -> None:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    del moments["state"]["norm.bias"]
+    state = {"model": {**weights, "norm.bias": weights["norm.weight"]}, "optimizer": moments}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def with_one_more(folder: Path) -> None:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": {**weights, "tail.weight": torch.ones(3)}, "optimizer": moments}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def of_another_shape(folder: Path) -> None:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    weights["base.weight"] = torch.ones(5, 6)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=True)
+
+
+def by_number(folder: Path) -> None:
+    model, optimizer = trained()
+    moments = {str(n): x for n, x in optimizer.state_dict()["state"].items()}
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": {"state": moments}}, checkpoint_id=folder, no_dist=True
+    )
+
+
+def of_two_steps(folder: Path) -> None:
+    model, optimizer = trained()
+    optimizer.state[model.head.bias]["step"] += 1
+    save_dcp(folder, model, optimizer)
+
+
+def weights_alone(folder: Path) -> None:
+    dcp.save({"model": trained()[0].state_dict()}, checkpoint_id=folder, no_dist=True)
+
+
+def of_other_groups(folder: Path) -> None:
+    model, optimizer = trained()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    save_by_number(folder, model, optimizer)
+
+
+def without_zero(folder: Path) -> None:
+    save_deepspeed(folder, *trained(), stage=1)
+    edit(folder / MODEL, lambda saved: saved.update(param_shapes=None))
+
+
+BNB = {"step": 3, "state1": torch.zeros(7, dtype=torch.uint8), "state2": torch.zeros(7, dtype=torch.uint8)}
+RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
+    "no moments": (
+        without_moments,
+        lambda _: None,
+        "no exp_avg_sq of 'head.bias', expected exp_avg and.*: save the",
+    ),
+    "no moments, and like another": (
+        without_moments_and_like_another,
+        lambda _: None,
+        "no exp_avg of 'norm.bias'",
+    ),
+    "a stranger": (
+        with_one_more,
+        lambda _: None,
+        "'tail.weight', which the model does not have.*: name the model",
+    ),
+    "another shape": (
+        of_another_shape,
+        lambda _: None,
+        r"'base.weight' of shape \[5, 6\], expected \[5, 5\]",
+    ),
+    "by number": (by_number, lambda _: None, "moments of '0', and weights such as .*get_state_dict"),
+    "two steps": (of_two_steps, lambda _: None, "got step 3 of '.*' and 4 of 'head.bias', expected one"),
+    "weights alone": (
+        weights_alone,
+        lambda _: None,
+        "no step of an optimizer, expected .*: save the optimizer's",
+    ),
+    "torn DCP": (
+        "dcp",
+        lambda x: torn(x / "__0_0.distcp"),
+        "__0_0.distcp: got .* expected .*copy the checkpoint",
+    ),
+    "torn metadata": ("dcp", lambda x: torn(x / ".metadata"), "metadata: got none that can be read .*: copy"),
+    "code in metadata": (
+        "dcp",
+        lambda x: (x / ".metadata").write_bytes(pickle.dumps(Runs())),
+        "builtins.print is no class of DCP's metadata",
+    ),
+    "no file of a rank": (
+        "dcp",
+        lambda x: (x / "__0_0.distcp").unlink(),
+        "no such file, .*: copy the files of all",
+    ),
+    "torn ZeRO": ("zero 2", lambda x: torn(x / RANK_1), f"{RANK_1}: got no readable tensors"),
+    "one rank of two": (
+        "zero 2",
+        lambda x: (x / RANK_1).unlink(),
+        "states of 1 ranks, expected those of 2: copy",
+    ),
+    "one rank of two, 3": (
+        "zero 3",
+        lambda x: (x / RANK_1).unlink(),
+        "states of 1 ranks, expected those of 2: copy",
+    ),
+    "no moment of a parameter": (
+        "universal",
+        lambda x: (x / "zero/head.bias/exp_avg.pt").unlink(),
+        "no exp_avg of 'head.bias'",
+    ),
+    "code in ZeRO": (
+        "zero 1",
+        lambda x: edit(x / MODEL, lambda saved: saved.update(client=Runs())),
+        "got a pickle of .*print.*: if you trust .*`allow_pickle`",
+    ),
+    "tensor parallel": (
+        "zero 1",
+        lambda x: (x / MODEL).rename(x / "mp_rank_01_model_states.pt"),
+        "mp_rank_01_model_states.pt of tensor parallelism, expected a model that is not divided",
+    ),
+    "SGD": (
+        "zero 1",
+        lambda x: edit(
+            x / RANK_1,
+            lambda saved: saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0].pop("exp_avg"),
+        ),
+        "no exp_avg of each group .*Adam and AdamW",
+    ),
+    "DeepSpeed without ZeRO": (without_zero, lambda _: None, "no ZeRO, expected stage 1, 2 or 3: .*weights"),
+    "other groups": (of_other_groups, lambda _: None, r"groups of \[4, 1\] parameters, expected \[4\]"),
+    "torn optimizer": (
+        "trainer, one process",
+        lambda x: torn(x / "optimizer.pt"),
+        "optimizer.pt: got no readable tensors",
+    ),
+    "torn weights": (
+        "trainer, one process",
+        lambda x: torn(x / "model.safetensors"),
+        "model.safetensors: got a file that cannot be read .*: copy the checkpoint",
+    ),
+    "no weights": (
+        "trainer, one process",
+        lambda x: (x / "model.safetensors").unlink(),
+        "got no weights, expected model.safetensors: copy",
+    ),
+    "no state": (
+        "trainer, one process",
+        lambda x: torch.save([1], x / "optimizer.pt"),
+        r"optimizer.pt: got no state of Adam, expected what state_dict\(\)",
+    ),
+    "Adam in 8 bits": (
+        "trainer, one process",
+        lambda x: edit(x / "optimizer.pt", lambda saved: saved["state"].update(dict.fromkeys(range(4), BNB))),
+        "optimizer.pt: got step, state1, state2 of a parameter, expected exp_avg and exp_avg_sq, .*: begin with",
+    ),
+    "moments that are no tensors": (
+        "trainer, full state",
+        lambda x: edit(x / "optimizer.bin", lambda saved: saved["state"]["head.bias"].update(exp_avg=1.0)),
+        "optimizer.bin: got no state of Adam",
+    ),
+    "code beside moments": (
+        "trainer, one process",
+        lambda x: torch.save({"state": Runs()}, x / "optimizer.pt"),
+        "got a pickle of .*print.*: if you trust .*`allow_pickle`",
+    ),
+    "a pointer to itself": (
+        lambda x: x.mkdir() or (x / "latest").write_text("."),
+        lambda _: None,
+        "neither .metadata nor",
+    ),
+    "nothing": (
+        lambda x: x.mkdir(),
+        lambda _: None,
+        "neither .metadata nor .* nor optimizer.pt.*: name the folder of one step",
+    ),
+}  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_taken_up_is_refused_with_what_to_do(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, spoil, message = BAD[name]
+    source, out = tmp_path / "theirs", tmp_path / "taken"
+    if isinstance(make, str):
+        SAVED[make](source, *trained())
+    else:
+        make(source)
+    spoil(source)
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        import_run(source, out, segments=segments(), groups=GROUPS)
+    assert "executed" not in capsys.readouterr().out
+    assert not out.exists() or not [*out.glob("step-*")]
+
+
+def test_pickles_are_run_where_that_is_asked_for_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_deepspeed(tmp_path / "theirs", *trained(), stage=0)
+    edit(tmp_path / "theirs" / MODEL, lambda saved: saved.update(client=Runs()))
+    line = ["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "taken")]
+    capsys.readouterr()
+    assert main(line) == 2
+    assert "add --allow-pickle" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="no exp_avg of 'norm.running_mean'.*name the model"):
+        import_run(tmp_path / "theirs", tmp_path / "other", allow_pickle=True)
+    assert "executed" in capsys.readouterr().out
+    import_run(tmp_path / "theirs", tmp_path / "taken", segments=segments(), allow_pickle=True)
+    with pytest.raises(ValueError, match="which holds files, expected a new folder"):
+        import_run(tmp_path / "theirs", tmp_path / "taken", segments=segments(), allow_pickle=True)
