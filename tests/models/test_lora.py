@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hf_models import CONFIGS, tokens, transformers
 from plain import rows_of
 from safetensors.torch import load_file
@@ -24,7 +25,9 @@ from zfunc.core.regions import Regions
 from zfunc.engine.program.specialize import specialize
 from zfunc.models.hf.adapters import adapt, adapted_modules, lora_config
 from zfunc.models.quantization import FORMATS, decode
+from zfunc.train.pretrained import pretrained_model
 from zfunc.train.run_history import read_history
+from zfunc.train.settings import TrainSettings
 
 peft = pytest.importorskip("peft")
 pytestmark = [  # what peft calls, and what it notices
@@ -311,8 +314,7 @@ def merged(case: str = "as peft has it") -> Any:
 
 
 def drawn_from_weights() -> object:
-    base().save_pretrained("m")
-    _, segments = zfunc.hf.load("m", lora=peft.LoraConfig(r=4, use_dora=True))
+    _, segments = zfunc.hf.describe(CONFIGS["Llama"](), lora=peft.LoraConfig(r=4, use_dora=True))
     return [x.initial(0) for x in segments]
 
 
@@ -386,7 +388,6 @@ def test_adapters_need_their_configuration_and_weights_that_can_be_apart(
 @every_case
 def test_a_folder_with_new_adapters_has_the_logits_of_its_model(name: str, tmp_path: Path) -> None:
     kind, given = CASES[name]
-    given = {**given, "use_dora": False}  # which needs the weights
     base(kind).save_pretrained(tmp_path)
     _, segments = zfunc.hf.load(tmp_path, lora=peft.LoraConfig(r=4, **given))
     program = zfunc.compile(segments, precision="fp32", device="cpu")
@@ -436,6 +437,40 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
     }.items():
         assert main(wrong.split()) == 2
         assert re.search(message, " ".join(capsys.readouterr().err.split())), message
+
+
+def test_the_command_packs_the_experts_that_python_packs(own_folder: Path) -> None:
+    base("Qwen3 MoE").save_pretrained("model")
+    given: dict[str, Any] = {
+        "hf": Path("model"),
+        "lora": 4,
+        "data": Path("model"),
+        "steps": 1,
+        "seq_length": 8,
+    }
+    ends = ",".join(EXPERTS)
+    settings = TrainSettings(**given, lora_targets="q_proj", quantize="nf4", quantize_parameters=ends)
+    found = pretrained_model(settings)
+    assert found is not None
+    plain = zfunc.hf.load("model", lora=lora_config(4, targets="q_proj"))[1]
+    linear = zfunc.hf.load("model", lora=lora_config(4, targets="q_proj"), quantize="nf4")[1]
+    names = [p.name.removesuffix(".nf4") for s in linear for p in s.parameters if p.encodes]
+    experts = [p.name for s in plain for p in s.parameters if p.name.endswith(tuple(EXPERTS))]
+    assert experts
+    for ours, theirs in zip(found.segments, zfunc.quantized(plain, "nf4", names + experts), strict=True):
+        assert [(p.name, p.shape) for p in ours.parameters] == [(p.name, p.shape) for p in theirs.parameters]
+        packed, expected = ours.initial(0), theirs.initial(0)
+        assert all(torch.equal(x, expected[name]) for name, x in packed.items())
+    for changed, message in (
+        ({"quantize": "int8"}, "quantize_parameters: got it with int8, .* expected nf4: pass quantize='nf4'"),
+        (
+            {"quantize_parameters": "up"},
+            "quantize_parameters: got .* 'up' is no parameter, .* experts.down_proj",
+        ),
+        ({"quantize": None}, "quantize_parameters: got it without `?quantize"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pretrained_model(evolve(settings, **changed))
 
 
 @pytest.mark.slow

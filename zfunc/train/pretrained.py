@@ -65,6 +65,11 @@ class PretrainedModel:
         return getattr(self.text, "max_position_embeddings", None)
 
 
+def names_in(flag: str | None) -> list[str]:
+    """The names in the value of a flag, which commas separate."""
+    return [] if flag is None else flag.split(",")
+
+
 def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | None:
     """The model in the folder that flag `hf` names, or None; with `weights` False the model without its weights,
     for which `hf_config` may name the config alone.
@@ -78,12 +83,13 @@ def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | N
     try:
         lora = adapters(attrs.asdict(flags))
         read = hf.load if weights else hf.describe
-        config, segments = read(place, lora=lora, text_only=flags.text_only, quantize=flags.quantize)
+        packed = {"quantize": flags.quantize, "quantize_parameters": names_in(flags.quantize_parameters)}
+        config, segments = read(place, lora=lora, text_only=flags.text_only, **packed)
     except (ValueError, OSError) as error:
         names = getattr(error, "names", ())
         if own := next((OF_LORA[x] for x in names if x in OF_LORA), None):
             refuse(own, *error.args[1:], cause=error)
-        if names in (("text_only",), ("quantize",)):
+        if names in (("text_only",), ("quantize",), ("quantize_parameters",)):
             raise
         raise ValueError(about(name, error)) from error
     model = PretrainedModel(place, config, segments)

@@ -34,8 +34,8 @@ KEY = "train"  # in a checkpoint's extra
 # fmt: off
 DECIDING = (
     "data", "stream", "shuffle_buffer", "packing", "dtype", "tokenizer", "hf", "text_only", "quantize",
-    "lora_alpha", "vocab_size", "seq_length", "loss", "dpo_beta", "dpo_type", "dropout", "batch_size",
-    "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
+    "quantize_parameters", "lora_alpha", "vocab_size", "seq_length", "loss", "dpo_beta", "dpo_type", "dropout",
+    "batch_size", "micro_batches", "seed", "lr", "lr_schedule", "warmup", "steps", "seconds",
 )
 # fmt: on
 STREAM = "stream"  # in a checkpoint's extra, with the rest of the progress

@@ -143,6 +143,12 @@ class ModelFlags:
         words=("nf4", "nf4-single", "int8"),
         common=True,
     )
+    quantize_parameters: str | None = _model(
+        None,
+        "further tensors that `quantize` packs, which bitsandbytes leaves in 16 bits, as those of experts, by the "
+        "ends of their names: experts.gate_up_proj,experts.down_proj (default: none)",
+        metavar="NAMES",
+    )
     lora_alpha: float | None = _model(
         None, "scale of the adapters, times their rank (default: twice the rank)", positive
     )
@@ -548,6 +554,7 @@ def check_paths(settings: TrainSettings) -> None:
 NEEDED = {
     **dict.fromkeys(("text_only", "lora"), "hf"),
     **dict.fromkeys(("quantize", "lora_alpha", "lora_targets", "lora_target_parameters"), "lora"),
+    "quantize_parameters": "lora",
 }
 """Settings of a Hugging Face model, and the setting without which each means nothing."""
 

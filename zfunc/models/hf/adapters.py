@@ -8,7 +8,7 @@ second copy. peft is imported when adapters are asked for: `pip install ".[lora]
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def adapt(model: nn.Module, lora: Any) -> Any:
         x for x, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     )
     linear = sorted({x.rpartition(".")[2] for x in products})  # Conv1D is GPT-2's
-    found = _found_tensors(model, tensors, linear)
+    modules = f"target_modules, such as {', '.join(linear)}"
+    found = found_tensors("lora.target_parameters", model, tensors, modules)
     if given is None and not tensors:  # for mixtures peft forgets what it has
         of_peft = OF_PEFT.get(model.config.model_type)  # pyright: ignore
         config.target_modules = of_peft or [x for x in TARGETS if x in linear] or None
@@ -128,21 +129,22 @@ def adapt(model: nn.Module, lora: Any) -> Any:
         refuse("lora.target_modules", repr(given), expected, cause=error)
 
 
-def _found_tensors(model: nn.Module, targets: list[str], linear: list[str]) -> list[str]:
-    """The names of the parameters that `targets` are ends of, which get adapters as tensors. ValueError for a
-    target without one, and for a tensor that is neither a matrix nor a stack of them."""
+def found_tensors(setting: str, model: nn.Module, targets: Sequence[str], instead: str) -> list[str]:
+    """The names of the parameters that `targets`, the value of `setting`, are ends of. ValueError for a target
+    without one, and for a tensor that is neither a matrix nor a stack of them; where the model has no stacks, the
+    error says what to pass `instead`."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     stacked = sorted({".".join(x.split(".")[-2:]) for x, shape in shapes.items() if len(shape) == 3})
     expected = f"ends of names of tensors of 2 or 3 dimensions, such as {', '.join(stacked)}"
     if not stacked:
-        expected = f"target_modules, such as {', '.join(linear)}, as the model has no stacked experts"
+        expected = f"{instead}, as the model has no stacked experts"
     found: list[str] = []
     for target in targets:
         own = [x for x in shapes if f".{x}".endswith(f".{target}")]
         odd = [f"of shape {shapes[x]}" for x in own if len(shapes[x]) not in (2, 3)]
         if odd or not own:
             got = f"{targets!r}, of which {target!r} is {odd[0] if odd else 'no parameter'}"
-            refuse("lora.target_parameters", got, expected)
+            refuse(setting, got, expected)
         found += own
     return found
 
@@ -251,28 +253,36 @@ def _pure_class() -> type:
 # --- initial values -----------------------------------------------------------------------------------------
 
 
-def reset_adapters(part: nn.Module, config: Any) -> None:
-    """Draw the adapters in `part`, in place, as peft does. ValueError where that needs the model's weights."""
-    if config.init_lora_weights not in DRAWN or config.use_dora:
+def reset_adapters(part: nn.Module, config: Any, weights: Values | None = None) -> None:
+    """Draw the adapters in `part`, in place, as peft does. DoRA's magnitudes are the norms of base weights, which
+    `weights` has by short name. ValueError where that, or another kind of draw, needs the model's weights."""
+    if config.init_lora_weights not in DRAWN or (config.use_dora and weights is None):
         got = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
         got = f"{got} for a model without weights yet"
         expected = f"init_lora_weights to be one of {', '.join(map(repr, DRAWN))}"
         adapted = "adapt it with peft.get_peft_model and pass it to zfunc.hf.segments"
         refuse("lora", got, expected, f"or load the model with from_pretrained, {adapted}")
-    for _, layer in _lora_layers(part):
+    for name, layer in _lora_layers(part):
         own = any(True for kind in layer.adapter_layer_names for _ in getattr(layer, kind).parameters())
         for adapter in layer.active_adapters if own else ():  # else it is another segment's
             layer.reset_lora_parameters(adapter, config.init_lora_weights)
+            for dora in (layer.lora_magnitude_vector[adapter],) if config.use_dora and weights else ():
+                if (weight := weights.get(f"{name}.base_layer.weight")) is None or weight.ndim != 2:
+                    got, do = f"use_dora of {name!r}", "leave it out of target_modules"
+                    refuse("lora", got, "linear layers, whose weight is not tied", do)
+                weight = weight.T if dora.fan_in_fan_out else weight
+                dora.weight.copy_(torch.linalg.norm(weight, dim=1))  # of a drawn adapter, which is zero
 
 
-def draw_adapters(part: nn.Module, config: Any, seed: int) -> Values:
-    """Initial values of the adapters of `part`, on the meta device, by short name; `part` stays as it is."""
+def draw_adapters(part: nn.Module, config: Any, seed: int, weights: Values) -> Values:
+    """Initial values of the adapters of `part`, on the meta device, by short name; `part` stays as it is, and
+    `weights` are its base's, likewise by name."""
     part = copy.deepcopy(part)
     for _, layer in _lora_layers(part):
         for kind in layer.adapter_layer_names:
             getattr(layer, kind).to_empty(device="cpu")
     with torch.no_grad(), seeded_sequence(seed):
-        reset_adapters(part, config)
+        reset_adapters(part, config, weights)
     return {name: p.detach() for name, p in part.named_parameters() if not p.is_meta}
 
 

@@ -8,7 +8,7 @@ memory once.
 import copy
 import logging
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
-from zfunc.errors import CheckpointError, Message, did_you_mean, refuse
+from zfunc.errors import CheckpointError, Message, did_you_mean, refuse, setting
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
-from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters
+from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters, found_tensors
 from zfunc.models.hf.bitsandbytes import (
     INSTEAD,
     READ,
@@ -57,7 +57,12 @@ log = logging.getLogger("zfunc")
 
 
 def load_folder(
-    folder: Path | str, *, lora: Any = None, text_only: bool = False, quantize: str | None = None
+    folder: Path | str,
+    *,
+    lora: Any = None,
+    text_only: bool = False,
+    quantize: str | None = None,
+    quantize_parameters: Sequence[str] = (),
 ) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a folder with config.json and model.safetensors, or its shards.
 
@@ -69,7 +74,8 @@ def load_folder(
 
     With `quantize`, "nf4" or "int8", the frozen weights of linear layers but the head are kept in that format of
     bitsandbytes (`zfunc.quantized`), made a tensor at a time as the folder is read. A folder that bitsandbytes has
-    quantized is read as it is. Both need `lora`.
+    quantized is read as it is. Both need `lora`. `quantize_parameters` are ends of names of further tensors that
+    are kept in the format, which bitsandbytes leaves as they are: those of experts, "experts.gate_up_proj".
 
     With `text_only`, of a model of images and text only the language model is read: the config is its own, and
     `save` and `export` write it alone.
@@ -98,6 +104,7 @@ def load_folder(
         )
     if quantize and not encoded:
         encoded = dict.fromkeys(_linear_weights(model), quantize)
+    encoded |= _further(model, quantize_parameters, quantize or stored)
     if lora is not None:
         model = adapt(model, lora)
         log.info(
@@ -154,6 +161,17 @@ def _linear_weights(model: Any) -> list[str]:
     return names
 
 
+def _further(model: Any, names: Sequence[str], kind: str) -> dict[str, str]:
+    """The format `kind` by name of each tensor whose name ends in one of `names`."""
+    if names and not kind:
+        refuse("quantize_parameters", "it without `quantize`", "both", "add `quantize`")
+    found = found_tensors("quantize_parameters", model, names, "linear layers alone, which `quantize` packs")
+    if found and kind == "int8":
+        do = f"pass {setting('quantize', 'nf4')}"
+        refuse("quantize_parameters", "it with int8, whose scales are of rows of a matrix", "nf4", do)
+    return dict.fromkeys(found, kind)
+
+
 def _quantized(segments: Iterable[Segment], kinds: Mapping[str, str | None]) -> tuple[Segment, ...]:
     """Segments that keep the parameters in `kinds` (format by full name) encoded. ValueError for a trained one."""
     made: list[Segment] = []
@@ -168,13 +186,18 @@ def _quantized(segments: Iterable[Segment], kinds: Mapping[str, str | None]) -> 
 
 
 def describe(
-    config: Any, *, lora: Any = None, text_only: bool = False, quantize: str | None = None
+    config: Any,
+    *,
+    lora: Any = None,
+    text_only: bool = False,
+    quantize: str | None = None,
+    quantize_parameters: Sequence[str] = (),
 ) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a model from its config alone, without memory: for `zfunc.plan`, or to train it anew.
 
     `config` is a config of transformers, a config.json, or a folder with one; no weights are looked for. Initial
-    values are drawn as transformers draws them. `lora`, `text_only` and `quantize` are as for `load`. For weights
-    quantized in a format that `load` does not read, the segments are those of the unquantized model.
+    values are drawn as transformers draws them. The others are as for `load`. For weights quantized in a format
+    that `load` does not read, the segments are those of the unquantized model.
 
     Raises CheckpointError for a missing file, and ValueError for one that is no config, or of a model that
     `segments` refuses.
@@ -193,6 +216,7 @@ def describe(
     check_supported(model, loss=False)
     linear = _linear_weights(model) if quantize else []
     encoded = {x: quantize for x in linear if not (stored and kept_in_16_bits(whole, x))}
+    encoded |= _further(model, quantize_parameters, quantize or "")
     segments = cut_model(model if lora is None else adapt(model, lora))
     names = [p.name for s in segments for p in s.parameters]
     return config, _quantized(segments, {x: encoded.get(base_name(x)) for x in names})
@@ -465,6 +489,7 @@ def _initial(
     own = {full: short for short, full in segment.by_short.items() if full not in segment.shared}
     values = {full: weights.read(names[full]) for full in own if full in names}
     if drawn := own.keys() - values.keys():
-        adapters = draw_adapters(segment.module, *model.peft_config.values(), seed)
+        base = {own[full]: value for full, value in values.items()}
+        adapters = draw_adapters(segment.module, *model.peft_config.values(), seed, base)
         values |= {full: adapters[own[full]] for full in drawn}
     return values
