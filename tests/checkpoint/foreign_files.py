@@ -146,25 +146,30 @@ def classes_of_deepspeed() -> Iterator[Callable[..., Any]]:
             del sys.modules[module]
 
 
-def save_deepspeed(folder: Path, model: Small, optimizer: Any, *, stage: int, ranks: int = 2) -> None:
-    """A checkpoint of ZeRO with two groups, matrices and the rest; stage 0 makes a universal one."""
+def save_deepspeed(
+    folder: Path, model: nn.Module, optimizer: Any, *, stage: int, ranks: int = 2, frozen: bool = True
+) -> None:
+    """A checkpoint of ZeRO with two groups, matrices and the rest; stage 0 makes a universal one. Without `frozen`,
+    as DeepSpeed's `exclude_frozen_parameters` has it."""
     folder.mkdir(parents=True)
     named = {x: p.detach() for x, p in model.named_parameters() if p.requires_grad}
     state = {x: optimizer.state[p] for x, p in model.named_parameters() if p.requires_grad}
     kinds = {"fp32": named, **{k: {x: state[x][k] for x in named} for k in MOMENTS}}
     groups = [[x for x in named if named[x].ndim > 1], [x for x in named if named[x].ndim == 1]]
-    frozen = {x: p.detach() for x, p in model.named_parameters() if not p.requires_grad}
+    groups = [x for x in groups if x]
+    others = {x: p.detach() for x, p in model.named_parameters() if not p.requires_grad}
+    saved_module = {x: t for x, t in model.state_dict().items() if frozen or x not in others}
     third = stage == 3
     for rank in range(ranks if third else 1):
-        parts = {x: divided(t, ranks)[rank] for x, t in frozen.items()} if third else frozen
-        empty = {x: t[:0] if third and x in named else t for x, t in model.state_dict().items()}
+        parts = {x: divided(t, ranks)[rank] for x, t in others.items()} if third else others
+        empty = {x: t[:0] if third and x in named else t for x, t in saved_module.items()}
         saved = {
             "module": empty,
             "buffer_names": [x for x, _ in model.named_buffers()],
             "param_shapes": [{x: named[x].shape for x in group} for group in groups],
-            "frozen_param_shapes": {x: t.shape for x, t in frozen.items()} if stage != 1 else None,
-            "frozen_param_fragments": parts if stage != 1 else None,
-            "shared_params": {"head.weight": "embed.weight"},
+            "frozen_param_shapes": {x: t.shape for x, t in others.items()} if stage != 1 and frozen else None,
+            "frozen_param_fragments": parts if stage != 1 and frozen else None,
+            "shared_params": {"head.weight": "embed.weight"} if frozen else {},
             **{"skipped_steps": 1, "global_steps": 4, "global_samples": 36, "dp_world_size": ranks},
         }
         prefix = f"zero_pp_rank_{rank}_" if third else ""
@@ -207,8 +212,10 @@ def zero_states(
                     places[n][x] = value("utils.tensor_fragment.fragment_address", **place)
                 at += values[x].numel()
     inner = {
-        "state": {n: {"step": torch.tensor(3.0), **{k: flats[k][n] for k in MOMENTS}} for n in range(2)},
-        "param_groups": [{"params": [n], "lr": 1e-2} for n in range(2)],
+        "state": {
+            n: {"step": torch.tensor(3.0), **{k: flats[k][n] for k in MOMENTS}} for n in range(len(groups))
+        },
+        "param_groups": [{"params": [n], "lr": 1e-2} for n in range(len(groups))],
     }
     common = {"loss_scaler": value("runtime.fp16.loss_scaler.LossScaler", cur_scale=1.0)}
     if third:

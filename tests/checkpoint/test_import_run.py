@@ -28,6 +28,7 @@ from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.import_run import import_run
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.cli.main import main
+from zfunc.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -63,6 +64,33 @@ def test_a_tied_weight_is_taken_once_where_no_model_says_so(tmp_path: Path) -> N
     state = zfunc.load(tmp_path / "taken", goes_on)
     loss = zfunc.train_step(goes_on, state, batch(1))[1].loss
     assert loss == pytest.approx(torch_step(model, optimizer, 1), rel=2e-6)
+
+
+def test_moments_of_torchtitans_fused_queries_keys_and_values_are_divided_as_its_weights(
+    tmp_path: Path,
+) -> None:
+    """Of 2 groups of 3 heads of queries, one of keys, one of values, each head with 4 rows. As torchtitan 0.3.0 has
+    it, weights are saved apart, the parameter is one."""
+    heads, head_dim, names = 3, 4, ("wq", "wk", "wv")
+    fused = {kind: torch.arange(2 * 5 * head_dim * 2.0).view(-1, 2) + n for n, kind in enumerate(MOMENTS)}
+    of_row = [(0, 0, 0, 1, 2)[row // head_dim % (heads + 2)] for row in range(2 * 5 * head_dim)]
+    weights = {f"a.{x}.weight": torch.randn(of_row.count(n), 2) for n, x in enumerate(names)}
+    state = {f"optimizer.state.a.wqkv.weight.{kind}": t for kind, t in fused.items()}
+    state |= {"optimizer.state.a.wqkv.weight.step": torch.tensor(3.0), "train_state.step": torch.tensor(3)}
+    dcp.save({**weights, **state}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for wrong in (None, 5):
+        with pytest.raises(
+            CheckpointError, match=r"for 'a.wqkv.weight', .* keys have 8 rows: pass `head_dim`"
+        ):
+            import_run(tmp_path / "theirs", tmp_path / "taken", head_dim=wrong)
+    taken = import_run(tmp_path / "theirs", tmp_path / "taken", head_dim=head_dim)
+    with CheckpointReader(open_checkpoint(taken.path)) as reader:
+        for n, (name, weight) in enumerate(weights.items()):
+            assert torch.equal(reader.weights(name, 0, weight.numel()), weight.flatten())
+            for kind, whole in fused.items():
+                own = torch.stack([x for x, part in zip(whole, of_row, strict=True) if part == n])
+                found = reader.tensors([WantedSlice(kind, name, 0, weight.numel())])[kind]
+                assert torch.equal(found, own.flatten()), (name, kind)
 
 
 @pytest.mark.parametrize("settings", [{}, {"split_master": True}, {"moments": "16bit"}, {"moments": "8bit"}])

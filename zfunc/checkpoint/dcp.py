@@ -9,14 +9,14 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
@@ -54,6 +54,7 @@ _CLASSES = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
 }
 _MOMENT = re.compile(r"(?:.+?\.)??state\.(?P<name>.+)\.(?P<kind>exp_avg|exp_avg_sq|step|max_exp_avg_sq)")
+_FUSED = re.compile(r"(.*\.)wqkv\.(weight|bias)")  # a parameter of torchtitan that it saves as three
 _OF_LOOPS = re.compile(r"(train_state|lr_scheduler|dataloader)\.")  # what torchtitan has beside the weights
 
 
@@ -120,8 +121,11 @@ class _Folder:
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
 
-def open_dcp(folder: Path) -> ForeignRun:
-    """Open the DCP in `folder`, or both DCPs of a Trainer with FSDP. Raises CheckpointError, with what to do."""
+def open_dcp(folder: Path, *, head_dim: int | None = None) -> ForeignRun:
+    """Open the DCP in `folder`, or both DCPs of a Trainer with FSDP. Raises CheckpointError, with what to do.
+
+    `head_dim`, the size of an attention head, says how torchtitan's moments of queries, keys and values lie in one
+    tensor."""
     paths = [folder / x for x in PARTS] if (folder / PARTS[0]).is_dir() else [folder]
     places: dict[str, _Folder] = {}
     for path in paths:
@@ -139,6 +143,7 @@ def open_dcp(folder: Path) -> ForeignRun:
     for key, m in found.items():
         if m["kind"] in MOMENTS and (x := _tensor(places[key], key)):
             moments.setdefault(m["name"], {})[m["kind"]] = x
+    moments = _without_fused(folder, moments, weights, head_dim)
     prefix = _prefix(folder, {*weights}, {*moments})
     model = {key.removeprefix(prefix): x for key, x in weights.items() if key.startswith(prefix)}
     own = {own_name(x): t for x, t in model.items() if prefix or not _OF_LOOPS.match(x)}
@@ -165,6 +170,43 @@ def _tensor(place: _Folder, key: str) -> ForeignTensor | None:
     return ForeignTensor(stored.size, stored.properties.dtype, partial(place.read, key))
 
 
+def _without_fused(
+    folder: Path,
+    moments: Mapping[str, Mapping[str, ForeignTensor]],
+    weights: Mapping[str, ForeignTensor],
+    head_dim: int | None,
+) -> dict[str, dict[str, ForeignTensor]]:
+    """`moments` by the names of `weights`: those of torchtitan's `wqkv`, one tensor of rows of groups of heads, are
+    divided into `wq`, `wk` and `wv`, as torchtitan saves the weight."""
+    found: dict[str, dict[str, ForeignTensor]] = {}
+    for name, own in moments.items():
+        m = _FUSED.fullmatch(name)
+        parts = [f"{m[1]}w{x}.{m[2]}" for x in "qkv"] if m and name not in weights else []
+        if not parts or not {*parts} <= weights.keys():
+            found[name] = {**own}
+            continue
+        queries, keys, _ = (weights[x].shape[0] for x in parts)
+        if head_dim is None or keys % head_dim or queries % keys:
+            got = (
+                f"{'no' if head_dim is None else head_dim} `head_dim` for {name!r}, in which heads take turns"
+            )
+            expected = f"the size of an attention head, of which keys have {keys} rows"
+            reject(folder, got, expected, "pass `head_dim`: the model's dim divided by its n_heads, mostly")
+        for n, part in enumerate(parts):
+            read = partial(_part_of_fused, n, queries // keys, head_dim)
+            found[part] = {
+                k: evolve(t, shape=weights[part].shape, read=partial(read, t)) for k, t in own.items()
+            }
+    return found
+
+
+def _part_of_fused(n: int, heads: int, head_dim: int, fused: ForeignTensor) -> Tensor:
+    # Of each group heads of queries, then one of keys and one of values.
+    groups = fused.read().view(-1, heads + 2, head_dim, *fused.shape[1:])
+    part = (groups[:, :heads], groups[:, heads], groups[:, heads + 1])[n]
+    return part.reshape(-1, *fused.shape[1:])
+
+
 def _prefix(folder: Path, weights: set[str], named: set[str]) -> str:
     """The prefix before the model's parameter names in the keys of weights: "model.", or else the shortest, with
     which every name of a moment in `named` becomes the key of a weight. Raises CheckpointError if there is none."""
@@ -173,6 +215,8 @@ def _prefix(folder: Path, weights: set[str], named: set[str]) -> str:
     fits = sorted(
         (x for x in ends if {x + n for n in named} <= weights), key=lambda x: (x != "model.", len(x))
     )
+    if not fits and (plain := [{*map(own_name, x)} for x in (weights, named)]) != [weights, named]:
+        return _prefix(folder, *plain)
     if not fits:
         got = f"moments of {first!r}, and weights such as {min(weights, default='none')!r}"
         do = "save what torch.distributed.checkpoint.state_dict.get_state_dict returns, which has names"

@@ -23,6 +23,7 @@ NEW_MOMENTS = "begin with new moments: train from the weights, which `hf` or zfu
 _WRAPPERS = re.compile(
     r"^(module\.)+|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
     r"|\.modules_to_save\.default\b|(?<=\.lora_[AB])\.default\b|(?<=\.lora_embedding_[AB])\.default\b"
+    r"|(?<=\.lora_magnitude_vector)\.default(\.weight)?\b"  # of DoRA
 )
 
 
@@ -41,7 +42,7 @@ class ForeignRun:
 
     `weights` includes module buffers; `moments` has exp_avg and exp_avg_sq by parameter, where the files have them.
     `frozen` names parameters known to be untrained; `tied` maps each further name of a tied tensor to its name in
-    `weights`. `step` counts updates, `sequences` is None if unknown. With `adapters`, the frozen base is missing.
+    `weights`. `step` counts updates, `sequences` is None if unknown.
     """
 
     place: Path
@@ -51,7 +52,16 @@ class ForeignRun:
     sequences: int | None = None
     frozen: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(factory=dict[str, str])
-    adapters: bool = False
+
+    @property
+    def adapters(self) -> bool:
+        """Whether weights of this run are adapters of peft, whose base may be missing."""
+        return any(is_adapter(x) for x in self.weights)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is one of an adapter of peft's LoRA."""
+    return ".lora_" in name
 
 
 def own_name(name: str) -> str:

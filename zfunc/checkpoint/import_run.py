@@ -19,7 +19,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.dcp import METADATA, PARTS, open_dcp
 from zfunc.checkpoint.deepspeed_files import is_deepspeed, open_deepspeed
 from zfunc.checkpoint.durable_files import reject
-from zfunc.checkpoint.foreign_run import MOMENTS, NEW_MOMENTS, ForeignRun, ForeignTensor, own_name
+from zfunc.checkpoint.foreign_run import MOMENTS, NEW_MOMENTS, ForeignRun, ForeignTensor, is_adapter, own_name
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
 from zfunc.checkpoint.strict_json import MAX_INT
@@ -32,10 +32,11 @@ from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
 from zfunc.values import whole
 
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
+EXPECTED = "a DCP, or a checkpoint of DeepSpeed or Trainer"
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
 log = logging.getLogger("zfunc")
 
-__all__ = ["ImportedRun", "adapters_in", "import_run", "is_trainer", "open_run"]
+__all__ = ["ImportedRun", "adapters_in", "check_places", "import_run", "is_trainer", "open_run"]
 
 
 @frozen
@@ -57,14 +58,17 @@ class _Entry:
     kinds: dict[str, ForeignTensor]
 
 
-def open_run(source: Path, groups: Sequence[Sequence[str]] = (), *, allow_pickle: bool = False) -> ForeignRun:
-    """Open the DCP, or the checkpoint of DeepSpeed or Trainer, in a folder: `import_run` says what `groups` are.
-    Raises CheckpointError, with what to do."""
-    expected = "a DCP, or a checkpoint of DeepSpeed or Trainer"
-    if not source.is_dir():
-        reject(source, "no such folder", expected, "check the path")
+def open_run(
+    source: Path,
+    groups: Sequence[Sequence[str]] = (),
+    *,
+    head_dim: int | None = None,
+    allow_pickle: bool = False,
+) -> ForeignRun:
+    """Open the DCP, or the checkpoint of DeepSpeed or Trainer, in a folder: `import_run` says what `groups` and
+    `head_dim` are. Raises CheckpointError, with what to do."""
     if any((source / x / METADATA).exists() for x in ("", *PARTS)):
-        return open_dcp(source)
+        return open_dcp(source, head_dim=head_dim)
     for pointer in (source / x for x in _POINTERS if (source / x).is_file()):
         tag = pointer.read_text().strip()
         if Path(tag).name == tag not in ("", "..") and (source / tag).is_dir():  # no way back to here
@@ -74,7 +78,15 @@ def open_run(source: Path, groups: Sequence[Sequence[str]] = (), *, allow_pickle
     if is_trainer(source):
         return open_trainer(source, groups, allow_pickle=allow_pickle)
     got = f"neither {METADATA} nor *_states.pt nor optimizer.pt"
-    reject(source, got, expected, "name the folder of one step, such as checkpoint-500")
+    reject(source, got, EXPECTED, "name the folder of one step, such as checkpoint-500")
+
+
+def check_places(source: Path, out: Path) -> None:
+    """Raise CheckpointError unless `source` is a folder, and ValueError if `out` holds anything."""
+    if not source.is_dir():
+        reject(source, "no such folder", EXPECTED, "check the path")
+    if out.exists() and any(out.iterdir()):
+        refuse("out", f"{out}, which holds files", "a new folder", "name another")
 
 
 def import_run(
@@ -83,6 +95,7 @@ def import_run(
     *,
     segments: Iterable[Any] = (),
     groups: Sequence[Sequence[str]] = (),
+    head_dim: int | None = None,
     sequences: int | None = None,
     allow_pickle: bool = False,
 ) -> ImportedRun:
@@ -93,8 +106,9 @@ def import_run(
     the model that goes on (`zfunc.segments`, `zfunc.hf.load`): they say which parameters are trained, frozen, tied
     or buffers, and have the base of adapters. Without them every parameter is trained but for those that
     DeepSpeed's files call frozen. `groups`, which optimizer.pt needs, are the names of the parameters in each group
-    of the optimizer, in its order (`zfunc.hf.trainer_groups`). `sequences` is where the data goes on, by default
-    what the files say, or 0.
+    of the optimizer, in its order (`zfunc.hf.trainer_groups`). `head_dim` is the size of an attention head, which
+    torchtitan's moments of queries, keys and values in one tensor need. `sequences` is where the data goes on, by
+    default what the files say, or 0.
 
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
@@ -103,12 +117,15 @@ def import_run(
     files that are missing or torn, a parameter without moments, one of another shape, one that the model does not
     have, and a pickle of more than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
     """
-    if out.exists() and any(out.iterdir()):
-        refuse("out", f"{out}, which holds files", "a new folder", "name another")
+    check_places(source, out)
     if sequences is not None:
         whole("sequences", sequences, 0, MAX_INT)
-    run = open_run(source, groups, allow_pickle=allow_pickle)
+    run = open_run(source, groups, head_dim=head_dim, allow_pickle=allow_pickle)
     segments = [*segments]
+    if run.adapters and not any(is_adapter(p.name) for s in segments for p in s.parameters):
+        do = "write adapter_config.json into the folder that you name, by peft_config.save_pretrained(folder), and "
+        do += "pass `hf`; in Python pass segments, of zfunc.hf.load(hf, lora=peft_config)"
+        reject(run.place, "adapters of peft", "their configuration and their base beside them", do)
     entries = _of_model(run, segments) if segments else _of_all(run)
     known = run.sequences if sequences is None else sequences
     if known is None:

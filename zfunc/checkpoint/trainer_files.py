@@ -62,7 +62,7 @@ def open_trainer(
     moments = {x: {k: foreign_tensor(own[k]) for k in MOMENTS if k in own} for x, own in state.items()}
     step = one_step(folder, ((x, float(own["step"])) for x, own in state.items() if "step" in own))
     adapters = adapters_in(folder) is not None
-    return ForeignRun(folder, step, _weights(folder, adapters, allow_pickle), moments, adapters=adapters)
+    return ForeignRun(folder, step, _weights(folder, adapters, allow_pickle), moments)
 
 
 def _is_state(saved: Any) -> bool:

@@ -1,5 +1,6 @@
 """`zfunc import`."""
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -8,19 +9,10 @@ from attrs import NOTHING, frozen
 from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import logged
 from zfunc.errors import refuse
-from zfunc.options import flag, option, path
+from zfunc.options import count, flag, option, path
 from zfunc.runtime.host_memory import check_addresses
 
 _file = partial(option, group="file")
-# Fields of a LoraConfig that change no training
-_OF_FILES = (
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
-    "peft_version",
-    "revision",
-    "task_type",
-)
 
 
 @frozen(kw_only=True)
@@ -48,6 +40,17 @@ class ImportSettings:
         "(default: none)",
         words=("nf4", "nf4-single", "int8"),
     )
+    quantize_parameters: str | None = _file(
+        None,
+        "further tensors in that format, as the training has them, by the ends of their names (default: none)",
+        metavar="NAMES",
+    )
+    head_dim: int | None = _file(
+        None,
+        "size of an attention head, where moments of torchtitan's queries, keys and values are one tensor "
+        "(default: they are not)",
+        count,
+    )
     sequences: int | None = _file(
         None, "sequences that were trained on, where the data goes on (default: what the files say, else 0)"
     )
@@ -59,13 +62,16 @@ class ImportSettings:
         for name in ("text_only", "quantize"):
             if getattr(self, name) and self.hf is None:
                 refuse(name, "it without `hf`", "both", "add `hf`")
+        if self.quantize_parameters and not self.quantize:
+            refuse("quantize_parameters", "it without `quantize`", "both", "add `quantize`")
 
 
 def run_import(settings: ImportSettings) -> int:
     """Run `zfunc import`: write another program's run as a checkpoint of zfunc."""
     check_addresses()
-    from zfunc.checkpoint.import_run import adapters_in, import_run, is_trainer
+    from zfunc.checkpoint.import_run import adapters_in, check_places, import_run, is_trainer
 
+    check_places(settings.source, settings.out)
     lora = adapters_in(settings.source)
     if settings.quantize is not None and lora is None:
         got = f"it for {settings.source}, which has no adapter_config.json"
@@ -74,15 +80,21 @@ def run_import(settings: ImportSettings) -> int:
         segments, groups = (), ()
         if settings.hf is not None:
             from zfunc.models import hf
+            from zfunc.train.pretrained import names_in
 
             given = {"lora": lora, "text_only": settings.text_only}
-            segments = hf.load(settings.hf, **given, quantize=settings.quantize)[1]
+            packed = {
+                "quantize": settings.quantize,
+                "quantize_parameters": names_in(settings.quantize_parameters),
+            }
+            segments = hf.load(settings.hf, **given, **packed)[1]
             groups = hf.trainer_groups(settings.hf, **given) if is_trainer(settings.source) else ()
         x = import_run(
             settings.source,
             settings.out,
             segments=segments,
             groups=groups,
+            head_dim=settings.head_dim,
             sequences=settings.sequences,
             allow_pickle=settings.allow_pickle,
         )
@@ -94,6 +106,8 @@ def run_import(settings: ImportSettings) -> int:
 
 def adapter_flags(folder: Path) -> str:
     """The options of `zfunc train` for peft's adapters in `folder`, or a sentence on what none of them can set."""
+    from peft import PeftConfig
+
     from zfunc.models import hf
 
     theirs = type(hf.lora_config(1)).from_pretrained(str(folder))
@@ -105,7 +119,8 @@ def adapter_flags(folder: Path) -> str:
         given["parameters"] = ",".join(tensors)
     ours = hf.lora_config(theirs.r, **given).to_dict()
     other = [x for x, value in theirs.to_dict().items() if (value or None) != (ours[x] or None)]
-    if other := sorted({*other} - {*_OF_FILES}):
+    # What configurations of all adapters have changes no training.
+    if other := sorted({*other} - {x.name for x in fields(PeftConfig)}):
         python = "go on in Python, with zfunc.hf.load(folder, lora=checkpoint)"
         return f"zfunc train has no option for {', '.join(other)}: {python}"
     names = {"alpha": "lora_alpha", "targets": "lora_targets", "parameters": "lora_target_parameters"}
