@@ -284,6 +284,13 @@ JOBS = (  # a model, and on how many ranks
 )
 STEPS = 4
 KINDS = ("a device", "off the device", "several devices")
+BY_DAY = {  # the precision in which a model is traced: "odd sizes" in each, and with some parameters in fp32
+    **dict.fromkeys(("pairs", "GPT with dropout", "frozen below"), "fp32"),
+    **dict.fromkeys(("norms", "tied GPT", "edits", "aliases"), "bf16"),
+}
+STREAMED = ("devices", "pp", "stage", "defer", "persistent_params")
+FORMATS = ("moments", "split_master", "fp32_params", "ema", "optimizer")
+TILED = {"tiles", "recompute"}  # whose traces cost most
 SCHEDULES = (*schedules.__all__, Scattered(0), Scattered(1, 5, num_threads=2))
 
 
@@ -328,12 +335,13 @@ class Row:
     @property
     def pairs(self) -> set[Any]:
         """What meets in it: its numbers and one kind of ways; any setting of its numbers and any of its way; ranks
-        and these; its job, a schedule, residuals and the kind."""
+        and these, of tiles where keys are; its job, a schedule, residuals and the kind."""
         way = WAYS[self.way]
         varied = (self.number % len(SCHEDULES), f"{self.number % 6} of six")
         return {
             *product((*varied, *self.of_day, self.job), [self.kind]),
-            *product((*NUMBERS[self.numbers], self.world > 1), way),
+            *product(({*NUMBERS[self.numbers]} - TILED) | {self.world > 1}, way),
+            *product({*NUMBERS[self.numbers]} & TILED, {*way} & {"keys_on"}),
             self.way,
         }
 
@@ -351,12 +359,27 @@ class Row:
         }
 
     @property
+    def places(self) -> set[Any]:
+        """Where it has what, and in what formats its state is."""
+        where = {(k, str(x)) for k, x in WAYS[self.way].items() if k[-3:] == "_on" or k in STREAMED}
+        return where | {(k, str(x)) for k, x in NUMBERS[self.numbers].items() if k in FORMATS}
+
+    @property
     def model(self) -> str:
         return self.job.partition(" on ")[0]
 
     @property
     def world(self) -> int:
         return int(self.job.partition(" on ")[2] or 1)
+
+    @property
+    def by_day(self) -> bool:
+        """Whether its model is traced in its precision by day."""
+        given = NUMBERS[self.numbers]
+        precision = BY_DAY.get(self.model)
+        if "tiles" in given:
+            return self.model == "tied GPT"
+        return precision is None or (given["precision"] == precision and "fp32_params" not in given)
 
     @property
     def possible(self) -> bool:
@@ -409,10 +432,12 @@ def _possible() -> list[Row]:
 
 
 def rows(meets: Callable[[Row], Collection[Any]], where: Callable[[Row], bool] = lambda _: True) -> list[Any]:
-    """For parametrize: all rows that are possible. By day those run in which all meets that does in any, of rows
-    that add alike those of the first jobs, which share models and plain results; the others are `slow`."""
+    """For parametrize: all rows that are possible. By day those run in which all meets that does in any whose
+    model is traced by day, of rows that add alike those of the first jobs, which share models and plain results;
+    the others are `slow`."""
     found = [row for row in _possible() if where(row)]
-    by_day = {*covering(sorted(found, key=lambda row: JOBS.index(row.job)), meets)}
+    of_day = [row for row in found if row.by_day]
+    by_day = {*covering(sorted(of_day, key=lambda row: JOBS.index(row.job)), meets)}
     return [pytest.param(x, marks=() if x in by_day else (pytest.mark.slow,), id=str(x)) for x in found]
 
 
