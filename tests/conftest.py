@@ -14,7 +14,7 @@ import pytest
 import small_trainings
 import torch
 from bad_disks import small_disk  # noqa: F401
-from device_fixtures import controls, device, pytest_configure, pytest_generate_tests  # noqa: F401
+from device_fixtures import controls, device, device_kinds, pytest_configure  # noqa: F401
 from forked import NIGHT
 from hypothesis import settings
 from shared_traces import share_traces
@@ -24,7 +24,7 @@ from text_data import tokenizer_file  # noqa: F401
 from zfunc.checkpoint import swap_file
 from zfunc.runtime.thread_budget import default_threads
 
-settings.register_profile("day", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("day", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("night", settings.get_profile("day"), max_examples=100)
 settings.load_profile("day")
 # These tensors are tiny; teams that spin on a busy machine would take all the time, here and in what tests start.
@@ -115,6 +115,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     name = collection_path.relative_to(config.rootpath).as_posix()
     return not any(f"{x}.py" == name or x.startswith(f"{name}/") for x in QUICK) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """By day rows that are slow are counted and made no items, unless there is no other or the command names a row:
+    that would be a third of the collection's time."""
+    device_kinds(metafunc)
+    yield
+    config, calls = metafunc.config, metafunc._calls
+    quick = [call for call in calls if all(mark.name != "slow" for mark in call.marks)]
+    if quick and config.option.markexpr == "not slow" and not any("[" in x for x in config.args):
+        metafunc._calls = quick
+        config.stash[SLOW] = config.stash.get(SLOW, 0) + len(calls) - len(quick)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,7 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
         pretend.load()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def device_kinds(metafunc: pytest.Metafunc) -> None:
+    """Rows of a test that takes `device`."""
     if "device" in metafunc.fixturenames and metafunc.definition.path.parent.name == "device":
         on_pretend = metafunc.config.getoption("--device") == "pretend"
         missing = pretend.missing_tools()

@@ -43,12 +43,12 @@ def hf_segments(name: str) -> Any:
     ("way", "of"),
     in_pairs(
         [*((*x, "device") for x in WAYS), (*WAYS[1], "host")],
-        [("GPT", 5), ("GPT", 8), ("Mistral, window", 8)],
+        [("GPT", 5), ("GPT", 8), ("Mistral, window", 5)],
     ),
 )
 def test_a_few_tiles_stand_for_all(way: Any, of: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     (on_gpu, grouped, keys_on), (name, count) = way, of
-    segments, tokens = (gpt_segments(GPT), 720) if name == "GPT" else (hf_segments(name), 32)
+    segments, tokens = (gpt_segments(GPT), 720) if name == "GPT" else (hf_segments(name), 40)
     settings = StepSettings(tiles=count, keys_on=keys_on)
     few = costs_of(segments, tokens).traced(settings, on_gpu=on_gpu, grouped=grouped).costs
     monkeypatch.setattr(shared_traces, "_shareable", lambda _: False)  # anew, not what is kept of the few

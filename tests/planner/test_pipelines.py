@@ -78,7 +78,7 @@ CASES: dict[str, tuple[GPTConfig, Hardware, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("equal layers", (2, 8)),
+        ("equal layers", (8,)),
         *(pytest.param(x, (2, 4, 8), marks=pytest.mark.slow) for x in CASES),
     ],
 )

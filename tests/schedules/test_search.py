@@ -414,7 +414,7 @@ KEPT = {"all": (0, 3.0), "min-cut": (1 << 20, 2.25), "none": (3 << 20, 2.0)}  # 
 
 def recomputing(settings: StepSettings) -> StepSpec:
     """The spec of settings: micro-batches cut its activations, what is kept is not computed again."""
-    step = model(state_format=settings.moments)
+    step = model(4, state_format=settings.moments)
     parts, count = settings.micro_batches, step.num_segments
     modes = [settings.recompute_of(s, count) for s in range(count)]
     costs = [
