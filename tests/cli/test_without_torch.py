@@ -1,9 +1,11 @@
 """What plans and draws a GPT needs NumPy and attrs alone, and prints what it prints beside torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +30,8 @@ from zfunc.cli.main import main
 """
 
 
-def blocked(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", BLOCKED + code], capture_output=True, text=True)
+def blocked(code: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", BLOCKED + code], capture_output=True, text=True, **given)
 
 
 def test_a_gpt_is_planned_and_drawn_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,16 +72,38 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
-def test_what_is_refused_without_torch_is_said_in_a_line(line: str, own_folder: Path) -> None:
+FORKS = f"""
+import os
+for n, line in enumerate({[*REFUSED]}):
+    if not os.fork():
+        os.dup2(os.open(f"{{n}}.txt", os.O_WRONLY | os.O_CREAT), 2)
+        sys.exit(main(line.split()))
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """The exit code of each line and what it says, in a fork each of one Python that has imported the command."""
+    folder = tmp_path_factory.mktemp("refused")
     for name, content in FILES.items():
-        (own_folder / name).parent.mkdir(exist_ok=True)
-        (own_folder / name).write_text(content)
-        (own_folder / name).with_name("tokenizer.json").touch()
-    done = blocked(f"sys.exit(main({line.split()}))")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"zfunc {line.split()[0]}: error: {REFUSED[line]}")
-    assert done.stderr.count("\n") == 1
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+        (folder / name).with_name("tokenizer.json").touch()
+    done = blocked(FORKS, cwd=folder, env={**os.environ, "XDG_CACHE_HOME": str(folder)})
+    codes = map(int, done.stdout.split())
+    return {
+        x: (code, (folder / f"{n}.txt").read_text())
+        for n, (x, code) in enumerate(zip(REFUSED, codes, strict=True))
+    }
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_refused_without_torch_is_said_in_a_line(line: str, said: dict[str, tuple[int, str]]) -> None:
+    code, text = said[line]
+    assert code == 2
+    assert text.startswith(f"zfunc {line.split()[0]}: error: {REFUSED[line]}")
+    assert text.count("\n") == 1
 
 
 LATER = {  # packages read them, none of which imports torch for it
