@@ -188,7 +188,7 @@ def compile(
 
 
 def products_are_tf32(tiles: int | str, devices: Iterable[torch.device]) -> bool:
-    """Whether attention of rows in `tiles` computes fp32 matmuls in TF32, by torch's process-wide CUDA setting."""
+    """Whether attention of rows cut in `tiles` multiplies fp32 matrices in TF32, by torch's setting for CUDA."""
     on_cuda = any(x.type == "cuda" for x in devices)
     return tiles != 1 and on_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 

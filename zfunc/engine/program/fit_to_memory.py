@@ -91,7 +91,7 @@ def first_that_fits(
 ) -> Program:
     """The first program of `ways` whose step on `example` fits every rank's device and host; no step is run.
 
-    Else the first program that fits the devices, else the last. Logs the program's settings of the names `chosen`.
+    If none fits: the first that fits the devices, else the last. Logs the result's settings `chosen`.
     """
     last = ways[-1]
     found: Program | None = None
@@ -266,7 +266,7 @@ def measured_rates(device: torch.device) -> tuple[float, float]:
 
 
 def largest_share(fits: Callable[[float], bool]) -> float | None:
-    """The largest share, a multiple of 1 / STEPS from 0 to 1, for which `fits` holds; None if it never holds."""
+    """The largest of the shares 0, 1/32, ..., 1 for which `fits` holds; None if it holds for none."""
     shares = [n / STEPS for n in range(STEPS, -1, -1)]
     first = bisect_left(shares, True, key=fits)
     return shares[first] if first < len(shares) else None

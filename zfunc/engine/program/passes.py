@@ -26,7 +26,8 @@ def segment_calls(
     joints: dict[str, Joints] | None = None,
 ) -> tuple[CompiledSegment, ...]:
     """The segments with forward and backward passes by their `options`. Equal segments with equal options share
-    passes, traced and compiled once; with `joints`, segments recomputed differently share traced joint graphs."""
+    passes, traced and compiled once; segments that differ in recomputation share the graphs of forward and backward
+    cached in `joints`."""
     trainable = {span.name for span in spec.layout.spans}
     pairs: list[tuple[Segment, PassOptions, tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
     calls: list[CompiledSegment] = []
@@ -65,7 +66,7 @@ def segment_calls(
 
 
 def _own(module: nn.Module | None, name: str) -> Any:
-    """The attribute `name` that `module` or its class itself defines, else None: an inherited loss may not fit."""
+    """The attribute `name` that `module` or its class defines; None for an inherited one, as of another model."""
     return None if module is None else {**vars(type(module)), **vars(module)}.get(name)
 
 

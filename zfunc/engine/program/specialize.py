@@ -241,7 +241,7 @@ def _trace_all(
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
-    """The names of trained parameters that no path from the loss leads to; `paths` are of all segments."""
+    """Names of trained parameters on which the loss does not depend; `paths` tell it of each segment's outputs."""
     used, reached = set[str](), set[str | int]({0})  # outputs by number, of which the loss is one
     for call, own in zip(reversed(program.calls), reversed(paths), strict=True):
         reached = {x for n in reached if isinstance(n, int) for x in own[n]}

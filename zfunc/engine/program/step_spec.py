@@ -66,8 +66,8 @@ def make_spec(
     In a pipeline over ranks, `stage` is the rank's pipeline stage, and `world` the number of ranks in that stage.
 
     `constant_bytes` is the device memory of the segments' constants, which are not parameters; `buffer_bytes` that
-    of the module buffers that the forward of each segment changes. `optimized` are the same segments and optimizer,
-    with the layouts of other settings. `peers`: devices read each other's memory; `on_gpu`: they are accelerators.
+    of the module buffers that the forward of each segment changes. `optimized` caches the layouts of these segments
+    under other settings. `peers`: devices read each other's memory; `on_gpu`: they are accelerators.
     """
     optimized = optimized or OptimizedParameters(segments, optimizer, world)
     layout, order = optimized.layout(settings), make_order(settings.order)

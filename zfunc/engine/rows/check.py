@@ -55,8 +55,8 @@ log = logging.getLogger("zfunc")
 
 
 def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...], tried: Any) -> Any:
-    """Raise ValueError if tokens of segment `tiled` depend on others, with `weights` and, unless the segment was
-    `tried` before, with random weights. Returns the copies that `_tried` made, None if no trial is needed."""
+    """Run a segment with `weights` to see that no token depends on others, else raise ValueError. `tried` is the
+    result of an earlier call, None at first: then random weights are tried, too. None if operations prove it."""
     split = tiled.split(weights, inputs)[0] if isinstance(tiled, Tiled) else None
     if not tried and split and not split.unknown and _pulled_alike(tiled.function, split, weights, inputs):
         return None
@@ -77,7 +77,8 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
 
 
 def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
-    """Unchecked copies of `tiled` for trials: `function` in one tile; `evaluate` in counts that divide `few`."""
+    """Copies of segment `tiled` to try: its function in one tile; `evaluate` in numbers of tiles that divide
+    `few`."""
     counts = [n for n in SIZES if few % n == 0] or [few]
     how: dict[str, Any] = {"make_vjp": _eager, "wrt_input": True, "check": None}
     made = [(1, tiled.function), *((n, tiled.evaluate) for n in counts)]
@@ -86,7 +87,7 @@ def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
 
 
 def _opened(weight: Tensor) -> Tensor:
-    """Random values like `weight`: in a trial, gates initialized to 0 and mixing factors of 1 have an effect."""
+    """Random values like `weight`, so that in a trial gates of 0 and mixing factors of 1 have an effect."""
     one = sum(n > 1 for n in weight.shape) < 2
     made = torch.rand(weight.shape, generator=_generator(weight.device), device=weight.device)
     made = made * 0.6 + 0.2 if one else (made - 0.5) * (12 * weight.shape[0] / weight.numel()) ** 0.5
@@ -127,7 +128,8 @@ def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs
 
 
 def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
-    """Text on how results of a few tokens differ among the tile counts of `pieces`, by the first of WAYS to run."""
+    """How results of a few tokens differ between numbers of tiles, one for each of `pieces` (copies of one
+    segment), as text; "" if they agree, or if the segment runs in no dtype that is tried."""
     tokens, few = _tokens(inputs), _few(inputs)
     # The loss of tokens of the whole row, as the first may have no labels.
     step = tokens // few if isinstance(pieces[0], TiledLoss) else 1

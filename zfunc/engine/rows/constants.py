@@ -36,7 +36,7 @@ SHAPED = (operator.getitem, torch.ops.aten._to_copy.default)  # beside views
 
 @frozen(eq=False)
 class Constants:
-    """The nodes of a traced forward, by whether they depend on its input or are constants of a row."""
+    """The nodes of a traced forward, as those that depend on its input and the constants of a row."""
 
     depends: Set[Node]  # on an input, or in memory into which such a value is written
     free: Sequence[Node]  # of all others

@@ -49,20 +49,20 @@ ATTENTION = {  # functions of attention, and their arguments that may be positio
 
 @frozen(eq=False)
 class Half:
-    """One half of a tile's graph, before or after attention: its passes, and the names of the weights it reads."""
+    """The operations of a tile before or after attention: their passes, and names of the weights they read."""
 
     passes: Any  # a SegmentVJP of `(weights, rows, constants)`
     reads: tuple[str, ...]
 
     def weights(self, weights: Any) -> Any:
-        """The part of a segment's `weights` that this half reads."""
+        """The part of a segment's `weights` that the operations before, or after, attention read."""
         own = ({x: t for x, t in w.items() if x in self.reads} for w in (weights.trained, weights.fixed))
         return type(weights)(*own)
 
 
 @frozen(eq=False)
 class Split:
-    """A segment cut at its attention into two halves, for rows of one shape."""
+    """A segment cut at its attention into the operations before and after, for rows of one shape."""
 
     before: Half | None
     after: Half
@@ -159,7 +159,7 @@ def cut_at_attention(
 
 
 class _Marked(TorchFunctionMode):
-    """Records each attention as one node of a trace: its kernels are chosen later, when differentiated or tiled."""
+    """A mode in which a trace records each call of attention as one node, whose kernel is chosen later."""
 
     def __init__(self, rows: tuple[int, int] | None) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ class _Marked(TorchFunctionMode):
 
 
 def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
-    """An empty tensor in place of attention's result, in a trace of `rows` (batch, tokens), where no kernel runs.
-    Raises ValueError for an attention that tiles cannot do."""
+    """An empty tensor like the result of attention `func(**given)`, for a trace of `rows` (batch, tokens), which
+    runs no kernel. Raises ValueError for an attention that cannot be made tile by tile, such as one with a mask."""
     q, k, v = (given[x] for x in ("query", "key", "value"))
     if given.get("dropout_p"):
         refuse((), "attention with dropout", "it without", f"set its rate to 0, or use {setting('tiles', 1)}")
@@ -272,8 +272,9 @@ def tile_of(tokens: int, tiles: int) -> int:
 
 
 def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
-    """Raise ValueError for random numbers that tokens share, and for arguments of operations that depend on the
-    number of tokens: a trial in evaluation mode or on a few tokens would show neither."""
+    """Raise ValueError for random numbers that tokens share, and for an operation's number that differs in tile and
+    row: no trial shows either. `of_row` maps a tile's nodes to a row's; `depends` are those that depend on the
+    input."""
     for a, b in of_row.items():
         x, y = a.meta.get("val"), b.meta.get("val")
         if is_draw_node(a) and (a not in depends or x.shape == y.shape):
@@ -302,8 +303,9 @@ def _refuse_bags(nodes: Sequence[Node]) -> None:
 def _refuse_noise(
     of_row: Mapping[Node, Node], apart: Sequence[Node], starts: Sequence[Node], depends: Set[Node]
 ) -> None:
-    """Raise ValueError unless each operation on random numbers alone is known to keep tokens independent. A
-    cumulative sum of them along tokens, for one, would start anew in each tile, which no trial shows."""
+    """Raise ValueError unless operations on random numbers alone (among nodes `apart`, made of `starts`) keep
+    tokens independent. A cumulative sum of them along tokens, say, would start anew in each tile; no trial shows
+    that."""
     noise = {x for x in apart if is_draw_node(x)}
     draws, made = [*noise], list[Node]()
     for x in (x for x in apart if x not in noise):
@@ -317,7 +319,8 @@ def _refuse_noise(
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
-    """The token dimension of a constant, node `short` of a tile's graph, `long` of a row's; None for one shape."""
+    """The token dimension of a constant, node `short` of a tile's graph, `long` of a row's; None if of equal
+    shape."""
     a, b = (x.meta["val"] for x in (short, long))
     if not isinstance(a, Tensor) or a.shape == b.shape:
         return None

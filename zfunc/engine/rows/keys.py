@@ -48,7 +48,8 @@ class DeviceKeys:
 
 
 def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
-    """Memory for `count` parts of keys and values like `made`: on the host within `keys_in`, else the device."""
+    """Memory for `count` parts of keys and values like `made`: on the host in a context `keys_in`, else the
+    device."""
     if (host := ON_HOST.get()) is not None:
         return HostKeys(host, made[0].device, made[0].dtype, [x.shape for x in made], count)
     return DeviceKeys(tuple(x.new_empty(*x.shape[:2], count * x.shape[2], x.shape[3]) for x in made))

@@ -106,7 +106,7 @@ def _pull(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Te
 
 
 def _results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    """Empty tensors for `_attend`: its result, a token's features contiguous in memory, and its log-sum-exp."""
+    """Empty tensors like attention's result, a token's features contiguous, and its log-sum-exp, for traces."""
     batch, heads, tokens, _features = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
@@ -123,7 +123,8 @@ Tile = tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...], View]
 def _tiles(
     q: Tensor, keys: tuple[Tensor, ...], first: Tensor | None, window: int | None, scale: float
 ) -> Iterator[Tile]:
-    """Yield the tiles of attention: a function that slices queries; keys, values and sums; which keys are seen."""
+    """Yield the tiles of attention over rows: a function that cuts a tile's part out of a tensor like `q`; the
+    `keys` (keys, values, gradient sums) that it sees a part of; and the View that says which."""
     whole, tokens = View(0, scale, first, window), q.shape[2]
     if by_ranges(q, DeviceKeys(keys), whole):
         yield (lambda x: x), keys, whole
@@ -143,7 +144,7 @@ def _tiles(
 
 
 def _documents(first: Tensor | None, tokens: int) -> Iterator[tuple[slice, int, int]]:
-    """Yield batch rows, first token and end of each document; without `first`, or data, one of all tokens.
+    """Yield batch rows, first token and end of each document; one of all tokens if `first` is None or fake.
 
     >>> [(start, stop) for _, start, stop in _documents(torch.tensor([[0, 0, 2, 2, 2]]), 5)]
     [(0, 2), (2, 5)]

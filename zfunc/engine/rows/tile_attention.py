@@ -31,8 +31,8 @@ ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=Non
 @frozen
 class View:
     """The keys that queries of one tile see: none after the query, none before the `first` [batch, tile] of its
-    document, and no more than `window` keys. `at` is the index of the tile's first query in the row; no `first` is
-    less than `begins`, an int."""
+    document, and no more than `window` keys. `at` is the index in the row of the tile's first query; `begins` is a
+    lower bound of `first`."""
 
     at: int
     scale: float
@@ -118,8 +118,8 @@ def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
 
 
 def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[tuple[Pair, list[Tensor]]]:
-    """Yield queries `q` with each part of the keys, and with `sums` the part's gradient sums. For fake tensors the
-    third part counts for all later parts, which cost the same."""
+    """Yield queries `q` with each part of the keys, and with `sums` the part's gradient sums. In a trace (fake
+    tensors) the third part stands for all later ones, which cost the same."""
     parts = list(view.parts(q.shape[2]))
     times = _times(len(parts), fake=isinstance(q, FakeTensor))
     parts = parts[: len(times)]
@@ -131,8 +131,8 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
 
 
 def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
-    """Yield the numbers of a row's tiles, last first if `backward`. For `fake` tensors, yield a few, each counted
-    for tiles of similar cost: after the first `grown` tiles costs grow evenly, but for the last tile."""
+    """Yield the indices of a row's tiles, last first if `backward`. In a trace (`fake`), yield a few that stand for
+    tiles of similar cost: between the first `grown` tiles and the last one, the cost rises evenly."""
     between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
     if between > FEW and fake:
         ends = {grown: between // 2, tiles - 2: between // 2}
@@ -154,7 +154,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class _InTorch:
-    """Attention of any pair in torch operations: fp32 scores of a tile's queries by as many keys."""
+    """Attention of a `Pair` (a tile's queries, as many keys of a row) in torch operations, with fp32 scores."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -201,8 +201,8 @@ def _hidden(pair: Pair) -> Tensor:
 
 
 class _OnCpu:
-    """The CPU's flash attention of a pair, whose keys are repeated for every query head; with a mask if documents
-    or a window hide keys."""
+    """The CPU's flash attention of a `Pair` (queries of a tile, keys of its row): keys are repeated for every query
+    head; a mask is used if documents or a window hide keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -234,7 +234,7 @@ def _repeated(pair: Pair) -> tuple[Tensor, ...]:
 
 
 class _OnCuda:
-    """CUDA's flash attention of a pair, in 16 bits, in which query heads may share keys."""
+    """CUDA's 16-bit flash attention of a `Pair` (a tile's queries, keys of a row); query heads may share keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -253,7 +253,7 @@ class _OnCuda:
 
 
 class _OnCudnn:
-    """cuDNN's attention of a pair, in 16 bits; query heads may share keys. Compiled for each length of keys."""
+    """cuDNN's 16-bit attention of a `Pair` (a tile's queries, keys of a row), compiled for each number of keys."""
 
     @staticmethod
     def forward(pair: Pair) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ def tiled_vjp(
     """Forward and backward of `function`, whose rows of tokens pass in tiles; backward recomputes whole tiles.
 
     `evaluate` is the function without dropout. A last segment passes in tiles if there is `summed`, which makes
-    targets with which its loss is a sum over tokens. `joints` are those of `make_vjp`, for rows that pass whole.
+    targets with which its loss is a sum over tokens. `joints` caches the graphs of rows that pass whole.
     """
 
     def make(part: Callable[..., Any], **how: Any) -> SegmentVJP:

@@ -32,7 +32,8 @@ from zfunc.runtime.rng import seeded_part
 
 @define(eq=False)
 class Tiled:
-    """Forward and backward of a segment whose rows [batch, tokens, ...] pass in tiles. `make_vjp` makes a half.
+    """Forward and backward of a segment whose rows [batch, tokens, ...] pass in tiles. `make_vjp` makes the passes
+    of the part of a tile before or after attention.
 
     Raises ValueError for a number of tiles that does not divide the tokens, and for a segment in which a token
     depends on others but through attention.
@@ -140,8 +141,8 @@ class Tiled:
 
 @define(eq=False)
 class TiledLoss:
-    """Forward and backward of a last segment by tiles of its rows. With the targets that `summed` makes of the
-    batch's, the loss is a sum over tiles; `passes` are those of one tile. Backward recomputes each tile."""
+    """Forward and backward of a last segment by tiles of its rows. `summed` turns a batch's targets into ones with
+    which the loss is a sum over tiles. `passes` are those of one tile; backward recomputes each tile."""
 
     function: Function
     evaluate: Function  # the same without dropout
@@ -292,7 +293,7 @@ class TiledRow:
 
     def queries(self, i: int) -> tuple[list[Any], Any]:
         """Queries of tile `i` and the first keys of their documents, or [] without attention, and the residuals of
-        `before`; the tile's keys and values are kept."""
+        the operations before attention; keys and values of the tile are kept."""
         if self.split.before is None:
             return [], None
         (q, k, v, *first), residuals = self.run(self.split.before, i)
@@ -303,8 +304,9 @@ class TiledRow:
         return [q, *(first or [None])], residuals
 
     def look(self, firsts: Iterable[tuple[int, Tensor | None]]) -> None:
-        """Read on the host where documents of each tile begin, after a wait for the device, so that a tile takes
-        only keys of its documents. A trace, without data, counts the copy that the host waits for, and all keys."""
+        """Wait for the device, and read on the host at which token the documents of each tile begin (`firsts`, by
+        tile), so that a tile takes only keys of its documents. A trace has no data, and counts the copy and all
+        keys."""
         known = {i: None if x is None else x.amin() for i, x in firsts}
         if found := [x for x in known.values() if x is not None]:
             begins = torch.stack(found)

@@ -64,7 +64,8 @@ def unknown_operation(
 
 
 def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | None]) -> Places | None:
-    """How the longer dimension of the result of `x` holds the tokens: (outer, inner) sizes; None without tokens."""
+    """How tokens lie in the dimension of the result of node `x` that is longer in a row than in a tile: the sizes
+    (outer, inner) around them; None for a result without tokens. `known` has the answers of earlier nodes."""
     having = [y for y in x.all_input_nodes if known[y] is not None]
     places, longer = {known[y] for y in having}, _longer(x, of_row[x])
     if not having and not longer:
@@ -87,7 +88,8 @@ def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | 
 
 
 def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node, int], longer: Any) -> bool:
-    """Whether operation `x` is known to compute each token on its own; `at` has each argument's token dimension."""
+    """Whether operation `name` of node `x` computes each token on its own, by its arguments `given`: `at` has the
+    token dimension of each tensor among them, `longer` that of the result."""
     dims = lambda y: next(t for t in tree_leaves(y.meta["val"]) if isinstance(t, Tensor)).dim()  # noqa: E731
     from_last = {dims(y) - n for y, n in at.items()}
     if torch.Tag.pointwise in x.target.tags or name in ELEMENTS:

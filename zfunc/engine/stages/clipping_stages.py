@@ -119,7 +119,7 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 
 def wait_for_copies(step: StepContext) -> None:
-    """Wait, if there are several ranks, until the device has written its copies to host memory, to be read now."""
+    """With several ranks, wait until the device has written its copies to host memory, which is read next."""
     wait_for_device(step, step.devices[0], "copies to the host")
 
 

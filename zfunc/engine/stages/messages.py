@@ -21,7 +21,7 @@ def as_message(tree: Any, nbytes: int, *, pinned: bool = False) -> tuple[bytes, 
     """Write a pytree as a message: its structure as JSON, and its tensors in host memory [nbytes], with `pinned`
     copied from an accelerator without waiting.
 
-    Raises TypeError for a leaf that FORM does not name.
+    Raises TypeError for a leaf other than a tensor, number, text or None.
     """
     slot = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned))
     slot.put(tree)

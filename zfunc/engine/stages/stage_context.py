@@ -22,7 +22,8 @@ Memory = MutableMapping[Region, Any]
 
 @frozen(eq=False)
 class CompiledSegment:
-    """A segment as stage functions run it: its passes, constants, and its parameters' full names by short name."""
+    """A segment as a step's operations run it: its passes, constants, and its parameters' full names by short
+    name."""
 
     name: str
     function: Callable[..., Any]  # its own, with checked outputs
@@ -43,7 +44,7 @@ class CompiledSegment:
 
 @frozen(eq=False)
 class StepContext:
-    """The constants of one step, for its stage functions. Gradients on the device are scaled by `loss_scale`."""
+    """Constants of a step, for functions that run its operations. `loss_scale` scales gradients on the device."""
 
     spec: StepSpec
     calls: tuple[CompiledSegment, ...]
@@ -79,7 +80,7 @@ Stage = Callable[[Op, Memory, StepContext], None]
 
 
 def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
-    """A table of stage functions by verb: the verb is the function's name, without a trailing underscore."""
+    """Functions that run operations, by verb: a function's verb is its name without an underscore at the end."""
     return {stage.__name__.rstrip("_"): stage for stage in stages}  # pyright: ignore
 
 

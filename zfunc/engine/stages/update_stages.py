@@ -116,9 +116,11 @@ def _prepared(
     by_parameter: bool,
 ) -> PreparedUpdate:
     """The update of a bucket's `state` and new parameters `out`, in runs of a group or, `by_parameter`, of each
-    parameter; without `unused` parameters. It is that of the last step if its tensors are the same objects.
+    parameter; without `unused` parameters. The last step's is returned if all its tensors are the same objects;
+    else memory is sliced, and checked, anew.
 
-    Other memory is prepared, and checked, anew. An update of memory that only this step has is not kept."""
+    The result is kept for the next step, unless it has memory of this step alone.
+    """
     of = (*state.values(), _gradient_memory(op, mem), out, unused)
     found = step.prepared.get((op.verb, op.index))
     if found is not None and len(found.of) == len(of) and all(map(is_, found.of, of)):
@@ -141,7 +143,7 @@ def _prepared(
 
 
 def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (start, stop, optimizer arguments) of each group's runs in this rank's slice; `unused`: group LEFT."""
+    """Yield (start, stop, optimizer arguments) of each group's runs in this rank's slice; `unused`: not updated."""
     for start, stop, group in bucket.runs_within(shard.start, shard.stop, unused):
         yield start - shard.start, stop - shard.start, {"group": group}
 
@@ -149,7 +151,7 @@ def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tup
 def _parameters(
     bucket: Bucket, shard: slice, unused: Collection[str]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (start, stop, optimizer arguments) of each parameter in this rank's slice; `unused`: group LEFT."""
+    """Yield (start, stop, optimizer arguments) of each parameter in this rank's slice; `unused`: not updated."""
     for start, stop, span in bucket.spans_within(shard.start, shard.stop):
         group = LEFT if span.name in unused else span.group
         yield start - shard.start, stop - shard.start, {"group": group, "shape": span.shape}

@@ -76,8 +76,9 @@ class OnHost:
 
 @define(eq=False)
 class Squares:
-    """Sums of squares of one bucket's gradient: a row of SUM_PARTS fp64 numbers for the bucket, or for each of its
-    parameters. With `rows`, `flat` begins with fp32 norms instead, one per entry: the row its square adds to."""
+    """Sums of squares of one bucket's gradient: a row of fp64 numbers, whose sum is exact, for the bucket or for
+    each of its parameters. A device writes fp32 norms of parts instead: then `rows` has, for each norm, the row to
+    which its square will be added."""
 
     flat: Tensor  # fp64
     rows: Sequence[int] | None = None
@@ -250,7 +251,7 @@ class SpilledBytes:
         self.checksums = new
 
     def read(self, page: Tensor) -> None:
-        """Read the spilled bytes into `page`, if a write has ended. Raises DiskError if a checksum differs."""
+        """Read the region's bytes into `page`, if any were written. Raises DiskError if a checksum differs."""
         if self.checksums is None:
             return
         try:

@@ -158,7 +158,7 @@ def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers)
 
 
 def _fill(reader: CheckpointReader, buffers: Buffers, slices: Iterable[Slice]) -> None:
-    """Read saved values into the State's memory of `slices`; on a device or to another dtype, PART at a time."""
+    """Read saved values into the State's memory of `slices`: directly, or in parts to a device or another dtype."""
     direct: list[tuple[WantedSlice, memoryview]] = []
     for x in slices:
         into = slice_memory(buffers, x)

@@ -214,7 +214,8 @@ class Buffers:
         return self.on_disk[b].read_part(MASTER) if b in self.on_disk else self.memory[Region(MASTER, (b,))]
 
     def ema(self, b: int) -> Tensor | None:
-        """This rank's slice of the stored moving average of a bucket's weights, or None; see `averages_left`."""
+        """This rank's slice of a bucket's moving average, or None; of frozen weights as of last
+        `average_frozen`."""
         return self.memory.get(Region(EMA.name, (b,)))
 
     def close(self) -> None:

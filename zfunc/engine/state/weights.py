@@ -35,7 +35,7 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: b
 
 
 def _of_home(ranks: RankGroup, home: int, bucket: Bucket, own: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A bucket's parameters on the host, from stage `home`, where `own` has them; a collective of all stages."""
+    """Broadcast a bucket's parameters from pipeline stage `home`, which passes them as `own`, to every host."""
     own = torch.empty(bucket.numel, dtype=dtype, device="cpu") if own is None else own
     return ranks.from_stage(home, own)  # pyright: ignore  # StageRanks
 
@@ -109,7 +109,7 @@ def put_weights(
     """Set the weights of parameter `span` to `value`, in this rank's part of the state and of the parameters.
     The parameter's moments have to be 0, unless `keep_moments`.
 
-    Works on PART elements at a time, because splitting a master allocates.
+    Works on a part of the elements at a time: splitting fp32 weights into two halves takes memory.
     """
     flat, bucket = value.flatten(), layout.bucket_of(span)
     state, params = buffers.state(bucket.index, write=True), buffers.weights.get(bucket.index)
@@ -172,7 +172,7 @@ def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) 
 
 
 def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Bring the stored moving averages of frozen weights up to date, so that `averages_left` is 1 again."""
+    """Bring the moving averages of frozen weights, which steps do not write, up to date."""
     for bucket in (x for x in layout.frozen_buckets if x.index in buffers.averages):
         average, now = buffers.ema(bucket.index), averaged(buffers, bucket, ranks)
         if average is not None and now is not None:

@@ -157,8 +157,9 @@ def allocate_state(
     swap: SwapSpace | None = None,
     kept: Mapping[str, frozenset[int]] | None = None,
 ) -> Buffers:
-    """Allocate zeroed buffers for a State, on all ranks together: a collective. `kept` is what
-    `kept_frozen` returns, if anything. Raises OutOfMemory before any allocation, also if no step would fit.
+    """Allocate zeroed buffers for a State, on all ranks together: a collective. `kept` has, by field of StepSpec,
+    the frozen buckets with fp32 weights or averages. Raises OutOfMemory before any allocation, also if no step
+    would fit.
 
     Optimizer state on the disk is in the swap space `swap`, or in a new one.
     """

@@ -163,7 +163,7 @@ def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) ->
 
 
 def optimizer_settings(program: Program, step: int) -> dict[str, Any]:
-    """The optimizer's settings in JSON's own types, with its factors of update `step`, or of the first for 0."""
+    """The optimizer's settings in JSON's own types; the learning rate and the like are of update max(1, `step`)."""
     optimizer, update = program.optimizer, max(1, step)
     return {
         **to_plain(optimizer.factors(update)),

@@ -39,7 +39,7 @@ class Whole:
 @frozen(eq=False)
 class ByValue:
     """A tensor of a batch on whose values, not shape alone, a trace depends; `whole` if the tensor has no rows. If
-    `counted`, a trace depends on how many elements of masks are set alone, equal in batches of equal shapes."""
+    `counted`, only on how many elements are set in masks made of it, which batches of equal shapes share."""
 
     tensor: Tensor
     whole: bool = False

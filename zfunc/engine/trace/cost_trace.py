@@ -75,8 +75,8 @@ class AllocationTracker(TorchDispatchMode):
     (`live`), and at most (`peak`).
 
     `random` records whether an operation drew random numbers. `peak` includes the workspace of kernels: of CUDA's
-    where the trace stands for passes `of_accelerator`, else of the CPU's. `compiled` is as in `Traffic`. `host`
-    counts the bytes that rows in tiles keep in host memory.
+    where the trace stands for passes `of_accelerator`, else of the CPU's. In a `compiled` pass, kernels that can be
+    fused count as one. `host` counts the bytes of keys and values in host memory.
     """
 
     def __init__(self, *, of_accelerator: bool = False, compiled: bool = False) -> None:
@@ -113,7 +113,7 @@ class AllocationTracker(TorchDispatchMode):
         return out
 
     def cost(self, kept: int = 0) -> PassCost:
-        """The cost of a traced pass whose results are alive; `kept` bytes of the peak are no workspace."""
+        """The cost of a traced pass; its workspace is the peak in bytes without the `kept` ones from before."""
         return PassCost(
             self.flops,
             self._traffic.total_bytes(self._sizes),

@@ -114,7 +114,8 @@ def piece_of(
     end: Node,
 ) -> GraphPiece:
     """The part of a graph that computes `results` of the nodes `given` and of the `weights` that the part reads.
-    Node `end` reads or is the results: writes into their memory that `end` waits for belong to the part."""
+    Writes into the memory of results belong to the part if node `end`, a reader of the results, comes after
+    them."""
     needed = needed_for([*results, *needs[end]], needs, given)
     reads = tuple(name for name, x in weights.items() if x in needed)
     inputs = dict.fromkeys([*(weights[name] for name in reads), *given])

@@ -30,7 +30,8 @@ class PassOptions:
 
     @property
     def priced(self) -> "PassOptions":
-        """These options for costs: `moving` is set only with min-cut or a split backward; else it costs nothing."""
+        """These options as costs depend on them: `moving` costs only with min-cut, a split or an early
+        recompute."""
         parts = self.split or self.ahead
         return evolve(self, moving=self.moving and (parts or self.recompute == "min-cut"))
 

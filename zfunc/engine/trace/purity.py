@@ -81,8 +81,8 @@ def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str
 
 def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], Any] = _itself) -> Facts:
     """The attributes of a module and its submodules, by name, for a comparison; with `tensors` also parameters and
-    buffers. Tensors, functions and other values that are not plain are compared `by` identity, or by type alone.
-    Modules whose attributes without tensors are equal behave alike."""
+    buffers. Tensors, functions and other values that are not plain are compared by what `by` returns for them, by
+    default their identity. Modules whose attributes without tensors are equal behave alike."""
     return {name: _compared(value, by, 0) for name, value in attributes(module, tensors=tensors)}
 
 
@@ -163,7 +163,7 @@ def first_change(before: Facts, after: Facts) -> str:
 
 
 class _InPlaceError(Exception):
-    """Raised where an operation writes into a tensor that the function did not make; `args` are both."""
+    """Raised for an operation that writes into a tensor it was given; `args` has the operation and the tensor."""
 
 
 class _Log(AllocationTracker):

@@ -37,7 +37,8 @@ Values = dict[str, Tensor]
 @frozen(eq=False)
 class Look:
     """A snapshot of a module, taken in microseconds. `shown`: attributes and values in containers, compared by
-    identity; `numbers`: flags and versions of tensors; `values`: versions of parameters by description."""
+    identity; `numbers`: flags, and how often tensors were written; `values`: the same of parameters, by
+    description."""
 
     shown: list[Any]
     numbers: list[int]
@@ -369,7 +370,8 @@ def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
 def _functional(
     skeleton: nn.Module, twins: Mapping[str, str], types: Mapping[str, str], changing: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """A module as a function of parameters and inputs, which also returns new values of the buffers `changing`."""
+    """A module as a function of parameters and inputs: tied tensors by `twins` (name to name), casts by `types`
+    (name to that of a tensor with the dtype); also returns new values of buffers `changing`."""
     lock = threading.RLock()  # during the call the skeleton holds the parameters
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:

@@ -61,10 +61,9 @@ def counted_times(items: Iterable[tuple[T, int]]) -> Iterator[T]:
 
 
 class FakeTensors(FakeTensorMode):
-    """A mode of fake tensors with the strides and dtypes of real ones, as far as those are cheap to know.
-
-    A kernel of `OWN_STRIDES` is run, on zeros, if its arguments are small and not all contiguous and of one dtype.
-    """
+    """A mode of fake tensors, which have no data, with the strides and dtypes of real ones where those are cheap to
+    know. For that, some kernels whose strides torch's fake tensors get wrong run on zeros, if arguments are
+    small."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The results of an operation as fake tensors, with the strides of real ones where known."""

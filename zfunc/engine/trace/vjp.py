@@ -104,8 +104,8 @@ class SegmentVJP:
     - `recompute(weights, inputs)` returns residuals for a backward that recomputes, at any time before it, or None
       if `backward` recomputes them itself.
     - `keeps` is False if residuals of `forward` are always None, because backward recomputes.
-    - `prepare(weights, inputs, y)` traces for the shapes of its arguments now; a `y` of the right shapes saves a
-      second trace. Returns the paths to the segment's output.
+    - `prepare(weights, inputs, y)` traces the passes for the shapes of its arguments, ahead of step one; a `y` like
+      the output saves a second trace. Returns, for each output, the trained weights and input leaves it depends on.
     """
 
     forward: Callable[..., tuple[Any, Any]]
@@ -118,7 +118,8 @@ class SegmentVJP:
     def run(
         self, way: str, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Any
     ) -> Any:
-        """Run pass `way`, a key of PASSES; if that is W, `residuals` is `(run, pending)` of `backward_input`."""
+        """Run the pass of letter `way`; for W, gradients of weights, `residuals` is `backward_input`'s second
+        result."""
         if way == W:
             run, pending = residuals
             return run(*pending)
@@ -133,13 +134,13 @@ def make_vjp(
     name: str = "",
     joints: "Joints | None" = None,
 ) -> SegmentVJP:
-    """Forward and backward of `function(params, *inputs)`, whose rows pass whole, by `options`.
+    """Forward and backward of `function(params, *inputs)` under `options`, without tiles.
 
     If memory is `moving`, a result that is a view of a weight is copied, a residual that is a view of a weight or
     an input is made again. A segment that cannot be traced for "min-cut", or is `moving` and has residuals whose
     size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot be traced for "all"
-    runs eagerly. Both are logged with the segment's `name`. Passes of one function that share `joints` are cut from
-    the same graphs.
+    runs eagerly. Both are logged with the segment's `name`. `joints` caches graphs of forward and backward, from
+    which passes with other recomputation are cut as well.
     """
     recompute, last, moving = options.recompute, options.last, options.moving
     pull = pull_of(function, options.wrt_input, last)
@@ -163,7 +164,7 @@ def make_vjp(
 
 def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
     """`(weights, inputs) -> (y, pullback)` of `function`, by torch's `vjp`: of weights and, if `wrt_input`, of the
-    input. With a list `paths` as third argument, the paths to each output are appended to the list.
+    input. A list passed as third argument gets, for each output, the weights and input leaves it depends on.
 
     Raises ValueError for a function without a floating-point output, and for the `last` segment's, which returns
     the loss, if the loss depends on no tensor that is differentiated.
@@ -499,7 +500,8 @@ def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
 def joint_graph(
     pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
 ) -> JointGraph:
-    """Trace a segment's joint graph, cached in `joints`. Raises _OtherOutputError for wrong `cotangents`."""
+    """Trace forward and backward of a segment as one graph, from `leaves` (weights and inputs, of structure
+    `spec`), cached in `joints`. Raises _OtherOutputError if the outputs have other `cotangents`."""
     key = layouts(leaves), spec, tuple(cotangents)
     if joints is not None and key in joints:
         return joints[key]
@@ -555,7 +557,7 @@ def joint_graph(
 
 
 def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
-    """`graph` without dead code, as a callable with the pass's random numbers; `compiled`: whether, or the mode."""
+    """A callable that runs `graph` with the pass's random numbers; `compiled`: whether to compile it, or how."""
     # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
     # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
@@ -585,7 +587,7 @@ def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_device_graphs(beside: bool) -> None:
-    """Raise ValueError if the caller is `beside` the main thread and torch has CUDA graphs only in the latter."""
+    """Raise ValueError if steps run `beside` the main thread, where alone this torch has CUDA graphs."""
     if beside and not GRAPHS_IN_THREADS:
         got = f'"reduce-overhead" beside the main thread with torch {torch.__version__}'
         got += ", whose graphs of a device are the main thread's"
