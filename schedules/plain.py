@@ -84,13 +84,13 @@ class SharedCores:
 
 @frozen
 class Interleaved:
-    """A schedule: a lane for each kind of operation, compute in graph order, others by depth, about when they are
-    ready.
+    """A schedule: a lane for each kind of operation, compute in graph order, other lanes by depth: how long a chain
+    of operations comes before each.
 
     On a FIFO lane in graph order, the all_gather of one bucket, which waits for its Adam, blocks the reduce_scatter
-    of the next, which is ready. The depth of an operation is the length of the longest chain of dependencies before
-    it, host operations counted twice. So reduces and copies to the host precede the gathers and copies to the
-    device, which wait for the host. Depth grows along every dependency, so no order by depth can deadlock.
+    of the next, which is ready. Depth is the length of the longest such chain of dependencies, host operations
+    counted twice. So reduces and copies to the host precede the gathers and copies to the device, which wait for
+    the host. Depth grows along every dependency, so no order by depth can deadlock.
     """
 
     def __call__(self, graph: Graph) -> Plan:

@@ -165,7 +165,7 @@ def locate_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint at `path`: `path` itself, or the newest complete checkpoint in it.
 
     `path` is the folder of a checkpoint or a swap space, a folder of checkpoints, or the folder of a run, with its
-    checkpoints in the folder FOLDER. A checkpoint's own folder is returned even if the checkpoint is not complete.
+    checkpoints in `checkpoints`. A checkpoint's own folder is returned even if the checkpoint is not complete.
     Raises CheckpointError if there is none.
     """
     if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE) or has_swap_files(path):

@@ -152,7 +152,8 @@ class Bucket:
     def runs_within(
         self, start: int, stop: int, unused: Collection[str] = ()
     ) -> tuple[tuple[int, int, int], ...]:
-        """`(start, stop, group)` of the bucket's runs, within `start`, `stop`; group LEFT for names `unused`."""
+        """`(start, stop, group)` of the bucket's runs within `start`, `stop`; group -1 (no update) for `unused`
+        names."""
         runs = self._runs_beside({*unused}) if unused else self.runs
         clipped = ((max(start, a), min(stop, b), group) for a, b, group in runs)
         return tuple(run for run in clipped if run[0] < run[1])

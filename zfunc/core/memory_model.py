@@ -174,7 +174,8 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
 
 
 def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
-    """Bytes, operation and moment of the lowest of the lanes' peaks in `alive`: every lane's is an upper bound."""
+    """Bytes, operation and moment of the lanes' smallest peak; `alive`: bytes by lane and moment. Each peak is a
+    bound."""
     bounds: list[tuple[int, str, Moment]] = []
     for n, lane in enumerate(plan.lanes):
         if lane.ops:

@@ -11,7 +11,7 @@ FUNCTIONS: dict[str, str] = {}
 
 
 def above(name: str) -> Any:
-    """The function `name` of a package above core, from the module in `FUNCTIONS`, which is imported only now."""
+    """The function `name` of a package that imports core, such as viz, imported only when it is called for."""
     return getattr(import_module(FUNCTIONS[name]), name)
 
 

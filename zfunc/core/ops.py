@@ -113,7 +113,7 @@ class OpBuilder:
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
-        """Sum delivery `d` of bucket `b` over ranks in place; each keeps a slice. Losses are divided by `world`."""
+        """Sum gradient delivery `d` of bucket `b` over ranks; each keeps a slice. Losses are divided by `world`."""
         region = self.at.gradient(b)
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         return self._in_order(Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes))
@@ -131,20 +131,23 @@ class OpBuilder:
         return evolve(op, writes=(*op.writes, self._sent[-1]))
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
-        """Sum the squares of bucket `b`'s gradient on the device: in a slot or, if it `waits`, in a buffer."""
+        """Sum the squares of bucket `b`'s gradient on the device: in a slot, or if its update `waits` in a
+        buffer."""
         place, grad = self.spec.places[b], self.at.waiting(b) if waits else self.at.gradient(b)
         nbytes = place.waiting_bytes if waits else place.shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Add delivery `d` of bucket `b` to its fp32 sum on the host (`first`: copy it); sum the sum's squares."""
+        """Add gradient delivery `d` of bucket `b` to an fp32 sum on the host (`first`: copy); sum the sum's
+        squares."""
         total, slot = self.at.sum(b, d), self.at.slot_of("host_slot", b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Copy delivery `d` of bucket `b`, if `first`, to a buffer on the device, else add it to the sum there."""
+        """Copy gradient delivery `d` of bucket `b`, if `first`, to a buffer on the device, else add it to the
+        sum."""
         place = self.spec.places[b]
         grad, stays = self.at.gradient(b), place.gradient == "device"
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
@@ -153,7 +156,8 @@ class OpBuilder:
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def join_sums(self, b: int, d: int) -> Op:
-        """Add the sum of delivery `d` of a tied bucket to the first delivery's, which becomes the gradient."""
+        """Add the gradient sum of a tied bucket's delivery `d` to the first delivery's, which becomes the
+        gradient."""
         total, part = self.at.sum(b, 0), self.at.sum(b, d)
         if self.spec.places[b].gradient == "device":
             return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)

@@ -89,7 +89,8 @@ def passes_listed(
     """The passes that `order` lists for each device, less those that make what the step does not need.
 
     `trained` are the segments with gradients of weights, `repeated` those whose forward may be recomputed ahead of
-    backward: an R of any other is left out. Raises PlanError for an order that has a pass twice or not at all.
+    backward: an R (recompute) of any other is left out. Raises PlanError for an order that has a pass twice or not
+    at all.
     """
     try:
         signature(order).bind(devices, num_segments, micro_batches)
@@ -216,7 +217,8 @@ def passes_in(
 
 def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]) -> str:
     """The kind of pass that the step makes where an order lists `way` for segment `s`, "" for none: gradients of
-    the input stop above the first trained segment, those of weights need trained weights, R needs `repeated`."""
+    the input stop above the first trained segment, those of weights need trained weights; R (recompute) needs
+    `repeated`."""
     if way == R:
         return R if s >= trained[0] and s in repeated else ""
     if s in trained[1:]:

@@ -146,8 +146,8 @@ class BucketPlaces:
 
     @property
     def staged_bytes(self) -> dict[str, int]:
-        """Bytes of each part of the slot on the device for the bucket's update: state buffers by name; PARAMS, if
-        they live elsewhere and are no part of the state; GRADIENT, if it waited elsewhere."""
+        """Bytes of each part of the slot on the device for the bucket's update: state buffers by name; parameters,
+        if they live elsewhere and are no part of the state; the gradient, if it waited elsewhere."""
         parts = {x.name: x.nbytes(self.shard_numel) for x in self.buffers}
         if self.params != "device" and not self.sends_high_half:
             parts[PARAMS] = self.weight_bytes

@@ -220,10 +220,11 @@ def _once(make: Method) -> Method:
 
 @define
 class Regions:
-    """The regions of one spec and, while a recipe yields operations, which item each staging slot holds.
+    """Makes the regions (named memory) that operations of a step of `spec` read and write, and records, while a
+    recipe yields operations, which item (a bucket, say) each staging slot holds.
 
-    `device` is the number of the device whose operations are made now: regions on a device that have no fixed one
-    are on `device`.
+    `device` is the number of the device whose operations are made now: regions in device memory are its own by
+    default.
     """
 
     spec: StepSpec
@@ -263,7 +264,7 @@ class Regions:
         return device if tier == "device" or self.spec.mesh.over_ranks else 0
 
     def number(self, verb: str, *index: int) -> int:
-        """How often operation `verb` of `index` was made before: the first number in a repeated one's index."""
+        """Count operation `verb` of `index`; returns how often it was made before, to tell repetitions apart."""
         self.times[verb, index] += 1
         return self.times[verb, index] - 1
 
@@ -430,7 +431,7 @@ class Regions:
 
     @_once
     def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
-        """Buffer `x` (or `EMA`) of this rank's state of bucket `b`, in its tier; pinned if `copied` to a device."""
+        """Buffer `x` (or EMA, the average) of this rank's state of bucket `b`, in its tier; pinned if `copied`."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
         role = "ema" if x == EMA else "state"
@@ -477,8 +478,9 @@ def _open_sums(spec: StepSpec, device: int) -> int:
 
 
 def rings(at: Regions, device: int) -> Iterator[Ring]:
-    """Yield the rings of staging slots of `device`, those of `USED_WHOLLY` first, each with the bytes of its items
-    and how many in a row have slots of their own. A ring on a device has only items of that device's passes."""
+    """Yield the rings of staging slots of `device`, first those of which a step uses every slot, each made for the
+    bytes of its items and the number of them that have slots at a time. A ring on a device has only items of that
+    device's passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
     slots = settings.slots
 

@@ -101,7 +101,7 @@ def tile_counts(tokens: int) -> list[int]:
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
-    """`schedule`, or if that is BY_DEVICE the name of the default schedule on a CPU or on an accelerator."""
+    """`schedule`, or if it leaves that to the device the default schedule's name on a CPU or an accelerator."""
     return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
 
 

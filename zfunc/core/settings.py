@@ -481,7 +481,8 @@ class StepSettings:
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
         """Yield these settings with a place for each one that is "auto", places nearest to the device first. What
         moves fewest bytes leaves the device first: activations, then gradients, parameters, state. Contradictory
-        settings are left out, `recompute` "auto" is as little as possible; `others` replace CHOICES, by name.
+        settings are left out, `recompute` "auto" is as little as possible; `others` are the places to try for a
+        setting, by name.
 
         Nothing goes to the disk without `disk`. Over several ranks, parameters leave the device in slices: stage 3.
         """
@@ -506,7 +507,7 @@ class StepSettings:
 
     @property
     def automatic(self) -> list[str]:
-        """The names of the settings among CHOICES whose value is "auto"."""
+        """The names of the settings whose value is "auto", among those of places and of recomputation."""
         return [name for name in CHOICES if getattr(self, name) == AUTO]
 
     @property

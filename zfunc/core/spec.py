@@ -171,7 +171,7 @@ class StepSpec:
 
     @cached_property
     def _placed(self) -> "StepSpec | None":
-        """The spec `like` if its fields `PLACING` are this spec's objects, so mesh and places agree; else None."""
+        """The spec `like` if what places depend on are this spec's objects, so mesh and places agree; else None."""
         return self.like if all(getattr(self.like, x, None) is getattr(self, x) for x in PLACING) else None
 
     @cached_property

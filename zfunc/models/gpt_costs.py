@@ -280,7 +280,7 @@ def _halves(
     backward: list[_Operation], below: set[_Tensor], made: set[_Tensor], weights: set[_Tensor]
 ) -> tuple[list[_Operation], list[_Operation], set[_Tensor]]:
     """A backward cut as by `graph_cuts.split_backward`: the first half makes gradients `below` (of inputs), the
-    second those of `made` (of weights) left. Returns both, and the tensors handed over. Only the first reads
+    second those of `made` (of weights) that remain. Returns both, and the tensors handed over. Only the first reads
     `weights`."""
     held = weights | {t for x in backward if not x.makes for t, _ in x.writes}
     touches = (x for x in backward if not held.isdisjoint(t for t, _ in (*x.reads, *x.writes)))
@@ -294,7 +294,8 @@ def _halves(
 
 
 def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool) -> PassCost:
-    """A pass's cost, `compiled` or not: workspace is the peak over `known` bytes; non-`results` go after use."""
+    """A pass's cost, `compiled` or not: workspace is the peak over `known` bytes; all but `results` go after
+    use."""
     touched = [{*x.makes, *(t for t, _ in x.reads)} for x in operations]
     last = {t: n for n, tensors in enumerate(touched) for t in tensors}
     own, traffic, live, peak = {t for x in operations for t in x.makes}, Traffic(compiled), 0, 0

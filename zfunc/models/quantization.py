@@ -78,7 +78,7 @@ def _scaled(values: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def _starts(count: int, step: int, *, fake: bool) -> Iterator[int]:
-    """Where the pieces of `step` elements of `count` begin. Of `fake` tensors the second piece stands for all
+    """Yield where pieces of `step` of `count` elements begin. In a trace (`fake`), the second piece counts for all
     but the first and the last: each allocates and reads as much, beside what is left of the piece before."""
     starts = range(0, count, step)
     times = dict.fromkeys(starts, 1)

@@ -63,7 +63,8 @@ for _moments in MOMENTS:
 
 
 class Matrices(NamedTuple):
-    """A parameter as `count` matrices of its last two dimensions; a vector is one row. Lines: rows and columns."""
+    """A parameter as `count` matrices of its last two dimensions; a vector is one row. "Lines": rows and
+    columns."""
 
     count: int
     rows: int

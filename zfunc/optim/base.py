@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """An optimizer's settings as a value. An update gets flat slices of the state's buffers by name.
+    """An optimizer: its settings, and methods that update flat slices of parameters' state, passed by buffer name.
 
-    The slices are of parameters of one group, side by side. Where the format has a `whole` or a `matrix` buffer,
-    the slices are of one parameter, whose `shape=` is passed too.
+    A slice has parameters of one group, side by side. If the state format has a buffer marked `whole` or `matrix`,
+    it has one parameter, whose `shape=` is passed too.
 
     - `whole`, as of `zfunc.optim.adafactor`: an update needs statistics of a whole parameter, so a single rank,
       whose slice has it whole.
@@ -32,8 +32,8 @@ class Optimizer(Protocol):
       gradient, whatever the `grad_scale`.
 
     An optimizer with a choice of state formats has `moments`, the format chosen, and `with_moments(moments,
-    split_master=)`, which returns the same optimizer with another format; with `split_master`, on two halves if
-    that changes no bit.
+    split_master=)`, which returns the same optimizer with another format; `split_master` keeps fp32 weights as two
+    16-bit halves, if no bit changes.
     """
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:

@@ -178,7 +178,7 @@ class KernelOptimizer(ABC):
         """A copy of the optimizer with its state in format `moments`. With "fp32" the master weights stay whole,
         whatever `split_master`.
 
-        For a half to round as a bf16 copy does, a master needs a 33rd bit; no bit of a momentum is free for it.
+        Two halves, the upper rounded as bf16 copies are, take 33 bits; Adam has a free one, a moment's sign.
         """
         del split_master
         return evolve(self, moments=moments)  # pyright: ignore
@@ -214,7 +214,8 @@ class Elementwise(KernelOptimizer):
 
     @abstractmethod
     def update(self, o: Operations, k: Factors, g: Any, *moments: Any) -> tuple[Any, ...]:
-        """The optimizer's rule for gradient `g`: the change of weights, and new moments, in `o` and + - * /."""
+        """The rule for gradient `g`: change of weights, new moments, by scalars `k` with operations `o` and + - *
+        /."""
 
     @abstractmethod
     def scalars(self, step: int, lr: float, **factors: Any) -> dict[str, float]:

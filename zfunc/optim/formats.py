@@ -195,7 +195,8 @@ def unpack_floats(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
 
 def pack_exp_avg(x: Tensor, dither: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Round exp_avg `x` [n] fp32 by `dither` to codes [n] uint8, in units by exp_avg_sq's `codes` and `scale`."""
+    """Round exp_avg `x` [n] fp32 by `dither` to codes [n] uint8, in units that exp_avg_sq (`codes`, `scale`)
+    gives."""
     bits = _bits(_blocks(x) * _floats((254 << 23) - _unit_bits(codes, scale)))
     bits = where((bits & SIZE) > EXPONENT, NAN, bits)  # without a sign
     log = where((bits & SIZE) > LARGEST, LARGEST, bits & SIZE)

@@ -140,8 +140,8 @@ class Repetition:
 
     def _even(self, few: list[Placed], many: list[Placed]) -> bool:
         """Whether `many`, a lane of the large step, is `few`, that lane of the small step, with more operations in
-        one place, and each operation of the last group but one starts as long after its like of two groups before
-        as two groups add: the end of the step does not change that group."""
+        one place, and the last group but one starts, operation by operation, two groups' time after the group two
+        before it: the end of the step does not change it."""
         if _alike(few, many) + _alike(few[::-1], many[::-1]) < len(few):
             return False
         starts = [(verb, e.start) for e, verb, _ in many if verb in self._grows]

@@ -53,7 +53,7 @@ Tracer: TypeAlias = Callable[[StepSpec, bool, bool], StepCosts]
 class SegmentCosts:
     """What planning needs of a model: its segments' `parameters`, an optimizer, and one rank's batch of `rows`
     rows, whose targets have `tokens` elements. `trace` returns the costs of passes; `resized(rows)`, unless None,
-    the SegmentCosts of another batch size; bytes are as in `make_spec`; a search tries `tile_counts` of a row."""
+    the SegmentCosts of another batch size. A search tries `tile_counts`, numbers of tiles of a row."""
 
     parameters: Sequence[Sequence[Parameter]]
     optimizer: Optimizer

@@ -53,8 +53,8 @@ def best_orders(
     step: PlannedStep, micro_batches: Sequence[int], places: Iterable[Mapping[str, str]]
 ) -> Iterator[dict[str, Any]]:
     """Changes of settings to an `order` and a number of `micro_batches` that may be the fastest: by arithmetic, the
-    best of each kind of order and of each number of micro-batches, alone and with each of `places`, changes of
-    where parameters and activations are, that allows the order."""
+    best of each kind of order and of each number of micro-batches, alone and with those of `places` (changes of
+    where parameters and activations are) that allow the order."""
     settings, work = step.settings, work_of(step)
     counts = [*dict.fromkeys((settings.micro_batches, *micro_batches))]
     found = {(x, m): _least_makespan(step, x, m, work) for x in {*_orders(step, work)} for m in counts}

@@ -217,8 +217,8 @@ def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSet
 
 
 def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
-    """The suggestion `lacking` plus the smallest host memory, or drives, of those sold (SOLD) with which the step
-    fits; None where the step lacks memory of another tier."""
+    """The suggestion `lacking` plus the smallest host memory, or drives, in sizes that are sold, with which the
+    step fits; None where the step lacks memory of another tier."""
     step, profile = lacking.step, model.machine
     for tier, sizes in SOLD.items() if isinstance(profile, Profile) else ():
         for size in sizes if {*step.lacking} == {tier} else ():

@@ -37,14 +37,14 @@ WIDTH = 118  # columns of a sentence
 
 @frozen
 class DiskTraffic:
-    """The drive traffic of one rank's step. Bytes, and bytes a second, are by direction, "read" and "write".
+    """What one rank's step reads from and writes to its drives. Mappings are by direction, "read" and "write".
 
-    - `step_bytes`, `commit_bytes`: bytes of the planned step, which commits if every step does, and of a step that
-      commits, which also writes the part of the state that is in memory.
-    - `needed`, `available`: bytes/s that would hide the planned step's transfers behind the busiest other kind of
-      work, and bytes/s of the hardware. Directions share the drives: a step whose `busy` is above 1 waits for them.
-    - `space`: bytes of two generations of the state, of frozen parameters, and of gradients and activations that
-      wait on the disk. `written`: bytes that an average step writes.
+    - `step_bytes`: bytes of the planned step. `commit_bytes`: those of a step that commits, which also writes the
+      part of the state that lives in memory. They are equal if every step commits.
+    - `needed`: bytes/s with which transfers would last no longer than the busiest other kind of work. `available`:
+      bytes/s of the hardware. Both directions share the drives.
+    - `space`: bytes on the drives: state in two copies, frozen parameters, waiting gradients and activations.
+      `written`: bytes that an average step writes.
     """
 
     step_bytes: Mapping[Kind, int]
@@ -418,7 +418,7 @@ def _ranges(segments: Sequence[int]) -> str:
 
 
 def launch_seconds(step: PlannedStep) -> dict[str, float]:
-    """By the key "launch", seconds of launches of operations that the host launches no faster than they run."""
+    """{"launch": seconds}: the host's launches of those operations that take it no less time than they run."""
     launch, on = step.hardware.launch, step.hardware
     return {"launch": sum(x for op in step.graph if 0 < (x := op.launches * launch) >= on.seconds(op))}
 

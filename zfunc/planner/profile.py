@@ -159,7 +159,7 @@ class Profile:
         return self._figure(table, key).value
 
     def reached(self, table: str, key: str) -> float:
-        """The peak `key` of `table` times the share of it that work is counted to reach, in the table's unit."""
+        """The peak `key` of `table` times the share that real work is assumed to reach, in the table's unit."""
         share = f"{key}_bytes" if table == "bytes" else key
         return self.value(table, key) * self.value("reached", share)
 

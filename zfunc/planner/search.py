@@ -221,7 +221,7 @@ def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes
 
 
 def most_persistent(step: PlannedStep) -> int:
-    """The largest size, in elements, such that all parameters up to it can stay on the device; 0 if all can."""
+    """The largest `persistent_params`: all parameters of up to so many elements fit with the step; 0 if all do."""
     capacity, spec = step.hardware.memory.get("device"), step.spec
     if capacity is None:
         return 0
@@ -257,7 +257,7 @@ def with_farther_share(opened: str, share: float) -> str:
 
 
 def _shares(opened: str) -> Coordinate:
-    """A coordinate of the search: shares of the state that fit, if `opened` varies; after round 1 the last two."""
+    """Makes changes to try: shares of the state that fit, if `opened` is searched; after round 1 the last two."""
 
     def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
         searched = opened in space.get("state_on", ()) and opened == open_share(best.settings)
@@ -343,7 +343,8 @@ def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
 def _values(
     name: str, useful: Callable[[PlannedStep], bool] = lambda _: True, least: Any = None
 ) -> Coordinate:
-    """A coordinate: if `useful(step)`, the values of setting `name` from `least` on; of slots the neighbours."""
+    """Makes changes to try, if `useful(step)`: values of setting `name` from `least` on; of slots the
+    neighbours."""
 
     def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
         if useful(best):
@@ -603,8 +604,8 @@ class _Walk:
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:
-    """Whether `new` lacks fewer bytes than `old`, or as few and is faster by more than `WORTH`, or as fast and uses
-    the drives, which wear, less."""
+    """Whether `new` lacks fewer bytes than `old`, or as few and is faster by more than 1 %, or as fast and uses the
+    drives, which wear, less."""
     lacking, before = sum(new.lacking.values()), sum(old.lacking.values())
     faster = new.seconds < old.seconds * (1 - WORTH)
     spares = new.seconds < old.seconds * (1 + AS_FAST) and _spares_drives(new.work, old.work)
@@ -618,7 +619,7 @@ def _same(new: PlannedStep, old: PlannedStep) -> bool:
 
 
 def _spares_drives(new: Mapping[Kind, float], old: Mapping[Kind, float]) -> bool:
-    """Whether the work `new` takes fewer seconds of the drives than `old`, by more than `WORTH`."""
+    """Whether the work `new` takes fewer seconds of the drives than `old`, by more than 1 %."""
     now, before = (sum(work[kind] for kind in DRIVES) for work in (new, old))
     return now < before * (1 - WORTH)
 

@@ -81,7 +81,7 @@ class IssuedOp:
 
 @frozen(eq=False)
 class PreparedPlan:
-    """A plan with the stage functions of its operations looked up, by thread; `main` is the caller's thread."""
+    """A plan with the functions that run its operations looked up, by thread; `main` is the caller's thread."""
 
     plan: Plan
     threads: dict[str, tuple[IssuedOp, ...]]
@@ -259,7 +259,7 @@ class Executor:
             )
 
     def _begin(self, plan: Plan, options: RunOptions) -> list[torch.Event]:
-        """Order the lanes' streams after the caller's; with `options.trace`, record an event of time 0 a device."""
+        """Order the lanes' streams after the caller's; with `options.trace`, record time 0 of each device."""
         if not on_accelerator(self.devices[0]):
             return []
         callers = [torch.accelerator.current_stream(device) for device in self.devices]
@@ -508,8 +508,8 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 def _named(
     error: BaseException, item: IssuedOp | None, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
-    """What train_step raises for `error`: zfunc's errors, interrupts and those without `item` as they are; others
-    as ExecutionError with the operation, which for a device's error is certain only with `debug`."""
+    """What train_step raises for `error`: zfunc's errors, interrupts and those of no `item` (operation) as they
+    are; others as ExecutionError with the operation, which for a device's error is certain only with `debug`."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error

@@ -147,7 +147,7 @@ class KnownValues(TorchFunctionMode):
         return self.__torch_function__(Tensor.__getitem__, types, (x, mask))
 
     def _output_size(self, input: Tensor, repeats: Any = None, dim: int | None = None) -> dict[str, int]:
-        """The argument `output_size` for this torch.repeat_interleave, if its values are known; else {}."""
+        """The argument `output_size` for torch.repeat_interleave, if the `repeats` are known; else {}."""
         x, times = input, input if repeats is None else repeats
         found = self._of(times) if isinstance(times, Tensor) else None
         if not found or not self._free(found[1]):

@@ -245,7 +245,8 @@ class ModuleTrace:
     apart: bool = False
 
     def with_places(self, names: list[str]) -> "ModuleTrace":
-        """This trace with a piece for each of `names`, None for a block not called; unchanged if none fits."""
+        """This trace with pieces in the order of `names`, None for a block not called; unchanged if in another
+        order."""
         if [x for x in names if x in self.names] != self.names or self.names[-1] != names[-1]:
             return self
         at = [self.names.index(x) if x in self.names else None for x in names]

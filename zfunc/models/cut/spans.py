@@ -336,7 +336,8 @@ def _parts(span: NodeSpan, runs: list[Run], starts: frozenset[str]) -> Iterator[
 def _joined(
     spans: list[NodeSpan], closed: set[Node], weights: set[str], differentiable: set[Node]
 ) -> list[NodeSpan]:
-    """Join spans that begin with a node of `closed` to the one before, and spans without parameters; name each."""
+    """Join spans without parameters, or that begin with a node of `closed` (uncuttable), to the one before; name
+    each."""
     made: list[NodeSpan] = []
     for span in spans:
         alone = made and (not _reads(made[0], weights) or differentiable.isdisjoint(made[-1].nodes))

@@ -49,7 +49,7 @@ class AttentionSettings:
 
 
 def register() -> None:
-    """Register zfunc's attention, masks and experts with transformers as NAME; calling it again does no harm."""
+    """Register zfunc's attention, masks and experts with transformers as "zfunc"; calling it again does no harm."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ExpertsInterface
 
@@ -72,7 +72,7 @@ def with_static_experts(model: Any) -> Any:
 
 
 def implementation_for(model: Any) -> str:
-    """The attention for `model`: NAME, or where zfunc's cannot replace the model's own, "eager" or "sdpa"."""
+    """The attention for `model`: "zfunc", or where zfunc's cannot replace the model's own, "eager" or "sdpa"."""
     if model._supports_attention_backend:
         return NAME
     own = model.config._attn_implementation

@@ -112,7 +112,7 @@ def _size(model: Any) -> int:
 
 
 def _small_config(model: Any) -> Any:
-    """The config of `model` with two layers, or enough for all layer types, and widths for SMALL parameters."""
+    """The config of `model` with two layers, or enough for all layer types, and widths of a small model."""
     from transformers import PreTrainedConfig
 
     for shrink in (1, 2, 4, 8, 16, 32, 64):

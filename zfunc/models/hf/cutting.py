@@ -223,7 +223,7 @@ class _Cutter:
         self, kind: Any, place: int, kept: Set[int], *, layer: nn.Module | None = None, **given: Any
     ) -> Any:
         """A copy of the model as a part `kind(..., **given)`: with a LayerPlace for each layer, of which number
-        `place` runs `layer`, if given; and only the parameters of ids `kept`. Only EmbedPart has dropout before."""
+        `place` runs `layer`, if given; and only the parameters of ids `kept`. EmbedPart alone has dropout."""
         as_tuple = self.recording.as_tuple
         places = [LayerPlace(x, as_tuple) for x in self.layers]
         places[place] = LayerPlace(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
@@ -244,7 +244,7 @@ def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def _signature(layer: nn.Module, around: Set[int]) -> list[Any]:
-    """A key, equal for layers that share a segment: tensors, which are tied, and which have ids in `around`."""
+    """A key, equal for layers that share a segment: tensors, which are tied, and which are of ids `around`."""
     found: list[Any] = []
     firsts: dict[int, str] = {}
     for path, module in layer.named_modules():

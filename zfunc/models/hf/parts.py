@@ -85,7 +85,7 @@ class Call:
     packs: bool  # whether layers keep the documents of a sequence apart
 
     def arguments(self, given: dict[str, Tensor], past: PastTokens) -> dict[str, Any]:
-        """The model's arguments for inputs `given`, with `past` if it takes one and does not find documents."""
+        """The model's arguments for inputs `given`, and cache `past` unless position ids tell documents apart."""
         given = {k: t for k, t in given.items() if k not in (ROUTER, LENGTHS, COUNTED)}
         needs = self.past and (self.replaced or "position_ids" not in given)
         return {**given, "past_key_values": past} if needs else given
