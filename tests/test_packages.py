@@ -52,15 +52,15 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_317,
+    "core": 7_328,
     "schedules and ground": 1_504,
     "runtime": 3_680,
-    "optim": 3_137,
+    "optim": 3_140,
     "checkpoint": 4_167,
-    "engine": 10_401,
+    "engine": 10_424,
     "viz": 1_239,
-    "planner": 3_739,
-    "models": 5_927,
+    "planner": 3_740,
+    "models": 5_930,
     "train": 6_458,
     "cli": 2_760,
     "tests": 50_595,
