@@ -66,7 +66,7 @@ DEALT: list[dict[str, Any]] = [
         {"layers": 2, "tiles": 4, "recompute": "all", "activations_on": "host", "keys_on": "host"},
         at_night({**SEVERAL, "devices": 2, "recompute": "all"}),
         at_night({**SEVERAL, "devices": 3, "recompute": "none"}),
-        {**SEVERAL, "devices": 4, "recompute": "min-cut"},
+        at_night({**SEVERAL, "devices": 4, "recompute": "min-cut"}),
         *({"devices": 3, "micro_batches": 4, "params_on": "host", **more} for more in DEALT),
     ],
 )
@@ -321,12 +321,10 @@ def test_a_model_is_cut_as_finely_as_the_device_needs(
             state, metrics = zfunc.train_step(program, zfunc.init(program), batch)
             assert metrics.loss == pytest.approx(loss.item(), rel=1e-6)
             on = evolve(ROUND, memory={"device": free})
-            for given in (model, copy.deepcopy(model).to("meta")):
-                p = zfunc.plan(
-                    given, batch, optimizer=zfunc.SGD(lr=0.1), hardware=on, advice=False, **planned
-                )
-                assert p.memory["device"] == peaks[parts]
-                assert len(zfunc.segments(model, batch, most=p.most)) == parts
+            given = model if parts > 8 else copy.deepcopy(model).to("meta")
+            p = zfunc.plan(given, batch, optimizer=zfunc.SGD(lr=0.1), hardware=on, advice=False, **planned)
+            assert p.memory["device"] == peaks[parts]
+            assert len(zfunc.segments(model, batch, most=p.most)) == parts
             params = zfunc.params(program, state)
             for name, p in plain.named_parameters():
                 torch.testing.assert_close(params[name], p - 0.1 * p.grad, msg=name)

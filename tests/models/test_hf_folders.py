@@ -354,7 +354,7 @@ LANGUAGE = (
 )  # how the names of a whole model begin, and of its language model
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_of_a_model_of_images_and_text_the_language_model_alone_is_trained(
     tied: bool, tmp_path: Path
 ) -> None:
