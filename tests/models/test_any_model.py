@@ -523,6 +523,20 @@ def _refusal(program: Any, state: Any, x: Any) -> str:
     return str(error.value)
 
 
+def test_ranks_whose_values_make_other_plans_are_told_the_values_and_what_to_do() -> None:
+    def given(*more: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 8), "y": torch.randn(2, 8), "more": torch.tensor(more)}
+
+    model = Longer()
+    settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0)}
+    programs = programs_of(2, lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings))
+    states, apart = on_every(programs, zfunc.init), [given(3, 3), given(40, 40)]
+    for program, x in zip(programs, apart, strict=True):
+        specialize(program, unpacked(x, program.segments[-1]))
+    for text in on_every(programs, _refusal, states, apart):
+        assert re.search(r"that decide shapes, \[\[(40, 40|3, 3)\]\]: group rows by these values", text), text
+
+
 class Weighted(nn.Module):
     """Arguments of which one may be None, a frozen block first."""
 

@@ -217,13 +217,20 @@ def _check_ranks_agree(
         "train_step",
         "what the next step does",
         "\n".join([*facts, shaped.whole.digest, weights]),
-        lambda: "\n".join([*facts, shaped.whole.text(), weights]),
+        lambda: "\n".join([*facts, *_deciding(batch), shaped.whole.text(), weights]),
     )
     if program.spec.mesh.over_ranks and (
         not state.buffers.compared or state.batches % ROWS_EVERY < ROWS_FIRST
     ):
         _check_rows(program, batch)
     state.buffers.compared = True
+
+
+def _deciding(batch: Batch) -> list[str]:
+    """What an error about ranks with other plans says of the values in `batch` that decide shapes."""
+    values = [x.tensor.tolist() for x in tree_leaves(batch) if isinstance(x, ByValue)]
+    do = "group rows by these values, and let all ranks take rows of one group in a step"
+    return [f"values of the batch that decide shapes, {values!s:.100}: {do}"] if values else []
 
 
 def _check_rows(program: Program, batch: Batch) -> None:

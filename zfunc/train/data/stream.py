@@ -155,11 +155,12 @@ class PackedStream:
             self._position = evolve(self._position, used=0)
             message = (
                 f"the stream has {'another' if self._unread else 'no'} record where it was left: its data or "
-                "tokenizer are others, or it has a shuffle buffer, whose records are not saved"
+                "tokenizer are others, or it has a shuffle buffer of `datasets`, whose records are not saved"
             )
             if exact:
                 refuse("state", message, "the same record", "pass exact=False to go on from there")
-            log.warning("stream: %s; going on from there", message)
+            say = "stream: %s; going on from there: this pass may leave out records, or have some again"
+            log.warning(say, message)
 
     def _read(self) -> _Record:
         """The source's next record with tokens. Raises StopIteration at its end."""
