@@ -612,9 +612,11 @@ def test_buffers_that_forward_writes_are_state(caplog: pytest.LogCaptureFixture)
 
 
 def test_batch_norm_in_16_bits_has_fp32_statistics() -> None:
-    """Beside torch's mixed batch norm: the rest of the module in bf16, statistics, weight and bias in fp32."""
+    """Beside torch's mixed batch norm: the rest of the module in bf16, with vectors of spectral norm; statistics,
+    weight and bias in fp32."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    last = nn.utils.parametrizations.spectral_norm(nn.Linear(288, 4))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), last)
     x, y = torch.randn(16, 3, 8, 8), torch.randn(16, 4)
     segments, optimizer = zfunc.segments(model, (x, y), F.mse_loss), zfunc.SGD(lr=0.1)
     program = zfunc.compile(segments, optimizer=optimizer, precision="bf16", device="cpu")
@@ -809,6 +811,13 @@ class Written(Block):
         return super().forward(x, table)
 
 
+class Widened(Block):
+    """A value in fp32, which meets another."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return torch.lerp(x.float(), super().forward(x, table), 0.5)
+
+
 class Packed(nn.GRU):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
@@ -852,6 +861,10 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
         (
             lambda: zfunc.segments(Packed(4, 4), (torch.ones(2, 3, 4), torch.tensor([3, 2]))),
             r"branch on the value of a tensor.*test_any_model.py:\d+.*mask with torch.where",
+        ),
+        (
+            lambda: zfunc.compile(Tied(block=Widened), example=batch(), precision="bf16", device="cpu"),
+            r"parameters and inputs in bfloat16 \(.*test_any_model.py:\d+.*precision='fp32'",
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
         (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore

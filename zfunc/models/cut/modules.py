@@ -48,7 +48,7 @@ from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import SEEDED, first_change, held
 from zfunc.engine.trace.segment import Segment, Values, make_segment
 from zfunc.engine.trace.vjp import MAX_TRACES
-from zfunc.errors import refuse
+from zfunc.errors import refuse, setting
 from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values, without_idle_draws
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import ModulePiece, module_piece
@@ -339,8 +339,8 @@ class ModuleTraces:
         # 1. The module with weights that have no memory, on an input without any.
         mode, fakes, inputs = self._without_memory(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}
-        buffers = {**self.whole.constants, **self.whole.buffers}
-        module = _with_tensors(self.whole, fakes)
+        buffers = self._buffers(dtype)
+        module = _with_tensors(self.whole, fakes, buffers)
         if not training:
             module.eval()
         # 2. Its graph, cut.
@@ -355,7 +355,7 @@ class ModuleTraces:
                         f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
                     ) from error
                 with mode:
-                    self._try(fakes | buffers, inputs)
+                    self._try(fakes | buffers, inputs, dtype)
                 reason = str(error).strip().partition("\n")[0][:300]
                 if found := re.search(r"Found <class '(\S+)'> in output", reason):
                     do = "return a dict or a tuple, or, for a dataclass, call torch.export.register_dataclass"
@@ -385,7 +385,7 @@ class ModuleTraces:
         # 3. Whether the graph has the module's own gradients.
         if training:
             with alone(), mode, _compiling_state_context():
-                self._compare(cut_in(set(), starts=frozenset(), most=self.most), fakes, inputs)
+                self._compare(cut_in(set(), starts=frozenset(), most=self.most), fakes, inputs, dtype)
         return cut_in
 
     def _without_memory(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
@@ -400,6 +400,11 @@ class ModuleTraces:
             inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), x)
         return mode, fakes, inputs
 
+    def _buffers(self, dtype: torch.dtype) -> Values:
+        """The module's buffers by name, those that follow the dtype of a parameter in `dtype`."""
+        own = {**self.whole.constants, **self.whole.buffers}
+        return {x: t if self.types.get(x, x) in own else t.to(dtype) for x, t in own.items()}
+
     def values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
         """Two dicts of `BySample` inputs of `x`, from name to where, as "at file:line": inputs whose values forward
         reads, and inputs it uses as masks. Raises ValueBranchError for a branch on any other value."""
@@ -407,7 +412,8 @@ class ModuleTraces:
 
     def _values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
         mode, fakes, inputs = self._without_memory(x, torch.float32)
-        module, found = _with_tensors(self.whole, fakes), (dict[str, str](), dict[str, str]())
+        module = _with_tensors(self.whole, fakes, self._buffers(torch.float32))
+        found = (dict[str, str](), dict[str, str]())
         module.read = lambda name, count: found[count].setdefault(name, _place_in(traceback.extract_stack()))
         # A check of values, which no trace keeps, reads none.
         checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
@@ -425,20 +431,26 @@ class ModuleTraces:
                 refuse("example", got, "a real batch", "the model branches on values", cause=error)
         return found
 
-    def _try(self, params: Values, inputs: Any) -> None:
-        """Run the module with `params` on `inputs`; raises ValueError for the example if this fails."""
+    def _try(self, params: Values, inputs: Any, dtype: torch.dtype) -> None:
+        """Run the module with `params`, of `dtype`, on `inputs`; raises ValueError for the example, or the model in
+        `dtype`, if this fails."""
         try:
             self.whole.function(params, inputs)
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith("model: got no loss"):
                 raise
-            got = f"one that does not fit the model ({type(error).__name__} {_place(error)}: {error})"
-            expected = "a batch that it takes"
+            said = f"{type(error).__name__} {_place(error)}: {error}"
+            if dtype != torch.float32:  # the example's trace was
+                kind = str(dtype).removeprefix("torch.")
+                got = f"an error of its parameters and inputs in {kind} ({said}); buffers keep their dtype"
+                do = f"cast what meets them (x.to(weight.dtype)), or pass {setting('precision', 'fp32')}"
+                refuse("model", got, f"code that runs in {kind}", do, cause=error)
+            got, expected = f"one that does not fit the model ({said})", "a batch that it takes"
             refuse("example", got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
 
-    def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any) -> None:
+    def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any, dtype: torch.dtype) -> None:
         """Raise NotCutError if the autograd graph of the module has nodes that the traced graph `uncut` lacks."""
-        piece, buffers = module_piece(uncut, 0), {**self.whole.constants, **self.whole.buffers}
+        piece, buffers = module_piece(uncut, 0), self._buffers(dtype)
         leaves = [tree_leaves(inputs)[i] for i in self._given(uncut)]
         params = {
             p.name: fakes[x].detach().requires_grad_(p.trainable) for x, p in self._by_short()
@@ -547,10 +559,9 @@ def _as_computed(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype, device="meta")
 
 
-def _with_tensors(whole: Segment, fakes: Values) -> Any:
-    """A copy of the module of segment `whole` with the tensors `fakes` as parameters, and the segment's buffers."""
+def _with_tensors(whole: Segment, fakes: Values, buffers: Values) -> Any:
+    """A copy of the module of segment `whole` with the tensors `fakes` as parameters, and `buffers`."""
     module: Any = whole.module
-    buffers = {**whole.constants, **whole.buffers}
     memo: dict[int, Any] = {
         id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in module.named_parameters()
     }
@@ -652,7 +663,10 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
     device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
     tensors = dict(params)
     changing = {x: name for x, name in piece.short.items() if name in traces.changing}
-    tensors |= {x: params[x].clone() for x in changing}
+    short = {name: x for x, name in piece.short.items()}
+    like = {x: short.get(traces.types.get(name, "")) for x, name in piece.short.items()}
+    tensors |= {x: params[x].to(params[other].dtype) for x, other in like.items() if other}
+    tensors |= {x: tensors[x].clone() for x in changing}
     results = piece.run(device, *(tensors[x] for x in piece.short), *alive)
     if s < len(trace.pieces) - 1:
         y: Any = (trace.key, s + 1 if trace.apart else None, *results)
