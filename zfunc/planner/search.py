@@ -8,9 +8,9 @@ are tried of a setting are its field's (`zfunc.core.settings`), those that take 
 only what depends on the step is here: where things may be, the shares that fit, where buckets end.
 
 The invariant: of all choices tried, none that fits is faster than the result by more than `WORTH`, and neither is
-any with one thing in a nearer tier; one that by arithmetic gains at most `POSSIBLE` is not tried. Where none fits,
-none lacks fewer bytes, and nothing that moves alone makes one fit. A setting that changes numbers is varied only
-where the space has it. The result is the same on every rank: no clock is read.
+any with one thing in a nearer tier; one that by arithmetic gains at most `POSSIBLE`, and moves nothing to another
+tier, is not tried. Where none fits, none lacks fewer bytes, and nothing that moves alone makes one fit. A setting
+that changes numbers is varied only where the space has it. The result is the same on every rank: no clock is read.
 """
 
 import math
@@ -51,6 +51,7 @@ GUESS = 2  # candidates for each value of a setting, about
 QUARTERS = 4  # shares of the segments, in the first of which activations go further away
 # Settings that change nothing of what the drives have to read and write.
 BESIDE_DRIVES = {"order", "micro_batches", "schedule", "slots", "defer", "update_on"}
+PLACES = {"state_on", "params_on", "activations_on", "grads_on"}
 NUMBERS = ("precision", "micro_batches", "moments")  # settings that change the result
 # By values of `state_on` that leave a share open: the nearer place, the one further away, and the tiers that share
 # the memory of the nearer one.
@@ -478,10 +479,10 @@ def search(
 def _with_room(
     planned: Callable[[StepSettings], PlannedStep], step: PlannedStep, space: Space
 ) -> PlannedStep:
-    """`step`, or, if by arithmetic the host has no room for what it keeps and the disk has, the step with its state
-    on the disk: where the state has to go there, nothing else is worth a simulation before."""
+    """`step`, or, if by arithmetic the host has no room for what it keeps and the disk has, `step` with its state
+    on the disk: on several devices, whose state goes there whole, nothing else is worth a simulation before."""
     short = step.hardware.lacking(step.least_kept)
-    if "host" in short and DISK in space.get("state_on", ()):
+    if step.settings.devices > 1 and "host" in short and DISK in space.get("state_on", ()):
         settings = moved(step.settings, step.spec.world, state_on=DISK)
         with suppress(ValueError):
             if settings is not None and "host" not in (x := planned(settings)).hardware.lacking(x.least_kept):
@@ -548,13 +549,15 @@ class _Walk:
         return self._simulated(step)
 
     def _enough(self, work: Mapping[Kind, float]) -> float:
-        """Seconds that a step with `work` (seconds by kind) may take at least, to be worth a simulation."""
+        """Seconds that a step with `work` (seconds by kind) may take and still beat the best step so far."""
         gains = not self.best.fits or _spares_drives(work, self.best.work)
-        return math.inf if gains else self.best.seconds * (1 - POSSIBLE)
+        return math.inf if gains else self.best.seconds * (1 - WORTH)
 
     def _slow(self, step: PlannedStep, work: WorkOf) -> bool:
-        """Whether a step that has at least `work` cannot be the best."""
-        return least_seconds(work, step.hardware) > self._enough(by_kind(work))
+        """Whether a step that has at least `work` cannot be the best, or gains little and moves nothing."""
+        moves = not PLACES.isdisjoint(differing(step.settings, self.best.settings))
+        little = 1 if moves else (1 - POSSIBLE) / (1 - WORTH)
+        return least_seconds(work, step.hardware) > self._enough(by_kind(work)) * little
 
     def _short(self, step: PlannedStep, kept: dict[Tier, int]) -> bool:
         """Whether a step that keeps at least the bytes `kept` cannot be the best, nor can one that gives way."""
