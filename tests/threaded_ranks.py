@@ -14,6 +14,7 @@ from torch import Tensor
 from zfunc.engine import compile as compiling
 from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
+from zfunc.runtime import stage_ranks
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.stage_ranks import StageRanks
 
@@ -110,7 +111,7 @@ def programs_of(world: int, make: Callable[[], Program], rows: Any = None, pp: i
     for ranks in jobs:
         with (
             mock.patch.object(compiling, "_ranks", lambda _, ranks=ranks: ranks),
-            mock.patch.object(compiling.StageRanks, "of_stage", lambda job, _: stages[job.rank]),
+            mock.patch.object(stage_ranks.StageRanks, "of_stage", lambda job, _: stages[job.rank]),
         ):
             programs.append(make())
     if rows is not None:

@@ -32,7 +32,7 @@ from zfunc.core.settings import StepSettings
 from zfunc.core.spec import ALLOCATION
 from zfunc.engine import compile as compiling
 from zfunc.engine.program import fit_to_memory
-from zfunc.engine.program.fit_to_memory import largest_share, share_on_host
+from zfunc.engine.program.fit_to_memory import largest_share
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.state.memory import ActivationSlot
 from zfunc.engine.trace.cost_trace import AllocationTracker
@@ -267,7 +267,7 @@ def test_the_ratio_holds_at_any_size_of_model_and_bucket(
         device="cpu",
         precision="fp32",
     )
-    assert share_on_host(program.spec) == pytest.approx(ratio, abs=1 / 32)
+    assert program.spec.share_on_host == pytest.approx(ratio, abs=1 / 32)
 
 
 def test_a_ratio_of_0_leaves_nothing_on_the_host() -> None:
@@ -293,7 +293,7 @@ def test_resident_buckets_are_planned_on_the_device() -> None:
 def test_the_share_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="zfunc"):
         program, _ = trained.compiled(precision="fp32", bucket_size=1000, state_on="device:0.75,host")
-    share = f"{100 * share_on_host(program.spec):.1f}%"
+    share = f"{100 * program.spec.share_on_host:.1f}%"
     assert (
         f"offload: {share} of the optimizer's state is on the host (requested: device:0.75,host)"
         in caplog.text
@@ -315,7 +315,7 @@ def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatc
     }
     assert needed[0.0] < needed[1.0]
     program = zfunc.compile(segments, state_on="device:auto,host", **options)
-    assert share_on_host(program.spec) == 0
+    assert program.spec.share_on_host == 0
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     assert state.step == 1
     monkeypatch.setattr(fit_to_memory, "available_host_bytes", lambda: needed[0.0] // 2)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 import zfunc
-from zfunc.engine.compile import products_are_tf32
+from zfunc.engine.program.fit_to_memory import products_are_tf32
 from zfunc.engine.rows import check as tile_check
 from zfunc.engine.rows.keys import DeviceKeys, HostKeys
 from zfunc.engine.rows.row_attention import attend_row
@@ -338,7 +338,7 @@ def test_that_products_of_tiles_are_tf32_is_said_where_they_are(
         for on_cuda in (False, True):
             if on_cuda:
                 monkeypatch.setattr(
-                    "zfunc.engine.compile.products_are_tf32",
+                    "zfunc.engine.program.fit_to_memory.products_are_tf32",
                     lambda n, _: products_are_tf32(n, [devices["cuda"]]),
                 )
             zfunc.compile(gpt_segments(GPTConfig(64, 32, 1, 16, 2)), tiles=4, device="cpu")

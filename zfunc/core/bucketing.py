@@ -1,12 +1,13 @@
 """The buckets that settings ask for: a layout, which buckets live where, and the fields of a StepSpec about it."""
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from zfunc.core.layout import Bucket, Layout, Parameter, make_layout
 from zfunc.core.setting_values import DISK
 from zfunc.core.settings import StepSettings
-from zfunc.errors import refuse, setting
+from zfunc.errors import did_you_mean, refuse, setting
 
 BUCKET_SIZE, LARGEST = 50_000_000, 500_000_000  # elements where none are set, of few ranks and of any number
 FEW_RANKS = 16
@@ -35,8 +36,8 @@ def lay_out(
         "bucket_size": size,
         "world": world,
         "within_segments": settings.streams or settings.group_size > 1 or settings.stages > 1,
-        "persistent": frozenset(settings.persistent(parameters)),
-        "in_fp32": frozenset(settings.in_fp32(parameters)),
+        "persistent": persistent_names(parameters, settings),
+        "in_fp32": fp32_names(parameters, settings),
     }
     known, key = {} if known is None else known, (*options.values(),)
     if key not in known:
@@ -44,14 +45,64 @@ def lay_out(
     return known[key]
 
 
+def persistent_names(parameters: Sequence[Sequence[Parameter]], settings: StepSettings) -> frozenset[str]:
+    """Names of the parameters that stay on the device while the others are streamed.
+
+    Raises ValueError for a name that no parameter has.
+
+    >>> parameters = [[Parameter("embed.tok", (500, 8)), Parameter("embed.norm", (8,))], [Parameter("b", (9,))]]
+    >>> streamed = (StepSettings(stage=3, persistent_params=x) for x in (8, ["embed", 9]))
+    >>> [sorted(persistent_names(parameters, settings)) for settings in streamed]
+    [['embed.norm'], ['b', 'embed.norm', 'embed.tok']]
+    """
+    parts = str(settings.persistent_params).split(",")
+    most = max([0, *(int(part) for part in parts if part.isdecimal())])
+    known = {p.name: p for own in parameters for p in own}
+    chosen = {p.name for p in known.values() if p.numel <= most}
+    for part in parts:
+        if part.isdecimal():  # no segment of that name, as a list of modules has
+            continue
+        named = {name for name in known if f"{name}.".startswith(f"{part}.")}
+        if not named:
+            names = [*dict.fromkeys(n.rpartition(".")[0] or n for n in known), *known]
+            expected = "a number of elements, or the names of segments or parameters"
+            similar = did_you_mean(part, names)
+            refuse("persistent_params", repr(part), expected + similar, f"pass such as {names[0]!r}")
+        chosen |= named
+    return frozenset(chosen if settings.streams else ())
+
+
+def fp32_names(parameters: Sequence[Sequence[Parameter]], settings: StepSettings) -> frozenset[str]:
+    """Names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none if all
+    are, with precision "fp32".
+
+    Raises ValueError for a glob that matches no name.
+
+    >>> parameters = [[Parameter("embed.tok", (500, 8)), Parameter("embed.norm.bias", (8,))]]
+    >>> [sorted(fp32_names(parameters, StepSettings(fp32_params=x))) for x in ("*.norm", "embed,*k")]
+    [['embed.norm.bias'], ['embed.norm.bias', 'embed.tok']]
+    """
+    names = dict.fromkeys(p.name for own in parameters for p in own)
+    chosen = {p.name for own in parameters for p in own if settings.precision in p.fp32_in}
+    for glob in settings.fp32_params:
+        matched = {x for x in names if fnmatchcase(x, glob) or fnmatchcase(x, f"{glob}.*")}
+        if not matched:
+            expected = f"a glob of names of parameters{did_you_mean(glob, [*names])}"
+            refuse("fp32_params", repr(glob), expected, f"pass such as {next(iter(names))!r}")
+        chosen |= matched
+    encoded = {p.name for own in parameters for p in own if p.encodes}
+    return frozenset(chosen - encoded if settings.precision != "fp32" else ())
+
+
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
     """StepSpec arguments by name: layout, settings, buckets with state on the device (resident), disk (paged)."""
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
+    on_device, on_disk = (settings.share_of_state(place) for place in ("device", DISK))
     return {
         "layout": layout,
         "settings": settings,
-        "resident": resident_buckets(layout, settings.share_of_state("device")),
-        "paged": paged_buckets(layout, settings.share_of_state(DISK), ascending=late_last),
+        "resident": resident_buckets(layout, on_device),
+        "paged": paged_buckets(layout, on_disk, ascending=late_last),
     }
 
 

@@ -6,7 +6,6 @@ flags. A new setting is one field here and the code where it has an effect.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import product
 from typing import Any, Literal, cast
@@ -15,7 +14,7 @@ from attrs import Attribute, evolve, fields, frozen
 
 from zfunc.core.display import brief
 from zfunc.core.dtypes import PRECISIONS, Dtype, Precision, one_precision
-from zfunc.core.layout import Bucket, Parameter
+from zfunc.core.layout import Bucket
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.pipeline import Order
 from zfunc.core.setting_values import (
@@ -420,52 +419,6 @@ class StepSettings:
         if modes[-1] == "all":
             modes[-1] = "min-cut" if self.compile_segments else "none"
         return modes
-
-    def persistent(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
-        """Names of the parameters that stay on the device while the others are streamed.
-
-        Raises ValueError for a name that no parameter has.
-
-        >>> parameters = [[Parameter("embed.tok", (500, 8)), Parameter("embed.norm", (8,))], [Parameter("b", (9,))]]
-        >>> [sorted(StepSettings(stage=3, persistent_params=x).persistent(parameters)) for x in (8, ["embed", 9])]
-        [['embed.norm'], ['b', 'embed.norm', 'embed.tok']]
-        """
-        parts = str(self.persistent_params).split(",")
-        most = max([0, *(int(part) for part in parts if part.isdecimal())])
-        known = {p.name: p for own in parameters for p in own}
-        chosen = {p.name for p in known.values() if p.numel <= most}
-        for part in parts:
-            if part.isdecimal():  # no segment of that name, as a list of modules has
-                continue
-            named = {name for name in known if f"{name}.".startswith(f"{part}.")}
-            if not named:
-                names = [*dict.fromkeys(n.rpartition(".")[0] or n for n in known), *known]
-                expected = "a number of elements, or the names of segments or parameters"
-                similar = did_you_mean(part, names)
-                refuse("persistent_params", repr(part), expected + similar, f"pass such as {names[0]!r}")
-            chosen |= named
-        return chosen if self.streams else set()
-
-    def in_fp32(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
-        """Names of the parameters that are fp32 on the device, by `fp32_params` or their own `fp32_in`; none if all
-        are, with precision "fp32".
-
-        Raises ValueError for a glob that matches no name.
-
-        >>> parameters = [[Parameter("embed.tok", (500, 8)), Parameter("embed.norm.bias", (8,))]]
-        >>> [sorted(StepSettings(fp32_params=x).in_fp32(parameters)) for x in ("*.norm", "embed,*k")]
-        [['embed.norm.bias'], ['embed.norm.bias', 'embed.tok']]
-        """
-        names = dict.fromkeys(p.name for own in parameters for p in own)
-        chosen = {p.name for own in parameters for p in own if self.precision in p.fp32_in}
-        for glob in self.fp32_params:
-            matched = {x for x in names if fnmatchcase(x, glob) or fnmatchcase(x, f"{glob}.*")}
-            if not matched:
-                expected = f"a glob of names of parameters{did_you_mean(glob, [*names])}"
-                refuse("fp32_params", repr(glob), expected, f"pass such as {next(iter(names))!r}")
-            chosen |= matched
-        encoded = {p.name for own in parameters for p in own if p.encodes}
-        return chosen - encoded if self.precision != "fp32" else set()
 
     def dtype_of(self, bucket: Bucket) -> Dtype:
         """The dtype of a bucket's parameters and gradients on the device."""

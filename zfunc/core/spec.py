@@ -238,6 +238,11 @@ class StepSpec:
         return tuple(b.index for b in self.layout.buckets if b.index not in self.resident)
 
     @property
+    def share_on_host(self) -> float:
+        """The share of the optimizer state that is not on the device, 0 to 1."""
+        return sum(self.layout.buckets[b].numel for b in self.offloaded) / self.layout.numel
+
+    @property
     def swaps(self) -> bool:
         """Whether optimizer state or frozen parameters of the model are kept on the disk."""
         return bool(self.first_on_disk)

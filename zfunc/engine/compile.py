@@ -4,7 +4,7 @@ All arguments are checked here; packages below do not check them again.
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,19 +17,16 @@ from zfunc.core.methods import above
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.setting_docs import takes_settings
-from zfunc.core.setting_values import tile_counts
 from zfunc.core.settings import StepSettings, settings_with
 from zfunc.engine.program.fit_to_memory import (
-    fastest_shares,
     first_cut_that_fits,
-    first_that_fits,
+    first_places_that_fit,
     fit_to_memory,
     log_offload,
-    row_tokens,
 )
 from zfunc.engine.program.passes import segment_calls
-from zfunc.engine.program.program import Program, ProgramCache, make_plan, warn_once
-from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_spec, with_moments
+from zfunc.engine.program.program import Program, ProgramCache, make_plan
+from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_spec
 from zfunc.engine.stages.stage_context import Stage
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.batches import Batch, unpacked
@@ -49,7 +46,7 @@ from zfunc.runtime.accelerator import (
 )
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
-from zfunc.runtime.stage_ranks import StageRanks
+from zfunc.runtime.stage_ranks import ranks_of_stage
 from zfunc.runtime.thread_budget import default_threads
 from zfunc.schedules import make_schedule
 from zfunc.values import number, of_type
@@ -111,8 +108,9 @@ def compile(
     # 1. Settings: those by name, the device's own, and in place of "auto" the nearest places that fit.
     if settings is None and "precision" not in changes and on_gpu:
         changes["precision"] = best_precision(device)  # bf16, unless it would be emulated
-    optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
+    settings = settings_with(settings, changes)
     settings.check_folders()
+    optimizer, settings = choose_optimizer(optimizer, settings)
     ranks = ranks_of_stage(_ranks(group), settings.pp)
     automatic = [*settings.automatic, *(["state_on"] if settings.fits_state else [])]
     if automatic and example is None:
@@ -122,22 +120,13 @@ def compile(
     if settings.automatic:
         same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
         make = partial(compile, segments, **same, example=example, patience=patience)
-        shares = fastest_shares(with_moments(optimizer, settings), settings, device, ranks)
-        places = settings.placed(
-            ranks.world,
-            disk=bool(settings.swap),
-            update_on=shares,
-            tiles=tile_counts(row_tokens(example)),
-        )
-        ways = [partial(make, way) for way in places]
-        return first_that_fits(ways, example, settings.automatic)
+        return first_places_that_fit(make, settings, optimizer, example, device, ranks)
     settings = settings.scheduled(on_cpu=not on_gpu)
     devices = devices_from(device, settings.devices)
     if settings.compile_segments == "reduce-overhead" and on_gpu:
         check_device_graphs(settings.devices > 1)
 
     # 2. Spec: the layout of the parameters, and what a recipe asks of the settings.
-    optimizer = with_moments(optimizer, settings)
     spec = make_spec(
         [s.parameters for s in segments],
         optimizer,
@@ -182,15 +171,7 @@ def compile(
     )
     if example is not None:
         program = fit_to_memory(program, example)
-    if products_are_tf32(settings.tiles, devices):
-        warn_once(program, "fp32 products on CUDA are TF32, in tiles of attention too (docs/devices.md)")
     return log_offload(program)
-
-
-def products_are_tf32(tiles: int | str, devices: Iterable[torch.device]) -> bool:
-    """Whether attention of rows cut in `tiles` multiplies fp32 matrices in TF32, by torch's setting for CUDA."""
-    on_cuda = any(x.type == "cuda" for x in devices)
-    return tiles != 1 and on_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _ranks(group: Any) -> RankGroup:
@@ -205,12 +186,3 @@ def _ranks(group: Any) -> RankGroup:
             got = f"one without a backend for host tensors ({error})"
             refuse("group", got, "one", 'pass init_process_group("cpu:gloo,cuda:nccl")', cause=error)
     return ranks
-
-
-def ranks_of_stage(ranks: RankGroup, pp: int) -> RankGroup:
-    """The ranks of this rank's pipeline stage, of `pp` stages. Raises ValueError unless `pp` divides the ranks."""
-    if ranks.world % pp:
-        got = f"{pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}"
-        do = "start as many with torchrun, or pass `devices` for a pipeline in one process"
-        refuse("pp", got, "a number that divides them", do)
-    return ranks if pp == 1 else StageRanks.of_stage(ranks, pp)

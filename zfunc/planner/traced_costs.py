@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import bytes_by_tier
 from zfunc.core.setting_values import tile_counts
 from zfunc.core.shares import two_tiers
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile
-from zfunc.engine.program.fit_to_memory import row_tokens, share_on_host
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
-from zfunc.engine.program.specialize import largest_spec, specialize, traced_spec
-from zfunc.engine.trace.batches import LABELS, Batch, ByValue, layout_of_leaves, split_batch
+from zfunc.engine.program.specialize import largest_spec, traced_spec
+from zfunc.engine.trace.batches import LABELS, Batch, ByValue, layout_of_leaves, row_tokens, split_batch
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments
 from zfunc.errors import Message, OutOfMemory
@@ -108,17 +106,18 @@ def local_hardware(program: Program) -> Hardware:
 
 
 def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collection[str]) -> None:
-    """Raise OutOfMemory unless a step of `program` on a batch like `example` fits this machine's free memory.
+    """Raise OutOfMemory unless a step of `program`, which was compiled for the batch `example`, fits this machine's
+    free memory.
 
     `settable` are the names of the settings that the error may suggest to change.
     """
     hardware = local_hardware(program)
-    if not hardware.lacking(bytes_by_tier(specialize(program, example).memory)):
+    if not hardware.lacking(program.plan.peak_bytes()):
         return
     costs = traced_costs(program.segments, example, program.optimizer, program.ranks.world)
     model, settings = CostModel(costs, hardware), evolve(program.settings, schedule=program.schedule)
     if settings.fits_state or program.spec.resident:
-        settings = evolve(settings, state_on=two_tiers("device", 1 - share_on_host(program.spec), "host"))
+        settings = evolve(settings, state_on=two_tiers("device", 1 - program.spec.share_on_host, "host"))
     step = model.step(settings)
     peak = [*step.held[max(step.lacking, key=lambda tier: step.lacking[tier])].items()][:LARGEST]
     parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)

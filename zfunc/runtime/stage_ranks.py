@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zfunc.errors import RankError
+from zfunc.errors import RankError, refuse
 from zfunc.runtime.collectives import SETTLE, RankGroup
 from zfunc.runtime.failure_detection import LONGEST_TIMEOUT, FailureDetector, Symptom
 
@@ -30,6 +30,15 @@ MOST_HEAD = 1 << 20  # bytes of text in a message
 SIZES = Struct("<qq")  # bytes of the text, and of the data
 _broadcast: Any = dist.broadcast
 _new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+
+
+def ranks_of_stage(ranks: RankGroup, pp: int) -> RankGroup:
+    """The ranks of this rank's pipeline stage, of `pp` stages. Raises ValueError unless `pp` divides the ranks."""
+    if ranks.world % pp:
+        got = f"{pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}"
+        do = "start as many with torchrun, or pass `devices` for a pipeline in one process"
+        refuse("pp", got, "a number that divides them", do)
+    return ranks if pp == 1 else StageRanks.of_stage(ranks, pp)
 
 
 class StageRanks(RankGroup):

@@ -19,7 +19,7 @@ from attrs import evolve, field, frozen
 from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.setting_values import schedule_for
-from zfunc.engine.compile import compile, ranks_of_stage
+from zfunc.engine.compile import compile
 from zfunc.engine.program.program import Program
 from zfunc.engine.trace.segment import Segment
 from zfunc.errors import OutOfMemory, refuse
@@ -33,6 +33,7 @@ from zfunc.planner.traced_costs import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.stage_ranks import ranks_of_stage
 from zfunc.runtime.thread_budget import allowed_cpus, cpu_model
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data

@@ -8,11 +8,11 @@ import math
 import timeit
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from attrs import evolve
-from torch.utils._pytree import tree_leaves
 
 from zfunc.core.bucketing import resident_buckets
 from zfunc.core.decision import StepDecision
@@ -21,13 +21,20 @@ from zfunc.core.graph import Tier
 from zfunc.core.memory_model import Peak, initial_memory, peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.plan import project
-from zfunc.core.setting_values import UPDATE_SHARES
+from zfunc.core.setting_values import UPDATE_SHARES, tile_counts
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import shares_of, words_of
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program.program import Program, ProgramCache, make_plan, memory_shortage, needed_bytes
+from zfunc.engine.program.program import (
+    Program,
+    ProgramCache,
+    make_plan,
+    memory_shortage,
+    needed_bytes,
+    warn_once,
+)
 from zfunc.engine.program.specialize import specialize
-from zfunc.engine.trace.batches import Batch, unpacked
+from zfunc.engine.trace.batches import Batch, row_tokens, unpacked
 from zfunc.engine.trace.segment import Segment
 from zfunc.errors import Message, OutOfMemory, marked
 from zfunc.optim.adamw import AdamW
@@ -84,6 +91,21 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
     cache = ProgramCache(costs=costs, facts=program.cache.facts)
     program = evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
     return evolve(program, plan=specialize(program, example).plan)
+
+
+def first_places_that_fit(
+    make: Callable[[StepSettings], Program],
+    settings: StepSettings,
+    optimizer: Optimizer,
+    example: Batch,
+    device: torch.device,
+    ranks: RankGroup,
+) -> Program:
+    """The program that `make` compiles in place of `settings` with "auto" in them: by the nearest places whose step
+    on `example` fits every rank's device and host, as `first_that_fits` chooses."""
+    fastest, tiles = fastest_shares(optimizer, settings, device, ranks), tile_counts(row_tokens(example))
+    ways = settings.placed(ranks.world, disk=bool(settings.swap), update_on=fastest, tiles=tiles)
+    return first_that_fits([partial(make, way) for way in ways], example, settings.automatic)
 
 
 def first_that_fits(
@@ -236,12 +258,6 @@ def fastest_shares(
     return ranks.texts(" ".join(sorted(UPDATE_SHARES, key=longest)))[0].split()
 
 
-def row_tokens(example: Batch) -> int:
-    """The number of tokens in a row of the batch `example`; 1 if its rows are single elements."""
-    rows = [t.shape[1] for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim() > 1]
-    return rows[0] if rows else 1
-
-
 def measured_rates(device: torch.device) -> tuple[float, float]:
     """Measure two rates in bytes a second: memory traffic of Adam's update on the host, and copies to the device,
     or back, while copies run both ways."""
@@ -277,11 +293,6 @@ def with_share(spec: StepSpec, share: float) -> StepSpec:
     return evolve(spec, resident=resident_buckets(spec.layout, share))
 
 
-def share_on_host(spec: StepSpec) -> float:
-    """The share of the optimizer state on the host, 0 to 1."""
-    return sum(spec.layout.buckets[b].numel for b in spec.offloaded) / spec.layout.numel
-
-
 def log_offload(program: Program) -> Program:
     """Log the share of the state on the host, unless it is 1, and settings without effect. Returns `program`."""
     spec, requested = program.spec, program.settings.state_on
@@ -289,7 +300,7 @@ def log_offload(program: Program) -> Program:
         log.info(
             "offload: %.1f%% of the optimizer's state is on the host (requested: %s); %d of %d buckets stay on the "
             "device",
-            100 * share_on_host(spec),
+            100 * spec.share_on_host,
             requested,
             len(spec.resident),
             len(spec.layout.buckets),
@@ -306,4 +317,12 @@ def log_offload(program: Program) -> Program:
             100 * (devices - 1) / (micro_batches + devices - 1),
             *(4 * devices, 100 * (devices - 1) / (5 * devices - 1)),
         )
+    if products_are_tf32(program.settings.tiles, program.devices):
+        warn_once(program, "fp32 products on CUDA are TF32, in tiles of attention too (docs/devices.md)")
     return program
+
+
+def products_are_tf32(tiles: int | str, devices: Iterable[torch.device]) -> bool:
+    """Whether attention of rows in `tiles` computes fp32 matmuls in TF32, by torch's process-wide CUDA setting."""
+    on_cuda = any(x.type == "cuda" for x in devices)
+    return tiles != 1 and on_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"

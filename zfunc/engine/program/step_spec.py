@@ -111,9 +111,9 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
-    """The optimizer, AdamW by default, and the settings with the optimizer's `moments` unless they name a format.
+    """The optimizer, AdamW by default, and the settings, both with the format of moments that one of them names.
 
-    Raises TypeError for what is no optimizer, ValueError if optimizer and settings have different moments.
+    Raises TypeError for what is no optimizer, ValueError if optimizer and settings name different formats.
     """
     optimizer = AdamW() if optimizer is None else optimizer
     if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
@@ -130,7 +130,7 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
     if has_moments(optimizer) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
         got = f"{settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r})"
         refuse("moments", got, "one format", "give the optimizer that of the plan")
-    return optimizer, settings
+    return with_moments(optimizer, settings), settings
 
 
 def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
