@@ -26,7 +26,7 @@ from zfunc.core.optimizer_state import updates_matrices
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import PassCost, SegmentCost, StepSpec
+from zfunc.core.spec import PassCost, SegmentCost, SharedInput, StepSpec
 
 Segments = list[list[Parameter]]
 
@@ -78,11 +78,13 @@ def spec(
     persistent: Collection[str] = (),
     in_fp32: Collection[str] = (),
     resident: Iterable[int] = (),
+    shared: bool = False,
     **given: Any,
 ) -> StepSpec:
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident.
 
-    `given` are settings, and other fields of the spec.
+    `given` are settings, and other fields of the spec. Of `shared` tensors one is in all inputs but the first, one
+    in every second.
     """
     if state_format is not None:
         segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
@@ -112,6 +114,10 @@ def spec(
             *(64 + 8 * s, 200 + 16 * s, 300 + 24 * s),
             pending_bytes=100 + 8 * s,
             recomputed_bytes=150 + 16 * s,
+            shared=(
+                *(SharedInput(1, 7, 40) for _ in range(shared and s > 0)),
+                *(SharedInput(2 + s, 9, 24) for _ in range(shared and s % 2 == 0)),
+            ),
         )
         for s in range(len(segments))
     ]
@@ -290,6 +296,12 @@ SPECS: dict[str, StepSpec] = {
     "activations on host and disk": spec(
         TIED_THREE, recompute=[True, False] * 2, activations_on="host,disk,device", micro_batches=2, slots=1
     ),
+    "activations on the host, shared": spec(
+        chain(*[(8, 8)] * 6), activations_on="host", micro_batches=3, group_size=2, shared=True
+    ),
+    "activations on disk and host, shared": spec(
+        chain(*[(8, 8)] * 7), activations_on="disk,host,host,device", micro_batches=2, slots=1, shared=True
+    ),
     "modules' buffers": spec(
         TIED, micro_batches=3, buffer_bytes=(0, 24, 40), recompute=[True, True, False], save=True
     ),
@@ -364,6 +376,23 @@ SPECS: dict[str, StepSpec] = {
         grads_on="host",
         activations_on="host",
         save=True,
+    ),
+    "dealt to three devices, shared": spec(
+        chain(*[(8, 8)] * 7),
+        devices=3,
+        order="RoundPipe",
+        micro_batches=4,
+        params_on="host",
+        activations_on="host",
+        shared=True,
+    ),
+    "two stages, shared": spec(
+        chain(*[(8, 8)] * 7),
+        pp=2,
+        order="Interleaved1F1B",
+        micro_batches=2,
+        activations_on="host",
+        shared=True,
     ),
     "two stages": spec(
         chain(*[(8, 8)] * 3), pp=2, micro_batches=3, constant_bytes=40, buffer_bytes=(8, 0, 24), save=True
@@ -603,6 +632,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         update_on=draw(st.sampled_from(["host", "device", "host,device"])),
         grads_on=draw(st.sampled_from(["device", "host"])),
         activations_on=",".join(draw(st.sampled_from(PLACES))[: len(segments)]),
+        shared=draw(st.booleans()),
         save=draw(st.booleans()),
         ema=draw(st.sampled_from([None, 0.5])),
         update_workspace=draw(st.integers(0, 50)),

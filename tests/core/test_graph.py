@@ -205,7 +205,7 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
         elif op.touches("grad_slot"):
             slot = op.read("grad_slot")
             assert holds[slot][1] == op.index[len(op.index) > 1]
-            place = spec.places[holds[slot][1]]
+            place = (spec if recipe is PLAIN else waiting(spec)).places[holds[slot][1]]
             held = place.gradient == "device" or place.summed
             if op.verb == (_leaves(spec, recipe, place.index) if held else "to_host"):
                 m, b = holds.pop(slot)
@@ -534,14 +534,31 @@ def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: St
         assert (f"spill_act[{m},{s}]" in ops) == (f"unspill_act[{m},{s}]" in ops) == (place == "disk")
         if spec.activations[s] != "device":
             away, back = ops[f"stash[{m},{s}]"], ops[f"unstash[{m},{s}]"]
-            left, found = away.writes, back.reads
+            left, found, others = away.writes, back.reads[:1], back.reads[1:]
+            assert all(r in ops[f"stash[{m},{r.index[1]}]"].writes and r.index[1] < s for r in others)
             if spec.activations[s] == "disk":
                 written, read = ops[f"spill_act[{m},{s}]"], ops[f"unspill_act[{m},{s}]"]
                 assert (left, written.writes, read.writes) == (written.reads, read.reads, found)
                 left = found
             assert (*left, back.writes[0]) == (*found, backward.read("act"))
             assert not backward.touches("residuals")
-            assert back.writes[0].nbytes >= away.nbytes == back.nbytes >= sum(r.nbytes for r in away.reads)
+            there = sum(x.nbytes for x in spec.costs[s].shared if x.leaf in spec.stashed_before[s])
+            assert away.nbytes + there == back.nbytes >= sum(r.nbytes for r in away.reads)
+            assert back.writes[0].nbytes >= back.nbytes
+
+
+@of_any_job
+def test_on_the_host_each_rank_stashes_a_tensor_of_many_inputs_once(recipe: Recipe, spec: StepSpec) -> None:
+    """With whichever other places between: its first stash on the host has it, and those that follow read that."""
+    ops, mesh = {op.name: op for op in recipe(spec)}, spec.mesh
+    for m in range(spec.settings.micro_batches):
+        first: dict[tuple[int, int], int] = {}
+        for s, cost in enumerate(spec.costs):
+            back = ops.get(f"unstash[{m},{s}]")
+            read = {r.index[1] for r in (back.reads if back else ()) if r.buffer == "host_act"}
+            there = mesh.device_of("F", m, s) if mesh.over_ranks else 0
+            shared = cost.shared if spec.activations[s] == "host" else ()
+            assert {first.setdefault((x.tensor, there), s) for x in shared} <= read
 
 
 MOVING = {

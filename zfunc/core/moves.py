@@ -13,7 +13,7 @@ from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Kind, Op, Region, Tier
 from zfunc.core.optimizer_state import GRADIENT, PARAMS
 from zfunc.core.places import BucketPlaces
-from zfunc.core.regions import BF16, Regions
+from zfunc.core.regions import BF16, Regions, left_bytes
 from zfunc.core.spec import StepSpec
 
 
@@ -127,6 +127,13 @@ def _stashed_bytes(x: Item) -> int:
     return x.at("host_act", 0, x.b).nbytes
 
 
+def _stashes(x: Item) -> tuple[Region, ...]:
+    """The regions on the host with what backward of a segment needs: its own, and earlier segments' that have
+    tensors of its input, too."""
+    others = sorted({s for s, _ in x.spec.stashed_before[x.b].values()})
+    return tuple(x.at("host_act", x.in_group, s) for s in (x.b, *others))
+
+
 _STASHED = Place(("act_page",), lambda x: (x.at("host_act", x.in_group, x.b),))
 _EXTENT = Place(otherwise=lambda x: (x.at("extent", x.b),))
 _STATE: dict[Tier, Place] = {"pinned": Place(("state_slot",)), "disk": _EXTENT}
@@ -151,7 +158,10 @@ THINGS: dict[str, Thing] = {
             "disk": Place(otherwise=lambda x: (x.at("disk_act", x.in_group, x.b),)),
         },
     ),
-    "activations for backward": Thing(_stashed_bytes, {"device": Place(("act_slot",)), "pinned": _STASHED}),
+    "activations for backward": Thing(
+        lambda x: left_bytes(x.spec, x.b),
+        {"device": Place(("act_slot",)), "pinned": Place(("act_page",), _stashes)},
+    ),
     "input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("act")),
     "gradient of input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("grad_act")),
     # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or

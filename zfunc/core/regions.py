@@ -66,9 +66,16 @@ def _square_bytes(spec: StepSpec, i: Index) -> int:
     return row * (parameters if spec.settings.norms else max(1, -(-FP32 * parameters // row)))
 
 
+def left_bytes(spec: StepSpec, s: int) -> int:
+    """Bytes of what backward of segment `s` needs of forward, where it has left the device and come back."""
+    return max(spec.costs[s].stash_bytes, spec.costs[s].input_bytes)
+
+
 def _stashed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of a segment's activations that wait for backward off the device."""
-    return max(spec.costs[i[-1]].stash_bytes, spec.costs[i[-1]].input_bytes)
+    """Bytes of a segment's activations that wait for backward off the device, without those that other segments'
+    have."""
+    before = spec.stashed_before[i[-1]]
+    return left_bytes(spec, i[-1]) - sum(x.nbytes for x in spec.costs[i[-1]].shared if x.leaf in before)
 
 
 def _recomputed_bytes(spec: StepSpec, i: Index) -> int:
@@ -132,7 +139,8 @@ REGIONS: dict[str, Row] = {
     # kept by one half of backward for the other
     "pending": Row(lambda spec, i: spec.costs[i[-1]].pending_bytes),
     "grads": Row(lambda spec, i: spec.grad_bytes[i[-1]]),  # as backward returns them, before they are packed
-    # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
+    # of a micro-batch in its group, and a segment: what backward needs of forward, off the device. On the host a
+    # tensor that several segments need is in the first one's.
     "host_act": Row(_stashed_bytes, "pinned", "program", "uint8", "act"),
     "disk_act": Row(lambda spec, i: whole_blocks(_stashed_bytes(spec, i)), "disk", "program", "uint8", "act"),
     # of the pass that runs: keys and values of a row in tiles, and the sums of their gradients
@@ -557,7 +565,7 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
         yield passing(buffer, {x.index: x.shard_numel * BF16 for x in those}, order, slots)
 
     # What a segment left passes once for each micro-batch of a group.
-    away = {s: _stashed_bytes(spec, (s,)) for s in segments if spec.activations[s] != "device"}
+    away = {s: left_bytes(spec, s) for s in segments if spec.activations[s] != "device"}
     ahead = ACTIVATION_SLOTS if settings.tiles == 1 else 1
     in_turn = [s for s in away for _ in range(min(settings.in_flight, slots + ahead))]
     yield passing("act_slot", {s: away[s] for s in here(away, B)}, in_turn, ahead)

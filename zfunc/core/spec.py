@@ -11,7 +11,7 @@ from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Layout, round_up
 from zfunc.core.mesh import DeviceMesh
 from zfunc.core.optimizer_state import FROZEN, MASTER, PARAMS, STATE_FORMATS
-from zfunc.core.pipeline import PASSES, Order, Pass, passes_in
+from zfunc.core.pipeline import PASSES, F, Order, Pass, passes_in
 from zfunc.core.places import BucketPlaces, Where, make_places
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import word_of
@@ -62,6 +62,19 @@ class PassCost:
 
 
 @frozen
+class SharedInput:
+    """A tensor of a segment's input that inputs of other segments have, too, as a mask that all of them pass on.
+
+    `leaf` is its number among the leaves of the input, `tensor` its number among all tensors of all inputs, and
+    `nbytes` what a stash of the input without it saves.
+    """
+
+    leaf: int
+    tensor: int
+    nbytes: int
+
+
+@frozen
 class SegmentCost:
     """The costs of one segment for one micro-batch, by the verbs of its passes, and sizes in bytes.
 
@@ -69,7 +82,8 @@ class SegmentCost:
     `recomputed_bytes`; `backward_input` and `backward_weight` are the halves of a split backward, between which
     `pending_bytes` are kept. `residual_bytes` are kept after forward beside the output, 0 if backward recomputes;
     `stash_bytes` is what backward needs of forward: input, residuals, and an output among these (`keeps_output`).
-    `key_bytes` is the host memory that a pass needs for keys and values of a row in tiles.
+    `key_bytes` is the host memory that a pass needs for keys and values of a row in tiles. `shared` are tensors of
+    the input that other segments' inputs have, too.
     """
 
     forward: PassCost = PassCost()
@@ -84,6 +98,7 @@ class SegmentCost:
     key_bytes: int = 0
     pending_bytes: int = 0
     recomputed_bytes: int = 0
+    shared: tuple[SharedInput, ...] = ()
 
     @property
     def passes(self) -> dict[str, PassCost]:
@@ -194,6 +209,20 @@ class StepSpec:
         shares, count = self.settings.activations_on, self.num_segments
         moving = range(self.layout.first_trainable, count - 1)
         return tuple(word_of(shares, s, count) if s in moving else "device" for s in range(count))  # pyright: ignore
+
+    @cached_property
+    def stashed_before(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """For each segment, the leaves of its input that need no stash of their own on the host, because an earlier
+        segment's has them: by number, that segment and the number there. Ranks share no stash."""
+        first: dict[Any, tuple[int, int]] = {}  # the stash of each shared tensor, on each rank
+        found: list[dict[int, tuple[int, int]]] = []
+        for s, cost in enumerate(self.costs):
+            there = cost.shared if self.activations[s] == "host" else ()
+            count = self.settings.micro_batches if there and self.mesh.over_ranks else 0
+            rank = tuple(self.mesh.device_of(F, m, s) for m in range(count))
+            own = {x.leaf: first.setdefault((x.tensor, rank), (s, x.leaf)) for x in there}
+            found.append({leaf: at for leaf, at in own.items() if at[0] != s})
+        return tuple(found)
 
     @property
     def barrier(self) -> bool:

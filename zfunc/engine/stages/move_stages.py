@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
@@ -53,7 +54,8 @@ def weights_in_page(page: Tensor, place: BucketPlaces) -> Tensor:
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a segment's activations, one pytree of its input and residuals, between device, host and disk."""
+    """Copy a segment's activations, one pytree of its input and residuals, between device, host and disk. On the
+    host a tensor of several segments' inputs is in the stash of the first one alone."""
     (target,) = op.writes
     if target.tier == "disk":
         page, place = mem[op.reads[0]], mem[target]
@@ -65,9 +67,13 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
         page.hold(place.held)
     elif op.reads[0].tier == "device":
         residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
-        mem[target].put([mem[Region("act", op.index)], *residuals])
+        mem[target].put([mem[Region("act", op.index)], *residuals], step.spec.stashed_before[op.index[1]])
     else:
-        mem[target].put(mem[op.reads[0]].tree)
+        leaves, structure = tree_flatten(mem[op.reads[0]].tree)
+        others = {r.index[1]: mem[r].tree for r in op.reads[1:]}  # stashes of earlier segments
+        for leaf, (s, n) in step.spec.stashed_before[op.index[1]].items():
+            leaves[leaf] = tree_leaves(others[s])[n]
+        mem[target].put(tree_unflatten(leaves, structure))
 
 
 def sent(op: Op, mem: Memory, step: StepContext) -> None:
