@@ -1,8 +1,10 @@
 """A program for the shapes of a batch: segments are traced for costs, and the recipe is planned with real sizes."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +16,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.pipeline import PASSES
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import SegmentCost, SharedInput, StepSpec
 from zfunc.engine.program.program import KindsSeen, Program, ShapedProgram, make_plan, warn_once
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, check_aux_rows
 from zfunc.engine.trace.batches import CONSTANTS, Batch, ByValue, layout_of_leaves, rows_in, split_batch
@@ -126,7 +128,12 @@ def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
 
 
 def _largest(values: Sequence[Any]) -> Any:
-    """The largest of several numbers; of values of an attrs class, one with the largest value in each field."""
+    """The largest of several numbers; of values of an attrs class, one with the largest value in each field; of
+    tensors that inputs share, those that all of `values` have, with the smallest size."""
+    if isinstance(values[0], tuple):
+        sizes = [{(x.leaf, x.tensor): x.nbytes for x in shared} for shared in values]
+        common = (at for at in sizes[0] if all(at in own for own in sizes))
+        return tuple(SharedInput(*at, min(own[at] for own in sizes)) for at in common)
     if not has(type(values[0])):
         return max(values)
     names = [f.name for f in fields(type(values[0]))]
@@ -199,11 +206,12 @@ def traced_spec(
     first = program.layout.first_trainable
     below = [size if s > first else 0 for s, size in enumerate(inputs)]  # gradients of these
     costs: list[SegmentCost] = []
-    for x, size, grads, passed in zip(traces, inputs, program.spec.grad_bytes, below, strict=True):
+    each = traces, inputs, program.spec.grad_bytes, below, _shared_inputs(traces)
+    for x, size, grads, passed, shared in zip(*each, strict=True):
         made = {"grads": grads, "below": passed}  # regions of their own
         own = {k: sum(made.get(word, 0) for word in kind.makes.split()) for k, kind in PASSES.items()}
         passes = {PASSES[k].verb: cost.beside(own[k]) for k, cost in x.cost.passes.items()}
-        costs.append(evolve(x.cost, input_bytes=size, **passes))
+        costs.append(evolve(x.cost, input_bytes=size, shared=shared, **passes))
     aux, rows = aux_names(traces[-1].out), aux_rows(traces[-1].out)
     names = *aux, *(x.name for x in rows)
     for before, _ in program.cache.costs.values():
@@ -238,6 +246,20 @@ def _trace_all(
         random |= {s} if made.random else set()
         x = made.out
     return traces, frozenset(random), _unused(program, [x.paths for x in traces])
+
+
+def _shared_inputs(traces: Sequence[Trace]) -> list[tuple[SharedInput, ...]]:
+    """For each segment, the tensors of its input that inputs of other segments have, too."""
+    numbers, new = list[list[int]](), count()
+    known: dict[int, int] = {}  # numbers of the tensors that are passed on, by leaf of the next input
+    for x in traces:
+        numbers.append([known[n] if n in known else next(new) for n in range(len(x.alone))])
+        known = {n: numbers[-1][leaf] for n, leaf in x.passed_on.items()}
+    times = Counter(chain(*map(set, numbers)))
+    return [
+        tuple(SharedInput(n, i, x.alone[n]) for n, i in enumerate(own) if times[i] > 1 and x.alone[n])
+        for own, x in zip(numbers, traces, strict=True)
+    ]
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:

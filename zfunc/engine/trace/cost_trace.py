@@ -24,7 +24,7 @@ from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_strided
+from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_strided, storage_of
 from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
@@ -299,7 +299,9 @@ def is_launched(func: Any) -> bool:
 @frozen
 class Trace:
     """Costs of a segment's passes for one micro-batch, and its output `out` on the meta device, of `output_bytes`.
-    `paths` has the weights and input leaves on which each output depends.
+    `paths` has the weights and input leaves on which each output depends. `passed_on` maps a leaf of the output
+    that is a tensor of the input, by number, to the number there; `alone[n]` are the bytes that a stash without
+    leaf `n` of the input saves.
 
     `cost.input_bytes` is 0 here, and the workspace of backward includes the gradients that backward returns.
     """
@@ -309,6 +311,8 @@ class Trace:
     cost: SegmentCost
     random: bool  # whether a pass draws random numbers
     paths: Paths
+    passed_on: dict[int, int]
+    alone: list[int]
 
 
 def trace(
@@ -348,12 +352,17 @@ def trace(
             out = empty_like_strided(y, "meta")
             own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
+            given = {_view_of(t): n for n, t in enumerate(tree_leaves(inputs[0])) if isinstance(t, Tensor)}
+            found = ((n, _view_of(t)) for n, t in enumerate(tree_leaves(y)) if isinstance(t, Tensor))
+            passed_on = {n: given[view] for n, view in found if view in given}
             # A part of the output that is a residual, too, outlives the output.
             own_bytes, before = _storage_bytes(own), first.live
             del y, own
             keeps_output = before - first.live < own_bytes
 
         stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
+        without = _storage_bytes(residuals)
+        alone = [_storage_bytes((x, residuals)) - without for x in tree_leaves(inputs[0])]
         for way, tracker in trackers.items():
             with tracker, keys_in(tracker.host if options.keys_on_host else None):
                 made = passes.run(way, weights, inputs, residuals, cotangents)
@@ -373,7 +382,13 @@ def trace(
             keeps_output=passes.keeps and keeps_output,
             key_bytes=max(x.host.nbytes for x in (first, *trackers.values())),
         )
-        return Trace(out, output_bytes, cost, any(x.random for x in (first, *trackers.values())), paths)
+        random = any(x.random for x in (first, *trackers.values()))
+        return Trace(out, output_bytes, cost, random, paths, passed_on, alone)
+
+
+def _view_of(t: Tensor) -> tuple[Any, ...]:
+    """A key equal for tensors that are the same elements of the same storage."""
+    return storage_of(t), t.dtype, t.storage_offset(), tuple(t.shape), t.stride()
 
 
 def _moved(t: Tensor) -> tuple[int, int]:
