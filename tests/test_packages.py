@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_337,
+    "core": 7_384,
     "schedules and ground": 1_504,
     "runtime": 3_689,
     "optim": 3_140,
     "checkpoint": 4_167,
-    "engine": 10_428,
+    "engine": 10_473,
     "viz": 1_239,
     "planner": 3_742,
     "models": 5_944,
     "train": 6_460,
     "cli": 2_760,
-    "tests": 50_625,
+    "tests": 50_713,
     "course": 5_266,
     "benchmarks": 5_056,
     "docs": 1_774,
