@@ -43,13 +43,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 STEPS, CLOSE = 3, 2e-6
 BY_DAY = {  # a way each
-    **{
-        "BERT, classes": "device",
-        "U-Net": "two devices",
-        "DiT": "host",
-        "ResNet": "two devices",
-    },
-    **{"LSTM seq2seq": "host", "graph network": "device"},
+    "BERT, classes": "device",
+    "CLIP": "two devices",
+    "ConvNeXt": "host",
+    "DiT": "host",
+    "GPT-2": "host",
+    "Gemma 3": "device",
+    "LSTM seq2seq": "host",
+    "OLMoE": "two devices",
+    "ResNet": "two devices",
+    "RoBERTa, tokens": "two devices",
+    "T5": "host",
+    "U-Net": "two devices",
+    "ViT": "device",
+    "Wan": "two devices",
+    "graph network": "device",
 }
 
 
