@@ -213,7 +213,7 @@ class _Passes:
         )
 
     def _lines(self) -> tuple[str, str]:
-        """The segment's lines of gpt2.toml for forward and backward; logits above LOGITS_BYTES pass in pieces."""
+        """The segment's lines of gpt2.toml for forward and backward; logits above 256 MiB pass in pieces."""
         own, loss, pieces = (TABLE[x] for x in (self.kind, "loss", "loss_in_pieces"))
         forward, backward, tokens, vocab = [], [], self.sizes["T"], self.sizes["V"]
         if self.kind == "head" and 4 * tokens * vocab <= LOGITS_BYTES:
@@ -294,8 +294,8 @@ def _halves(
 
 
 def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool) -> PassCost:
-    """A pass's cost, `compiled` or not: workspace is the peak over `known` bytes; all but `results` go after
-    use."""
+    """A pass's cost, `compiled` or not: workspace is the peak above `known`, bytes counted elsewhere; all tensors
+    but `results` are freed after use."""
     touched = [{*x.makes, *(t for t, _ in x.reads)} for x in operations]
     last = {t: n for n, tensors in enumerate(touched) for t in tensors}
     own, traffic, live, peak = {t for x in operations for t in x.makes}, Traffic(compiled), 0, 0

@@ -255,8 +255,8 @@ def collated_batch(collated: Mapping[str, Any], *, typed: bool = False, counts: 
     in a row, each with `position_ids` from 0 on, do not attend to each other. `num_items_in_batch` divides the sum
     of the losses of this batch, in place of the number of its tokens.
 
-    With `typed` the inputs keep `token_type_ids`, else dropped. With `counts` they have the mask, too, by the name
-    COUNTED, for the loss of routers. Raises ValueError for other names, and for padding at the beginning.
+    With `typed` the inputs keep `token_type_ids`, else dropped. With `counts` they have the mask, too, as "tokens
+    that count", for the loss of routers. Raises ValueError for other names, and for padding at the beginning.
 
     >>> row = torch.tensor([[5, 6, 7, 0]])
     >>> ids, (labels, _) = collated_batch({"input_ids": row, "labels": row, "attention_mask": row > 0})

@@ -351,7 +351,7 @@ class _Loop:
     def _elapsed_and_signal(self) -> tuple[float, str]:
         """Seconds trained over all sessions, and the signal that ends the training, or ""; the same on all ranks.
 
-        The clock is rank 0's. A signal to any rank ends all; TERMINATED outranks INTERRUPT.
+        The clock is rank 0's. A signal to any rank ends all; of two, SIGTERM counts before SIGINT.
         """
         ranks, signal = self.job.ranks, self.stop()
         seconds = time.perf_counter() - self.began if ranks.rank == 0 else 0.0

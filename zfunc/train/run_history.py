@@ -128,7 +128,7 @@ class RunHistory:
 
     @property
     def last_losses(self) -> list[float]:
-        """The training losses of the last LAST steps at most; steps without a finite loss do not count."""
+        """The training losses of the last 50 steps at most; steps without a finite loss are left out."""
         return self.numbers("loss")[-LAST:]
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:

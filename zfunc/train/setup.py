@@ -89,7 +89,7 @@ class TrainingJob:
 
     @property
     def stops(self) -> frozenset[int]:
-        """The tokens that end a sample where the data has prompts, whose answers end; else none."""
+        """The tokens that end a generated sample, if the data has prompts and answers; else none."""
         prompts = self.corpus.held_out.loss_mask is not None
         return self.tokenizer.stops if prompts and self.tokenizer is not None else frozenset()
 

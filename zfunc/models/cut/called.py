@@ -62,8 +62,8 @@ class CalledModel(nn.Module):
 
 
 def without_idle_draws(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose adapters of peft that branch on a random number for a dropout of 0, as LoHa and LoKr,
-    stay in eval mode, which is the same without dropout; a model without such as it is."""
+    """A copy of `model` in which adapters of peft that draw a random number even for a dropout of 0 (LoHa, LoKr)
+    are in eval mode, which computes the same without the draw; `model` itself if it has no such adapters."""
 
     def idle(m: nn.Module) -> bool:
         kinds = [vars(m).get(x) for x in ("module_dropout", "rank_dropout")]

@@ -65,10 +65,10 @@ DRAWS += ("geometric", "cauchy", "rrelu", "gumbel")
 
 
 class KnownValues(TorchFunctionMode):
-    """A mode in which tensors have values where these depend on known inputs alone: on `Values`, which can be read,
-    and on `BySample`, of which a trace may know how many elements a mask selects.
+    """A mode for tracing a model in which tensors computed from known inputs alone have values: from inputs wrapped
+    in `Values`, which may be read, and in `BySample`, of which only how many elements a mask selects may be read.
 
-    With `read`, `BySample` can be read too; `read(name, count)` is told each input read, `count` if only counted.
+    With `read`, `BySample` may be read too; `read(name, count)` is told each input read, `count` if only counted.
     """
 
     def __init__(self, device: torch.device, read: Callable[[str, bool], None] | None = None) -> None:
@@ -141,7 +141,7 @@ class KnownValues(TorchFunctionMode):
         return y
 
     def _selected(self, types: Any, input: Tensor, mask: Tensor) -> Any:
-        """What `mask` selects of `input`, as an index does: shapes are broadcast, as torch.masked_select does."""
+        """What `mask` selects of `input`, both broadcast; by indexing, where a trace may know how many elements."""
         shape = torch.broadcast_shapes(input.shape, mask.shape)
         x, mask = (self.__torch_function__(Tensor.expand, types, (t, shape)) for t in (input, mask))
         return self.__torch_function__(Tensor.__getitem__, types, (x, mask))
@@ -167,7 +167,7 @@ class KnownValues(TorchFunctionMode):
             return found[0].item()
 
     def _known_index(self, index: Any) -> Any:
-        """`index`, of a tensor, with integer indices for known masks, and numbers for known tensors in slices."""
+        """A tensor's `index` with known masks as integer indices, and known tensors in slices as Python numbers."""
         parts = index if isinstance(index, tuple) else (index,)
         made = list[Any]()
         for x in parts:
@@ -198,7 +198,7 @@ class KnownValues(TorchFunctionMode):
         return made
 
     def _free(self, names: frozenset[str]) -> bool:
-        """Whether a trace may read values made of inputs `names`: with `read` always, else if none is BySample."""
+        """Whether a trace may depend on values made of inputs `names`: if `read` is set or none is `BySample`."""
         return self.read is not None or names.isdisjoint(self.sampled)
 
     def _of(self, t: Tensor) -> Any:
@@ -207,7 +207,7 @@ class KnownValues(TorchFunctionMode):
         return None if found is None or found[0].untyped_storage()._cdata in self.written else found
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
-        """A tensor of the trace with a copy of `value`; if small, known from now on, as made of inputs `names`."""
+        """Put a copy of `value`, made of inputs `names`, into the trace as a constant; if small, it stays known."""
         with _outside():
             own, kept = value.clone(), value.clone()
         t = kept.to(self.device, copy=True)
@@ -216,7 +216,8 @@ class KnownValues(TorchFunctionMode):
         return t
 
     def _real(self, func: Any, args: Any, kwargs: Any, shapes_alone: bool = False) -> Any:
-        """What `func` returns on the CPU for its arguments' known values, or for unset ones if `shapes_alone`."""
+        """Run `func` on the CPU with the known values of its arguments, or, if `shapes_alone`, with uninitialized
+        ones."""
 
         def value(x: Any) -> Any:
             if isinstance(x, torch.device):

@@ -229,7 +229,8 @@ class _HooksRefused(TorchFunctionMode):
 class ModuleTrace:
     """The pieces of a module traced for one set of shapes, by `key`; `given` are indices of the input leaves used.
 
-    `first_alike[s]` is the first piece equal to piece `s`; `apart`: segments equal in the first trace differ here.
+    `first_alike[s]` numbers the first piece equal to piece `s`; `apart`: pieces equal in the module's first trace
+    differ.
     """
 
     key: int
@@ -259,7 +260,7 @@ class ModuleTrace:
 
 @define(eq=False)
 class ModuleTraces:
-    """The traces of a module by key, of which the last MAX_TRACES are kept."""
+    """The traces of a module by key, of which the last 64 are kept."""
 
     whole: Segment
     most: int  # elements of parameters of a segment that can be cut
@@ -335,7 +336,8 @@ class ModuleTraces:
         return self._pieces(key, cut_in(blocks, starts=starts, most=self.most))
 
     def _uncut(self, x: Any, dtype: torch.dtype, training: bool) -> Any:
-        """Trace the module, train or eval mode, on inputs like `x`, weights in `dtype`; returns its `cut_graph`."""
+        """Export the module's graph for inputs like `x`, weights in `dtype`; returns `cut_graph` with the graph
+        bound."""
         # 1. The module with weights that have no memory, on an input without any.
         mode, fakes, inputs = self._without_memory(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}

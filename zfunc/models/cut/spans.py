@@ -54,8 +54,9 @@ class BuffersWrittenError(Exception):
 
 @define(eq=False)
 class NodeSpan:
-    """The nodes of a graph between two cuts: of a `call` of the block `name`, or, with name "", outside blocks.
-    `part` counts the spans of a call, from 0; `place` is where the span first reads a parameter, "file:line"."""
+    """The nodes of a graph between two cuts: a part of `call`, a call of block `name`, or, with name "", outside
+    blocks. `part` counts the spans of a call, from 0; `place` is where the span first reads a parameter,
+    "file:line"."""
 
     name: str
     call: Any
@@ -185,7 +186,7 @@ def cut_graph(
 
 
 def _of_value(x: Any) -> bool:
-    """Whether a number or a dimension of a tensor of a trace is one that only values decide."""
+    """Whether `x`, a number or tensor of a trace, is or has a symbolic size that only a tensor's values decide."""
     numbers = x.shape if isinstance(x, Tensor) else (x,)
     return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
 

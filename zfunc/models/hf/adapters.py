@@ -41,7 +41,8 @@ def lora_config(
     parameters: str | None = None,
     base: Path | None = None,
 ) -> Any:
-    """A `peft.LoraConfig`; `alpha` is twice the rank by default, `targets` what peft has for the model, or TARGETS.
+    """A `peft.LoraConfig`; `alpha` is twice the rank by default, `targets` what peft has for the model, or the
+    query, value and gate_up projections.
 
     `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head.
     `parameters` are names of tensors of experts that get adapters, such as "experts.gate_up_proj"; with them there

@@ -68,7 +68,7 @@ def cut_model(
 
 
 def _tokens(model: Any) -> Tensor:
-    """Token ids [2, RECORDED] on which a model is run once to find its layers."""
+    """Token ids, two short rows, on which a model is run once to find its layers."""
     vocabulary = min(model.config.get_text_config().vocab_size, 1000)
     return torch.randint(3, vocabulary, (2, RECORDED), generator=torch.Generator().manual_seed(0))
 
@@ -100,7 +100,8 @@ def cut_layers(
 
 
 class _Cut:
-    """A part of the model: its module, and its segment with the module's own names. Identical layers share one."""
+    """A segment before its tensors get the model's names: the module, its buffers, a Segment; equal layers share
+    it."""
 
     def __init__(self, name: str, part: nn.Module, buffers: Mapping[int, Tensor]) -> None:
         self.part, self.constants = part, _take_buffers(part, buffers)
@@ -222,8 +223,9 @@ class _Cutter:
     def _part(
         self, kind: Any, place: int, kept: Set[int], *, layer: nn.Module | None = None, **given: Any
     ) -> Any:
-        """A copy of the model as a part `kind(..., **given)`: with a LayerPlace for each layer, of which number
-        `place` runs `layer`, if given; and only the parameters of ids `kept`. EmbedPart alone has dropout."""
+        """A copy of the model as a part `kind(..., **given)`: with a stand-in for each layer, of which number
+        `place` runs `layer`, if given; and only the parameters of ids `kept`. Only a part of kind EmbedPart has
+        dropout."""
         as_tuple = self.recording.as_tuple
         places = [LayerPlace(x, as_tuple) for x in self.layers]
         places[place] = LayerPlace(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)

@@ -102,7 +102,8 @@ class _Part(nn.Module):
         self.model, self.place, self.call, self.absent = model, place, call, absent
 
     def run(self, x: Tensor | None, given: dict[str, Tensor], past: PastTokens, like: Tensor) -> Any:
-        """The model's output for inputs `given`, with `x` at its LayerPlace, or what its forward ended with."""
+        """The model's output for inputs `given` and layer input `x`, or the value with which its forward was
+        ended."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         self.place.x = x

@@ -122,7 +122,7 @@ class TokenStream:
         return evolve(self, bounds=bounds, starts=starts, firsts=np.array(firsts, np.int64))
 
     def _labels(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The number of labels in each piece from `starts` to `stops`: its learned tokens after the first token."""
+        """The number of tokens that have a loss in each piece from `starts` to `stops`: never a piece's first."""
         if self.loss_mask is None or not len(starts):
             return stops - starts - 1
         edges = np.stack([starts, stops], axis=1).ravel()[:-1]
@@ -139,8 +139,8 @@ class TokenStream:
     def num_sequences(self, seq_length: int) -> int:
         """The number of sequences in an epoch. Raises ValueError if no window has `seq_length + 1` tokens.
 
-        One window fewer than fits (where two do): then every offset leaves room for the same number of windows, and
-        the epoch of a position is a plain division.
+        Where two windows or more fit, one is left out: then windows fit at every offset, each epoch has as many,
+        and its number is a plain division.
         """
         if self.firsts is not None:
             return len(self.firsts) - 1

@@ -224,7 +224,8 @@ def named(names: Iterable[str], most: int = 5) -> str:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder by `save_to_disk` of `datasets`, one with Parquet files, or a file of `TABLES`."""
+    """Whether `path` is a folder by `save_to_disk` of `datasets`, one with Parquet files, or a Parquet or Arrow
+    file."""
     if path.is_file():
         return path.suffix in TABLES
     return _from_disk(path) or any(
@@ -369,7 +370,8 @@ def _parquet_batches(path: str, columns: list[str], first: int) -> Iterator[Any]
 
 
 def _arrow_batches(path: str, columns: list[str], first: int) -> Iterator[Any]:
-    """The same of an Arrow file, of which only what is read comes into memory."""
+    """The rows of an Arrow file from row `first` on, a few in each table; memory-mapped, so only rows read take
+    memory."""
     from pyarrow import ipc, memory_map
 
     with memory_map(path) as file:

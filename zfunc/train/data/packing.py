@@ -207,7 +207,7 @@ def _short_hash(values: tuple[Any, ...]) -> str:
 
 
 def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> list[str]:
-    """Log lines on how documents with `ends` fill sequences. Raises ValueError if `stream` has no sequence."""
+    """Log lines on how documents (`ends`: token offsets) fill sequences. Raises ValueError if none is filled."""
     count, used = stream.num_sequences(seq_length), 0 if stream.bounds is None else int(stream.bounds[-1])
     longer = np.count_nonzero(np.diff(ends, prepend=0) > seq_length)
     if not count:

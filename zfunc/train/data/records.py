@@ -118,8 +118,9 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
 def record_documents(
     record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:], *, pairs: bool = False
 ) -> list[Document]:
-    """The document of a record, by the first of `kinds` whose required keys it has, or with `pairs` the two
-    documents of a preference. `counts` counts unread keys; errors name the place `where`."""
+    """The document of a record, by the first of `kinds` (pairs of required and optional keys) whose required keys
+    it has, or with `pairs` the two documents of a preference. `counts` counts unread keys; errors name the place
+    `where`."""
     return preference_of(record, where, counts) if pairs else [document_of(record, where, counts, kinds)]
 
 
@@ -132,10 +133,11 @@ def _text_of_message(message: Any) -> Any:
 
 
 def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECORDS[1:]) -> Document:
-    """The document of a record, by the first of `kinds` whose required keys the record has. `counts` counts unread
-    keys, and the messages that follow the assistant's last turn, which are left out.
+    """The document of a record, by the first of `kinds` (pairs of required and optional keys) whose required keys
+    it has. `counts` counts unread keys, and the messages that follow the assistant's last turn, which are left out.
 
-    Raises ValueError, with the place `where`, for a record that is no document."""
+    Raises ValueError, with the place `where`, for a record that is no document.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
     refuse_preferences(record, where)

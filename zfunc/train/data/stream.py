@@ -28,7 +28,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class StreamPosition:
-    """A PackedStream's position between two batches. Without a checksum, the beginning of the stream."""
+    """A PackedStream's position between two batches: the beginning of the stream if its checksum is None."""
 
     used: Count  # tokens of the record that earlier batches have
     source: Any = None  # the source's state before the record; None: as it was given

@@ -69,7 +69,8 @@ class Tokenizer(Vocabulary):
     after: np.ndarray
 
     def document(self, text: np.ndarray) -> tuple[np.ndarray, int]:
-        """The tokens `text`, with a document's first and last added if missing, and how many were added before."""
+        """The token ids `text` of a document, with the tokenizer's first and last token added if missing; and how
+        many were added in front."""
         begun = len(self.before) and np.array_equal(text[: len(self.before)], self.before)
         before = self.before[: 0 if begun else None]
         after = self.after[1 if len(self.after) and text[-1:] == self.after[:1] else 0 :]
@@ -109,9 +110,10 @@ def open_tokenizer(
     """The tokenizer of a local `tokenizer.json`, as transformers reads it with the files beside it.
 
     Beside a `tokenizer_config.json` that names a class, the tokens, special tokens and templates are those of
-    `AutoTokenizer`; else those of the file itself. The end token is its `eos_token`, else `end`, else the first of
-    END_TOKENS in its vocabulary. `template_args` are variables of the chat template. Raises ValueError for a file
-    that is not a tokenizer or has no end token, ImportError without the library.
+    `AutoTokenizer`; else those of the file itself. The end token is its `eos_token`, else `end`, else the first
+    usual one, such as "<|endoftext|>" or "</s>", in its vocabulary. `template_args` are variables of the chat
+    template. Raises ValueError for a file that is not a tokenizer or has no end token, ImportError without the
+    library.
     """
     try:
         import tokenizers
@@ -164,9 +166,9 @@ def open_tokenizer(
 
 
 def in_calls(locate: Callable[[Sequence[str]], list[Located]], texts: Sequence[str]) -> list[Located]:
-    """Call `locate` on `texts` in several calls, each of at most CALL characters and one text more.
+    """Call `locate` on `texts` in several calls, each of at most 2^20 characters and one text more.
 
-    This bounds memory, and lets an interrupt through between calls. A text longer than CALL is cut, if possible
+    This bounds memory, and lets an interrupt through between calls. A text longer than that is cut, if possible
     before a space: tokens beside a cut may differ from the tokens of the whole text.
     """
     parts = [[*_parts(text)] for text in texts]
@@ -257,8 +259,8 @@ class ChatTemplate:
 
     def render(self, chat: Chat) -> Iterator[tuple[str, list[Span]]]:
         """Texts of a chat, each with the ascending character ranges that are learned: one text, or one for each
-        turn of the assistant where the template writes earlier turns unlike the last (Qwen 3's drops their
-        thoughts).
+        turn of the assistant where the template writes earlier turns unlike the last (Qwen 3's template leaves the
+        thoughts out of earlier turns).
 
         The learned range of a turn begins at the end of the prompt that the model would be given, or where the turn
         first differs from that prompt (as where a prompt opens a thought). The range ends with the turn, or with a

@@ -113,7 +113,8 @@ class ConfigExtras:
     """What a DeepSpeed configuration adds to a training beside settings; without one, the defaults.
 
     A Trainer's arguments add `schedule`, which makes the learning rate from lr, warm-up and steps; `notes`, log
-    lines; and `by_pass`, settings that count one pass over the data, each with the field that says so.
+    lines; and `by_pass`, settings to be set to the number of steps of one epoch, each with the field that asks for
+    it.
     """
 
     values: ConfigValues
@@ -303,8 +304,8 @@ def optimizer_params(name: str) -> list[str]:
 
 
 def named_optimizer(values: ConfigValues) -> tuple[str, dict[str, Any]]:
-    """The optimizer of a DeepSpeed configuration: its name in `by_name.CLASSES`, AdamW by default, and its
-    arguments, without those left at "auto" and without `decay`."""
+    """The optimizer of a DeepSpeed configuration: its name for `optim.by_name.make_optimizer`, AdamW by default,
+    and its arguments, without those left at "auto" and without `decay`."""
     kind: str = values["optimizer.type"] or "AdamW"
     name = "adamw" if kind == "Adam" else kind.lower()
     usual = OPTIMIZERS.get(name, {})
