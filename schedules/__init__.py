@@ -46,9 +46,9 @@ __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "Sha
 
 
 def make_order(order: str | int | Order) -> Order:
-    """The order of passes for setting `order`: a class of `ORDERS` by its name; "by-device", the usual one of
-    several devices; a file whose name ends in .csv; "horizontal", "vertical" or a number, for micro-batches in
-    groups on one device. An order object is returned as it is.
+    """The order of passes for setting `order`: a class of this package by its name, as "GPipe"; "by-device", the
+    usual one of several devices; a file whose name ends in .csv; "horizontal", "vertical" or a number, for
+    micro-batches in groups on one device. An order object is returned as it is.
 
     A name may have a colon and the numbers of segments of the stages behind it, for RoundPipe as forward/backward.
 

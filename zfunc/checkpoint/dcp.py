@@ -122,10 +122,12 @@ class _Folder:
 
 
 def open_dcp(folder: Path, *, head_dim: int | None = None) -> ForeignRun:
-    """Open the DCP in `folder`, or both DCPs of a Trainer with FSDP. Raises CheckpointError, with what to do.
+    """Open the DCP (torch.distributed.checkpoint) in `folder`; with FSDP a Trainer has two there, of model and
+    optimizer. Raises CheckpointError, with what to do.
 
     `head_dim`, the size of an attention head, says how torchtitan's moments of queries, keys and values lie in one
-    tensor."""
+    tensor.
+    """
     paths = [folder / x for x in PARTS] if (folder / PARTS[0]).is_dir() else [folder]
     places: dict[str, _Folder] = {}
     for path in paths:

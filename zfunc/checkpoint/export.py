@@ -105,7 +105,7 @@ def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
 
 
 def _stored_kind(entry: ParameterEntry) -> str:
-    """The kind of state that has the values of a module's buffer (BUFFER) or of a frozen parameter (FROZEN)."""
+    """The kind of state that has the values of a module's buffer, or of a frozen parameter."""
     return BUFFER if BUFFER in entry.pieces else FROZEN
 
 

@@ -294,7 +294,7 @@ def check_plain(value: object, where: str) -> None:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The text of a manifest. Raises CheckpointError if it is larger than LIMIT."""
+    """The text of a manifest. Raises CheckpointError if it is larger than 64 MiB."""
     named: dict[str, Any] = {"version": VERSION, **strict_json.to_plain(manifest)}
     for x in (named, *named["parameters"]):
         if "moments" in x:

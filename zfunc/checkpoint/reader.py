@@ -37,7 +37,7 @@ class WantedSlice:
 
 @define(eq=False)
 class CheckpointReader:
-    """A checkpoint open for reading: its shards are opened as they are needed, at most MAX_OPEN at a time."""
+    """A checkpoint open for reading: its shards are opened as they are needed, at most 4 at a time."""
 
     checkpoint: Checkpoint
     _open: dict[int, ShardReader] = field(factory=dict[int, ShardReader])

@@ -54,7 +54,7 @@ _NEXT = f"{USE_ANOTHER}; check this disk"
 
 
 def shape(value: Any) -> tuple[int, ...]:
-    """Decode a shape from JSON. Raises Refusal if its bytes do not fit in 64 bits, even if every 0 were 1."""
+    """Decode a shape from JSON. Raises Refusal above 64 dimensions or 2^60 elements, a 0 counted as 1."""
     dims: tuple[int, ...] = strict_json.decoded(value, tuple[Count, ...])
     if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
         raise Refusal(brief(value), "at most 64 dimensions and 2^60 elements")
@@ -66,7 +66,8 @@ Shape = Annotated[tuple[int, ...], shape]
 
 @frozen
 class TensorInfo:
-    """A tensor of a safetensors file: name, dtype (a key of BYTES), shape; once written, its chunks' checksums."""
+    """A tensor of a safetensors file: name, dtype by its name there ("F32"), shape; once written, its chunks'
+    checksums."""
 
     name: Text = field(validator=_NAME)
     dtype: Annotated[str, known(lambda: {x: x for x in BYTES})] = field(validator=validators.in_(BYTES))

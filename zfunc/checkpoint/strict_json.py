@@ -238,7 +238,7 @@ class JsonNode:
 
         Annotations are a type of JSON (an integer may stand for a float); `tuple[T, ...]`; `tuple[T, U]`, a list of
         that length; `Mapping[str, T]`, an object of any names; an attrs class, an object of its fields: those with
-        a default may be missing, those with metadata IN_MEMORY are; `Annotated[T, function]`, the result of
+        a default may be missing, those marked as never in a file are; `Annotated[T, function]`, the result of
         `function(value)`, which may raise Refusal.
 
         >>> JsonNode({"a": [1, 2.5]}, "x").read(Mapping[str, tuple[Count, float]])

@@ -59,8 +59,8 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
 class Stripe:
     """Bytes `start` to `stop` of a buffer in swap file number `file`, from byte `place` of the file on.
 
-    Each SUMMED bytes of the stripe, and the remainder, have a checksum; `first` is the number of the first one
-    among the checksums of all buffers.
+    Every 4 MiB of the stripe, and the remainder, have a checksum; `first` is the number of the first one among the
+    checksums of all buffers.
     """
 
     file: int
@@ -153,7 +153,7 @@ def _transfer(
 
 
 def _batches(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
-    """Group chunks that follow one another in a file into batches of at most BATCH bytes."""
+    """Group chunks that follow one another in a file into batches of at most 16 MiB."""
     batch: list[_Chunk] = []
     for x in chunks:
         if batch and (x.place != batch[-1].end or x.end - batch[0].place > BATCH):
@@ -235,7 +235,7 @@ class SwapHeader:
 
     @cached_property
     def raw(self) -> bytes:
-        """The header's bytes at the start of a swap file. Raises CheckpointError for more than HEADER_LIMIT."""
+        """The header's bytes at the start of a swap file. Raises CheckpointError for more than 64 MiB."""
         extents = [[b, x.generations, {p.name: p.nbytes for p in x.parts}] for b, x in self.extents.items()]
         named = {"version": VERSION, **asdict(self, recurse=False), "extents": extents}
         text = strict_json.render(named)

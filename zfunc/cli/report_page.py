@@ -148,7 +148,7 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
 
 
 def _charts(run: RunHistory) -> Iterator[Chart]:
-    """The charts of a run's steps: the rows of CHARTS that have values."""
+    """The charts of a run's steps: loss, speed and the like, those that have values."""
     steps = [{**row, "host_share": _host_share(row)} for row in run.steps]
     skipped = tuple(row["step"] for row in run.skipped)
     for title, (name, figure, text) in (CHARTS if steps else {}).items():
@@ -276,7 +276,8 @@ def _plain(value: Any) -> str:
 
 
 def _listed(heads: Cells, rows: Sequence[Cells], caption: str, kind: str = "") -> str:
-    """An HTML table of CSS class `kind`: `rows`, or if they are many LISTED at even distances; "" for none."""
+    """An HTML table of CSS class `kind`: `rows`, or if they are more than 24, that many at even distances; "" for
+    none."""
     listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)}) if rows else []
     of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
     return html_table(heads, [rows[n] for n in listed], caption + of_all, kind) if rows else ""

@@ -31,7 +31,8 @@ _hardware = partial(option, group="hardware")
 
 @frozen(kw_only=True)
 class SimulatedFlags(GPTFlags):
-    """Flags of a model and of the hardware to simulate: by default profile `UNNAMED`; None means round figures."""
+    """Flags of a model and of the hardware to simulate: by default a profile of zfunc's; None means round
+    figures."""
 
     UNNAMED: ClassVar[str | None] = None
 

@@ -69,7 +69,7 @@ class Region:
 
     `device` is the number of the device of this process that has the region; 0 in memory off the devices, which
     they share. In a pipeline over ranks (`of_rank`) it is the number of the stage, for memory off the device, too,
-    or EVERY for data of which all stages have a copy.
+    or -1 for data of which all stages have a copy.
 
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
     "state" of a bucket or "paged" in from the disk, the "grad" of a whole bucket, a rank's "grad_shard", the "copy"

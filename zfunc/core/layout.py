@@ -152,8 +152,8 @@ class Bucket:
     def runs_within(
         self, start: int, stop: int, unused: Collection[str] = ()
     ) -> tuple[tuple[int, int, int], ...]:
-        """`(start, stop, group)` of the bucket's runs within `start`, `stop`; group -1 (no update) for `unused`
-        names."""
+        """`(start, stop, group)` of the bucket's `runs`, clipped to elements `start` to `stop`; group -1, which is
+        not updated, for parameters named in `unused`."""
         runs = self._runs_beside({*unused}) if unused else self.runs
         clipped = ((max(start, a), min(stop, b), group) for a, b, group in runs)
         return tuple(run for run in clipped if run[0] < run[1])
@@ -188,7 +188,8 @@ class Bucket:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """`(start, stop, group)` of the longest runs with one group of settings; they cover the whole bucket."""
+        """`(start, stop, group)` in elements: the bucket cut where a parameter's optimizer group differs from the
+        one before."""
         return self._runs_beside(set())
 
     def _runs_beside(self, unused: set[str]) -> tuple[tuple[int, int, int], ...]:

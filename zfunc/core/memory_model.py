@@ -174,8 +174,8 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
 
 
 def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
-    """Bytes, operation and moment of the lanes' smallest peak; `alive`: bytes by lane and moment. Each peak is a
-    bound."""
+    """The lowest of the lanes' maxima in `alive[lane][moment]`, bytes: each is an upper bound of the peak memory.
+    Returns the bytes, the operation and the moment."""
     bounds: list[tuple[int, str, Moment]] = []
     for n, lane in enumerate(plan.lanes):
         if lane.ops:

@@ -89,8 +89,8 @@ class DeviceMesh:
 
     @cached_property
     def parts(self) -> frozenset[tuple[str, int]]:
-        """Pairs (W, s) if backward of segment `s` is split for some micro-batch, and (R, s) if the recomputation of
-        segment `s` is a pass of its own."""
+        """Which parts of backward are passes of their own: pairs (W, s), weight gradients of segment `s` in some
+        micro-batch, and (R, s), its recomputation."""
         return frozenset(x for x in self.makers if x[0] in (W, R))
 
     @property

@@ -18,7 +18,8 @@ from zfunc.core.spec import StepSpec
 
 
 class Item(NamedTuple):
-    """What one copy moves to tier `to`: the data of bucket `b`, or of micro-batch `m` and segment `b`."""
+    """What one copy moves to tier `to`: data of a bucket, or of micro-batch `m` in a segment; `b` is that bucket or
+    segment."""
 
     spec: StepSpec
     at: Regions
@@ -128,8 +129,8 @@ def _stashed_bytes(x: Item) -> int:
 
 
 def _stashes(x: Item) -> tuple[Region, ...]:
-    """The regions on the host with what backward of a segment needs: its own, and earlier segments' that have
-    tensors of its input, too."""
+    """The regions on the host with what backward of a segment needs: its own stash, and those of earlier segments
+    that have tensors of its input."""
     others = sorted({s for s, _ in x.spec.stashed_before[x.b].values()})
     return tuple(x.at("host_act", x.in_group, s) for s in (x.b, *others))
 

@@ -41,7 +41,7 @@ class OpBuilder:
         return Regions(self.spec)
 
     def __getattr__(self, name: str) -> Callable[..., Op]:
-        """The constructor of operation `name`: a pass through a segment (`PASSES`) or a copy (`MOVES`)."""
+        """The constructor of operation `name`: the verb of a pass through a segment, or of a copy."""
         if name in WAYS:
             return partial(make_pass, self.at, WAYS[name])
         if name in MOVES:
@@ -113,7 +113,7 @@ class OpBuilder:
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
-        """Sum gradient delivery `d` of bucket `b` over ranks; each keeps a slice. Losses are divided by `world`."""
+        """Sum gradient delivery `d` of bucket `b` over the ranks; each rank keeps its slice of the sum."""
         region = self.at.gradient(b)
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         return self._in_order(Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes))
@@ -131,15 +131,15 @@ class OpBuilder:
         return evolve(op, writes=(*op.writes, self._sent[-1]))
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
-        """Sum the squares of bucket `b`'s gradient on the device: in a slot, or if its update `waits` in a
-        buffer."""
+        """Sum the squares of bucket `b`'s gradient on the device; the gradient is in a slot, or, if the update
+        `waits`, in a buffer."""
         place, grad = self.spec.places[b], self.at.waiting(b) if waits else self.at.gradient(b)
         nbytes = place.waiting_bytes if waits else place.shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Add gradient delivery `d` of bucket `b` to an fp32 sum on the host (`first`: copy); sum the sum's
-        squares."""
+        """Add gradient delivery `d` of bucket `b` to its fp32 sum on the host, which the `first` delivery
+        overwrites; also compute the squared norm of the sum."""
         total, slot = self.at.sum(b, d), self.at.slot_of("host_slot", b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)

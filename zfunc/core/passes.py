@@ -20,12 +20,13 @@ def _weights(at: Regions, _m: int, s: int) -> tuple[Region, ...]:
 
 
 def _left(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """Regions on the device with what forward left for backward: where it was made, or a slot it came back to."""
+    """Regions on the device that hold what forward left for backward; a slot if this had been moved off the
+    device."""
     return at.left_by_forward(m, s) if at.spec.activations[s] == "device" else (at.slot_of("act_slot", s),)
 
 
 def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """Regions that backward reads: what forward left, and the result of a separate recomputation, maybe alone."""
+    """Regions that backward reads: results of a separate recomputation, and what forward left on the device."""
     recomputed = (at("recomputed", m, s),) if (R, s) in at.spec.mesh.parts else ()
     return (*recomputed, *(() if recomputed and at.spec.activations[s] != "device" else _left(at, m, s)))
 

@@ -25,7 +25,7 @@ F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
 
 
 class PassKind(NamedTuple):
-    """A kind of pass: its verb, what it takes and makes, as words of `zfunc.core.passes.OPERANDS`, and `work`, the
+    """A kind of pass: its verb, what it takes and makes, as words such as "weights" for regions, and `work`, the
     time assumed for it if a segment's cost is unknown, in multiples of a forward."""
 
     verb: str
@@ -230,7 +230,8 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
 
 
 def _before(x: Pass, split: Collection[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """The passes `(way, m, s)` that pass `x` follows, if they exist; backward of (m, s) in `split` is in halves."""
+    """The passes `(way, m, s)` after which pass `x` may begin, some of which may not exist. `split`: pairs (m, s)
+    whose backward is two passes, I and W."""
     way, m, s, *_ = x
     if way == F:
         return [(F, m - 1, s), (F, m, s - 1)]

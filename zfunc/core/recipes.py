@@ -35,7 +35,7 @@ def recipe_of(spec: StepSpec) -> Recipe:
 
 def plain(spec: StepSpec) -> Iterator[Op]:
     """`zero_offload` in its simplest case, written to be read first: parameters on one device, all else on the
-    host, settings at their defaults, but for those in `PLAIN`.
+    host, settings at their defaults, but for a few such as `micro_batches`, `clip_norm` and `slots`.
 
     Raises PlanError for other settings, several ranks, tied parameters and updates of whole matrices.
     """

@@ -72,8 +72,8 @@ def left_bytes(spec: StepSpec, s: int) -> int:
 
 
 def _stashed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of a segment's activations that wait for backward off the device, without those that other segments'
-    have."""
+    """Bytes of a segment's activations that wait for backward off the device; tensors that an earlier segment's
+    stash has do not count."""
     before = spec.stashed_before[i[-1]]
     return left_bytes(spec, i[-1]) - sum(x.nbytes for x in spec.costs[i[-1]].shared if x.leaf in before)
 
@@ -96,7 +96,7 @@ def _delayed(spec: StepSpec, i: Index) -> Lifetime:
 
 
 def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
-    """The row of `REGIONS` for a bucket's gradient that waits in `tier` for its update."""
+    """The description (Row) of the region of a bucket's gradient that waits in `tier` for its update."""
     return Row(
         lambda spec, i: spec.places[i[-1]].waiting_bytes,
         *(tier, _delayed),
@@ -106,7 +106,7 @@ def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
 
 
 def _slot(tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Row:
-    """The row of `REGIONS` for staging slots in `tier`, of `dtype`, by default that of the precision set."""
+    """The description (Row) of staging slots in `tier`, of `dtype`, by default that of the setting `precision`."""
     return Row(0, tier, "program", dtype or (lambda spec, _: spec.settings.precision), role)
 
 
@@ -246,11 +246,11 @@ class Regions:
 
     @_once
     def __call__(self, buffer: str, *index: int) -> Region:
-        """The region of row `buffer` of `REGIONS` with `index`."""
+        """The region named `buffer`, with `index`; sizes and places are those of the step's spec."""
         return self._made(buffer, REGIONS[buffer], index)
 
     def some(self, buffer: str, *index: int) -> tuple[Region, ...]:
-        """The region of row `buffer` of `REGIONS` with `index`, or () if it has no bytes."""
+        """The region named `buffer`, with `index`, in a tuple; () if it would have no bytes."""
         return (r,) if (r := self(buffer, *index)).nbytes else ()
 
     def _made(self, buffer: str, row: Row, index: Index, device: int | None = None) -> Region:
@@ -439,7 +439,8 @@ class Regions:
 
     @_once
     def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
-        """Buffer `x` (or EMA, the average) of this rank's state of bucket `b`, in its tier; pinned if `copied`."""
+        """Buffer `x` (a state buffer or the moving average) of this rank's state of bucket `b`, in its tier; pinned
+        if `copied`."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
         role = "ema" if x == EMA else "state"

@@ -127,7 +127,7 @@ class InShares(OneOf):
 class InTiers(OneOf):
     """A check of one of the places `names`, the nearest first, or of a share of one and the rest in the next.
 
-    "device:auto,host", as much on the device as fits, is taken where "auto" is.
+    "device:auto,host", as much on the device as fits, is valid where "auto" is one of the names.
     """
 
     def __call__(self, name: str, value: Any) -> str:

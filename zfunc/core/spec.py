@@ -102,7 +102,7 @@ class SegmentCost:
 
     @property
     def passes(self) -> dict[str, PassCost]:
-        """The segment's cost of each kind of pass, by its letter in `PASSES`."""
+        """The segment's cost of each kind of pass, by the letter of the kind, such as "F"."""
         return {way: getattr(self, kind.verb) for way, kind in PASSES.items()}
 
 
@@ -114,8 +114,8 @@ class StepSpec:
     - `world`: the number of ranks; each updates its slice of every bucket.
     - `constant_bytes`: device memory of the model beside its parameters.
     - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
-    - `aux`: the names of the scalars that the last segment returns beside the loss; `aux_rows` are its outputs
-      of rows.
+    - `aux`: the names of the scalars that the last segment returns beside the loss; `aux_rows` are its outputs of
+      rows.
     - `unused`: the names of the trained parameters that no path from the loss leads to.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
@@ -128,7 +128,8 @@ class StepSpec:
     - `order`: the passes on several devices.
     - `peers`: several devices of one process read each other's memory.
     - `stage`: the pipeline stage of this rank, whose State has its part; None has all of it.
-    - `like`: a checked spec, whose mesh and places this one has, too, if they share all fields in `PLACING`.
+    - `like`: a checked spec, whose mesh and places this one has, too, if all that these depend on is the same
+      object.
 
     Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown format of the
     state or an unknown bucket.
@@ -213,7 +214,7 @@ class StepSpec:
     @cached_property
     def stashed_before(self) -> tuple[dict[int, tuple[int, int]], ...]:
         """For each segment, the leaves of its input that need no stash of their own on the host, because an earlier
-        segment's has them: by number, that segment and the number there. Ranks share no stash."""
+        segment's stash has them: {leaf: (that segment, leaf of its input)}. Ranks share no stash."""
         first: dict[Any, tuple[int, int]] = {}  # the stash of each shared tensor, on each rank
         found: list[dict[int, tuple[int, int]]] = []
         for s, cost in enumerate(self.costs):

@@ -212,7 +212,7 @@ class Adafactor(KernelOptimizer):
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of a parameter of `numel` elements allocates.
 
-        The bound holds for matrices of at least 64 rows and columns, and for any parameter below PIECE elements.
+        The bound holds for matrices of at least 64 rows and columns, and for any parameter below 2^20 elements.
         """
         return 6 * numel + 128 * min(numel + SUMMED, PIECE) + (1 << 16)
 
@@ -360,7 +360,8 @@ class Update:
     # Its sweeps
 
     def _pieces(self) -> Iterator[slice]:
-        """Slices of the parameter, cut at multiples of SUMMED elements, and between rows if PIECE has room."""
+        """Slices of the parameter to process in turn: at most 2^20 elements, whole rows and multiples of 64 where
+        they fit."""
         unit, n = lcm(SUMMED, max(1, self.matrices.columns)), self.grad.numel()
         size = max(1, PIECE // unit) * unit if unit <= PIECE else PIECE
         return (slice(at, min(at + size, n)) for at in range(0, n, size))

@@ -16,7 +16,7 @@ NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor | GroupedOptimizer
 
 
 def make_optimizer(name: str, **arguments: Any) -> NamedOptimizer:
-    """The optimizer called `name` in `CLASSES`, with `arguments` for its class.
+    """The optimizer whose class is called `name`, in small letters, made with `arguments`.
 
     "muon" is Muon for hidden matrices, and AdamW for the rest, with `betas` and `eps`. The other arguments, such as
     the learning rate, go to both.

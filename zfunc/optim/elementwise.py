@@ -178,7 +178,8 @@ class KernelOptimizer(ABC):
         """A copy of the optimizer with its state in format `moments`. With "fp32" the master weights stay whole,
         whatever `split_master`.
 
-        Two halves, the upper rounded as bf16 copies are, take 33 bits; Adam has a free one, a moment's sign.
+        Splitting fp32 weights exactly takes 33 bits if the upper half rounds as a bf16 copy; only Adam has a bit to
+        spare.
         """
         del split_master
         return evolve(self, moments=moments)  # pyright: ignore

@@ -216,7 +216,7 @@ def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _plain_bits(codes: Tensor, scale: Tensor, min_shift: int) -> Tensor:
-    """Bits of float32 values of blocks of codes, shifted by at least `min_shift`, as if none were 0 or infinity."""
+    """Bits of the fp32 values of 8-bit `codes`, as if none were 0 or inf; a block's `scale` adds to `min_shift`."""
     given = _ints(scale)[:, None]
     return (codes << (given & NUM_SHIFTS - 1) + min_shift) + ((given & SCALE_BITS >> 16) << 16)
 

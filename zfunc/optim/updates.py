@@ -168,8 +168,8 @@ def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
 def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> Tensor:
     """Add `grad` to `acc`, or copy it there if `first`; returns the sum of squares of the new `acc`, exactly.
 
-    `acc`: [n] fp32, written. `grad`: [n] fp32, bf16 or fp16. The result is [SUM_PARTS] fp64, which `math.fsum` adds
-    up. Such parts are added without rounding, so the total of several calls has the same bits wherever the elements
+    `acc`: [n] fp32, written. `grad`: [n] fp32, bf16 or fp16. The result is [21] fp64, which `math.fsum` adds up.
+    Such parts are added without rounding, so the total of several calls has the same bits wherever the elements
     were cut, at multiples of 64, and for any thread count and instruction set. inf and NaN propagate, so it is the
     finite check as well. Raises TypeError or ValueError, with `acc` unchanged, for buffers as in `host_update_`.
 
@@ -185,7 +185,7 @@ def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None =
 
 
 def square_sum(grad: Tensor, *, threads: int | None = None) -> Tensor:
-    """The exact sum of squares of `grad` [n] (fp32, bf16 or fp16), in parts [SUM_PARTS] fp64 as of `accumulate_`.
+    """The exact sum of squares of `grad` [n] (fp32, bf16 or fp16), in parts [21] fp64 that `math.fsum` adds up.
 
     >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16)).sum().item()
     25.0
@@ -202,7 +202,7 @@ def _sum(acc: int, address: int, grad: Tensor, first: bool, threads: int | None)
 
 
 def exact_parts(sums: Tensor) -> Tensor:
-    """The exact sum over the last dimension of `sums` [..., n] fp64, none negative, in SUM_PARTS parts.
+    """The exact sum over the last dimension of `sums` [..., n] fp64, none negative, in 21 parts for `math.fsum`.
 
     >>> exact_parts(torch.tensor([9.0, 16.0], dtype=torch.float64)).shape == (SUM_PARTS,)
     True

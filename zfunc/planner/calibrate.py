@@ -242,8 +242,8 @@ def clocked(program: Program) -> tuple[Program, list[tuple[Op, float]]]:
 
 def issue_seconds(spent: Iterable[tuple[Op, float]]) -> dict[str, float]:
     """Median CPU seconds that Python takes to issue an operation of a kind, keyed by the Profile's figure for the
-    kind, such as "issue_h2d"; `spent` is the list that `clocked` returned. For host updates, which also sweep
-    memory, the seconds at 0 bytes of a line through theirs."""
+    kind, such as "issue_h2d"; `spent` is the list that `clocked` returned. Host updates also sweep memory: for them
+    the result is the intercept, at 0 bytes, of a line fitted to their seconds."""
     found: dict[Kind, dict[int, list[float]]] = {}
     for op, seconds in spent:
         if op.nbytes and not op.flops:
@@ -347,7 +347,8 @@ def _median_seconds(call: Callable[[], Any]) -> float:
 def measure_arithmetic(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """FLOP/s of `device` in products of square matrices, and in attention (causal, 16 heads of 128) with backward.
 
-    The size doubles from 512 until the work takes `ENOUGH_SECONDS`, so that the launch does not count."""
+    The size doubles from 512 until the work takes 2 ms, so that the launch does not count.
+    """
 
     def product(side: int) -> tuple[float, Callable[[], Any]]:
         a = torch.randn(side, side, device=device, dtype=dtype)  # zeros would be faster

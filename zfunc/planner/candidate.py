@@ -139,9 +139,9 @@ class Repetition:
         return enough and self._even(*([x for x in of if x[2]] for of in (few, many)))
 
     def _even(self, few: list[Placed], many: list[Placed]) -> bool:
-        """Whether `many`, a lane of the large step, is `few`, that lane of the small step, with more operations in
-        one place, and the last group but one starts, operation by operation, two groups' time after the group two
-        before it: the end of the step does not change it."""
+        """Whether lane `many` of the large step is lane `few` of the small step with operations inserted in one
+        place, and each operation of the last group but one starts as long after the like operation two groups
+        before as two groups take: then the end of the step does not disturb groups before it."""
         if _alike(few, many) + _alike(few[::-1], many[::-1]) < len(few):
             return False
         starts = [(verb, e.start) for e, verb, _ in many if verb in self._grows]

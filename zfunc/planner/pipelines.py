@@ -34,7 +34,8 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 def work_of(step: PlannedStep) -> Work:
     """For each segment of `step`, the ns of a pass by kind of pass, for any order of passes. Backward includes
-    recomputation. This, and a pass for gradients of weights alone, are each taken to last as long as forward."""
+    recomputation. A recomputation, and a pass for gradients of weights alone, are each assumed to last as long as
+    forward."""
     work: list[dict[str, int]] = []
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)

@@ -78,8 +78,8 @@ class Planned:
     `step` has the simulated plan and the settings, those that were chosen included. `tokens` are those of one
     rank's batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes
     that were planned too, and `advised` tells whether any were tried; `reasons` and `tried` are those of the
-    search, if there was one. `profile` is what `hardware` was made from, or None. `most` is the argument of
-    `zfunc.segments` with which it cuts a planned module so, in elements of parameters; None for segments.
+    search, if there was one. `profile` is what `hardware` was made from, or None. `most` is the argument with which
+    `zfunc.segments` cuts the module into the planned segments, in elements of parameters; None for segments.
     """
 
     hardware: Hardware
@@ -418,7 +418,8 @@ def _ranges(segments: Sequence[int]) -> str:
 
 
 def launch_seconds(step: PlannedStep) -> dict[str, float]:
-    """{"launch": seconds}: the host's launches of those operations that take it no less time than they run."""
+    """{"launch": seconds}: the host's seconds of kernel launches, of operations bound by them (no faster on the
+    device)."""
     launch, on = step.hardware.launch, step.hardware
     return {"launch": sum(x for op in step.graph if 0 < (x := op.launches * launch) >= on.seconds(op))}
 

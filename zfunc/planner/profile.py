@@ -106,7 +106,7 @@ def _figures(given: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, F
 
 @frozen
 class Profile:
-    """A machine: `figures[table][key]`, in the unit that the table is named after (see TABLES).
+    """A machine: `figures[table][key]`, in the unit that the table is named after, as "bytes".
 
     `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
     device is the host; `grouped`: torch has grouped kernels for it. A table "shared.RESOURCE" has the shares of a

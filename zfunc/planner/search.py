@@ -118,7 +118,7 @@ def may_gain(step: PlannedStep) -> bool:
 
 
 def bound_by_drives(step: PlannedStep) -> bool:
-    """Whether `step`, which fits, hardly gains from anything that leaves on the drives what is on them."""
+    """Whether `step`, which fits, is so bound by its drives that only data moved off the drives could gain much."""
     drives = {(kind, n): seconds for (kind, n), seconds in step.least_work.items() if kind in DRIVES}
     return step.fits and least_seconds(drives, step.hardware) > step.seconds * (1 - POSSIBLE)
 
@@ -142,7 +142,8 @@ def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> li
 
 
 def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes of where parameters and activations are; not of activations alone further away, where `best` fits."""
+    """Changes of where parameters and activations are. Where `best` fits, activations do not move away from the
+    device unless the parameters move too."""
     names = ("params_on", "activations_on")
     for places in product(*(_worth_trying(best, space, name, first) for name in names)):
         if best.fits and places[0] == best.settings.params_on and _farther(best, places[1]):
@@ -258,7 +259,8 @@ def with_farther_share(opened: str, share: float) -> str:
 
 
 def _shares(opened: str) -> Coordinate:
-    """Makes changes to try: shares of the state that fit, if `opened` is searched; after round 1 the last two."""
+    """Return a generator of changes: the shares of the state, in the two places of `opened`, that fit; only the
+    last two of them after the first round, and none unless `opened` is searched."""
 
     def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
         searched = opened in space.get("state_on", ()) and opened == open_share(best.settings)
@@ -344,8 +346,8 @@ def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
 def _values(
     name: str, useful: Callable[[PlannedStep], bool] = lambda _: True, least: Any = None
 ) -> Coordinate:
-    """Makes changes to try, if `useful(step)`: values of setting `name` from `least` on; of slots the
-    neighbours."""
+    """Return a generator of changes, if `useful(step)`: all values of setting `name` from `least` on, of setting
+    `slots` the next lower and higher only."""
 
     def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
         if useful(best):
@@ -554,13 +556,15 @@ class _Walk:
         return math.inf if gains else self.best.seconds * (1 - WORTH)
 
     def _slow(self, step: PlannedStep, work: WorkOf) -> bool:
-        """Whether a step that has at least `work` cannot be the best, or gains little and moves nothing."""
+        """Whether a step that has at least `work` cannot beat the best by enough: a change that moves no data must
+        gain more."""
         moves = not PLACES.isdisjoint(differing(step.settings, self.best.settings))
         little = 1 if moves else (1 - POSSIBLE) / (1 - WORTH)
         return least_seconds(work, step.hardware) > self._enough(by_kind(work)) * little
 
     def _short(self, step: PlannedStep, kept: dict[Tier, int]) -> bool:
-        """Whether a step that keeps at least the bytes `kept` cannot be the best, nor can one that gives way."""
+        """Whether a step that keeps at least the bytes `kept` lacks more memory than the best step, also with more
+        of the state moved to the farther tier."""
         lacking = step.hardware.lacking(kept)
         if sum(lacking.values()) <= sum(self.best.lacking.values()):
             return False

@@ -239,7 +239,7 @@ def poll(
     seconds: float,
     given_up: Callable[[], object] = lambda: False,
 ) -> bool:
-    """Poll until `done()` is true; False after `seconds`, or when `given_up()` is true, asked every CHECK_EVERY s.
+    """Poll until `done()` is true; False after `seconds`, or when `given_up()` is true, asked twice a second.
 
     `done` is called about once a millisecond, in place of a blocking call of the driver: a device that hangs can be
     given up, an interrupt gets through, and no core spins.
@@ -262,7 +262,7 @@ def synchronize(
     stream: torch.Stream, seconds: float, what: str, watch: Callable[[], object] = lambda: None
 ) -> None:
     """Wait until `stream` has done all its queued work. After `seconds` raises LaneTimeout, which names `what`; an
-    error of `watch`, called every CHECK_EVERY seconds, is raised."""
+    error of `watch`, called twice a second, is raised."""
     if not poll(stream.query, seconds, lambda: watch() and False):
         raise LaneTimeout(f"{what}: the device has not finished after {seconds:g} s")
 

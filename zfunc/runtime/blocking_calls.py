@@ -49,8 +49,8 @@ def call_each(
     """Call `function` with each item; every queue has an equal share of the threads for itself.
 
     After an error or an interrupt no further call begins, and the error is raised when the calls under way have
-    ended; as AbandonedCalls if they do not end in LEAVE_AFTER seconds, or before a second interrupt. Every SLOW
-    seconds, `tell` is called with the seconds since the start.
+    ended; as AbandonedCalls if they do not end in 5 seconds, or before a second interrupt. Every 30 seconds, `tell`
+    is called with the seconds since the start.
     """
     left = [deque(items) for items in queues]
     share = threads.count // len(left)
@@ -73,7 +73,7 @@ def call_each(
 
 
 def in_parallel(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]) -> None:
-    """Call `function` with each argument tuple, on THREADS threads a queue, which end with the calls."""
+    """Call `function` with each argument tuple, on two threads for each queue; the threads end with the calls."""
     calls = [own for queue in queues if (own := [*queue])]
     if sum(map(len, calls)) < 2:
         for call in (x for own in calls for x in own):
@@ -90,7 +90,7 @@ def _begin_and_wait(
     workers: "list[tuple[Future[None], deque[T]]]",
     tell: Callable[[float], Any],
 ) -> None:
-    """Submit `workers`' calls and wait; after an interrupt empty the queues `left` and wait up to LEAVE_AFTER s."""
+    """Submit `workers`' calls and wait; after an interrupt empty the queues `left` and wait up to 5 s."""
     began, pending = time.monotonic(), {future for future, _ in workers}
     try:
         for future, own in workers:

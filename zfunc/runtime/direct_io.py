@@ -70,9 +70,9 @@ class DirectFile:
     """A file whose size only `extend` changes, read and written past the page cache in requests of 8 MiB on a few
     threads.
 
-    Each drive has THREADS threads for reads and as many for writes, shared by its files. Where the file system
-    refuses O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once.
-    A file that is not `named` is gone when its process ends.
+    Each drive has two threads for reads and two for writes, shared by its files. Where the file system refuses
+    O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once. A file
+    that is not `named` is gone when its process ends.
 
     Any thread may call. Callers have to order transfers of the same bytes.
     """
@@ -95,7 +95,7 @@ class DirectFile:
 
     @classmethod
     def create(cls, path: Path, nbytes: int) -> "DirectFile":
-        """A new file of `nbytes`, a positive multiple of ALIGNED, with its space reserved.
+        """A new file of `nbytes`, a positive multiple of 4096, with its space reserved.
 
         Raises DiskError if the file exists, cannot be made or has no room; nothing is left then.
         """
@@ -155,7 +155,7 @@ class DirectFile:
     def read(self, into: Memory, offset: int, what: str = "") -> None:
         """Fill `into`, one area of memory or several in their order, with the file's bytes from `offset` on.
 
-        Offset, lengths and addresses are multiples of ALIGNED. `what` names the bytes in errors: "bucket 3".
+        Offset, lengths and addresses are multiples of 4096 bytes. `what` names the bytes in errors: "bucket 3".
         Raises DiskError; the content of the memory is undefined then.
         """
         self._transfer("read", into, offset, what)
@@ -218,7 +218,7 @@ class DirectFile:
     def close(self) -> bool:
         """Close the file when the transfers under way have ended, and return True. A second call does nothing.
 
-        If no transfer ends for LEAVE_AFTER seconds, return False; the file is closed when all have ended.
+        If no transfer ends for 5 seconds, return False; the file is closed when all have ended.
         """
         with self._idle:
             self._closed = True
@@ -483,8 +483,8 @@ class DriveSpeeds(NamedTuple):
 def measure(folder: Path) -> DriveSpeeds:
     """The speeds of the drive of `folder`, measured in about a second.
 
-    The test file takes MEASURED bytes, or half of the free space if less, but at least LEAST. Raises DiskError if
-    the drive has no room for the test file.
+    The test file takes 512 MiB, or half of the free space if less, but at least 8 MiB. Raises DiskError if the
+    drive has no room for the test file.
     """
     with explain_errors(folder, "measuring its drive"):
         half = shutil.disk_usage(folder).free // 2 // ALIGNED * ALIGNED

@@ -521,8 +521,8 @@ def _named(
 
 
 def _device_error(error: BaseException, noticed: str, device: torch.device) -> BaseException:
-    """An ExecutionError for `error` if it is the device's: `noticed` names the operation, or the end of the step,
-    where it was reported, perhaps later than its cause. Any other `error` is returned unchanged."""
+    """An ExecutionError for `error` if a device reported it: `noticed` names the operation, or the end of the step,
+    at which it was reported, perhaps after its cause. Any other `error` is returned unchanged."""
     if not isinstance(error, torch.AcceleratorError):
         return error
     late = ExecutionError(

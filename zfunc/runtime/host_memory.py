@@ -210,7 +210,7 @@ def give_back_freed(least: int = LEAST_GIVEN_BACK) -> None:
     """Have malloc return freed blocks of at least `least` bytes to the system at once.
 
     glibc's own threshold grows to 32 MiB with the blocks that are freed, and glibc keeps twice as much free memory:
-    up to a twentieth of the memory of a training with its state on disk. Other C libraries have no such setting.
+    up to 5 % of the memory of a training whose state is on disk. With C libraries other than glibc nothing is done.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:

@@ -71,8 +71,8 @@ def seeded_part(*part: int) -> Iterator[None]:
 
 
 def enter_backward() -> None:
-    """Number this thread's random draws from a fixed number on, so that a backward draws the same numbers whether
-    it follows its forward at once or later."""
+    """Set the number of this thread's next random draw to a fixed start, so that a backward draws the same numbers
+    whether it runs right after its forward or later."""
     draws: Draws | None = getattr(_thread, "draws", None)
     if draws is not None:
         draws.count = BACKWARD

@@ -197,5 +197,5 @@ def _join() -> None:
 
 @cache
 def _group(_: Any, members: tuple[int, ...]) -> Any:
-    """The process group of the ranks `members` of a job, whose own group is `_`; made once in a process."""
+    """The process group of the ranks `members`, made once; `_`, the job's own group, only tells jobs apart."""
     return _new_group([*members], use_local_synchronization=True)

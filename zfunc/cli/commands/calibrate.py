@@ -36,7 +36,8 @@ MeasuredStepFlags = step_flags(ModelFlags, CHOSEN, without=UNMEASURED)
 
 @frozen(kw_only=True)
 class CalibrateSettings(MeasuredStepFlags):
-    """Settings of `zfunc calibrate`: the model to measure with. Choose the one you want to plan for."""
+    """Settings of `zfunc calibrate`: the model to measure with. It should be like the models to be planned
+    later."""
 
     hf_config: Path | None = HF_CONFIG
     device: str = DEVICE

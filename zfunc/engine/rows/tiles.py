@@ -213,9 +213,9 @@ def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
 
 
 def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
-    """Memory for the gradient of rows `x`: that of the cotangent if there is one, laid out like `x`. No tile reads
-    the cotangent after its own gradient is written, and no operation after this pass: cotangents of tiles are in
-    memory of their own (`tiled_vjp`)."""
+    """Memory for the gradient of a segment's input `x`: the memory of the cotangent (the gradient of its output) if
+    there is only one, laid out like `x`, else new. Overwriting is safe: a tile reads its cotangent before its own
+    gradient is written, and cotangents of tiles have memory of their own (`tiled_vjp`)."""
     c = cotangents[0]
     alike = (c.shape, c.stride(), c.dtype) == (x.shape, x.stride(), x.dtype)
     whole = c.is_contiguous() and c.untyped_storage().nbytes() == c.numel() * c.itemsize
