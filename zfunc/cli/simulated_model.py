@@ -31,8 +31,8 @@ _hardware = partial(option, group="hardware")
 
 @frozen(kw_only=True)
 class SimulatedFlags(GPTFlags):
-    """Flags of a model and of the hardware to simulate: by default a profile of zfunc's; None means round
-    figures."""
+    """Flags of a model and of the hardware to simulate: by default round figures, or a profile that a subclass
+    names."""
 
     UNNAMED: ClassVar[str | None] = None
 

@@ -58,10 +58,10 @@ def progress_line() -> Generator[Callable[[str], None]]:
 def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
     """In this context Ctrl-C, SIGTERM and SIGHUP request a stop; the second Ctrl-C raises KeyboardInterrupt.
 
-    It yields a function that returns the request: "", "interrupt" or, if both came, "terminated". With `tell`, a
-    line on stderr answers the first signal of a kind. Earlier handlers are restored at the end. SIGHUP, if ignored
-    as by nohup, stays so; where the terminal is gone, later output is discarded. Only the main thread gets
-    requests.
+    It yields a function that returns the request: "", "interrupt" after SIGINT, or "terminated" after any other.
+    With `tell`, a line on stderr answers the first signal of a kind. Earlier handlers are restored at the end.
+    SIGHUP, if ignored as by nohup, stays so; where the terminal is gone, later output is discarded. Only the main
+    thread gets requests.
     """
     taken: list[int] = []
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
