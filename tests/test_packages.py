@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_390,
+    "core": 7_389,
     "schedules and ground": 1_504,
     "runtime": 3_689,
     "optim": 3_142,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 5_952,
     "train": 6_468,
     "cli": 2_764,
-    "tests": 50_721,
+    "tests": 50_729,
     "course": 5_266,
     "benchmarks": 5_056,
     "docs": 1_774,

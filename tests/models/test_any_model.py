@@ -159,6 +159,14 @@ class InAutocast(Block):
             return y.float()
 
 
+@pytest.mark.parametrize("name", ["GPT-2", "DiT"])
+def test_places_are_chosen_by_the_batch_of_a_loop(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch, loss = MODELS[name]()
+    segments = zfunc.segments(model, batch, loss) if loss else model.train()
+    check(segments, model.train(), batch, loss, example=batch, params_on="auto")
+
+
 @pytest.mark.parametrize(
     ("way", "block"), [*((way, Block) for way in WAYS), ("host", InAutocast), ("two devices", InAutocast)]
 )

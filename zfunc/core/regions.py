@@ -557,13 +557,12 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
     sent = {x.index: x.shard_bytes for x in offloaded if not x.staged and x.params == "device"}
     yield passing("param_slot", sent, [*sent], slots, dtypes)
 
-    # Recipes update buckets in different orders. In this one, those of a class are all in a row.
-    matrices = [x for x in places if x.matrices]
-    order = [x.index for x in sorted(matrices, key=lambda x: x.numel)]
-    ours = [x for x in at_home if x.matrices]
-    yield passing("direction_slot", {x.index: x.numel * BF16 for x in ours}, order, slots)
-    for buffer, those in (("direction_shard", ours), ("host_direction", matrices)):
-        yield passing(buffer, {x.index: x.shard_numel * BF16 for x in those}, order, slots)
+    # Recipes update buckets in different orders. By size, those of a class are all in a row: of this device alone,
+    # as all whose update has begun may be its own.
+    matrices, ours = ([x for x in of if x.matrices] for of in (places, at_home))
+    for buffer, those in (("direction_slot", ours), ("direction_shard", ours), ("host_direction", matrices)):
+        sizes = {x.index: (x.numel if buffer == "direction_slot" else x.shard_numel) * BF16 for x in those}
+        yield passing(buffer, sizes, [x.index for x in sorted(those, key=lambda x: x.numel)], slots)
 
     # What a segment left passes once for each micro-batch of a group.
     away = {s: left_bytes(spec, s) for s in segments if spec.activations[s] != "device"}

@@ -98,7 +98,7 @@ def compile(
         make = partial(compile, settings=settings, **given, example=example, patience=patience, **changes)
         return first_cut_that_fits(above("cuts")(segments, example), make, example)
     segments = checked_segments(segments)
-    example = None if example is None else unpacked(example, segments[-1])
+    batch = None if example is None else unpacked(example, segments[-1])
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
     device = pick_device(device)
@@ -113,14 +113,14 @@ def compile(
     optimizer, settings = choose_optimizer(optimizer, settings)
     ranks = ranks_of_stage(_ranks(group), settings.pp)
     automatic = [*settings.automatic, *(["state_on"] if settings.fits_state else [])]
-    if automatic and example is None:
+    if automatic and batch is None:
         got = " and ".join(setting(name, getattr(settings, name)) for name in automatic)
         expected = "a batch, whose memory decides what fits"
         refuse("example", f"none with {got}", expected, "pass one, or values without 'auto'")
     if settings.automatic:
         same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
         make = partial(compile, segments, **same, example=example, patience=patience)
-        return first_places_that_fit(make, settings, optimizer, example, device, ranks)
+        return first_places_that_fit(make, settings, optimizer, batch, device, ranks)
     settings = settings.scheduled(on_cpu=not on_gpu)
     devices = devices_from(device, settings.devices)
     if settings.compile_segments == "reduce-overhead" and on_gpu:
@@ -169,8 +169,8 @@ def compile(
         ranks=ranks,
         recipe=recipe,
     )
-    if example is not None:
-        program = fit_to_memory(program, example)
+    if batch is not None:
+        program = fit_to_memory(program, batch)
     return log_offload(program)
 
 
