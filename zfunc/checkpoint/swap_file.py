@@ -280,7 +280,8 @@ class SwapHeader:
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
-        """By bucket, for each generation, the stripes of each buffer by name; both share their checksum numbers."""
+        """By bucket, for each generation, the stripes of each buffer by name; all generations have the same
+        checksum numbers."""
         return self._laid[0]
 
     @property

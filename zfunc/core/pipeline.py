@@ -89,8 +89,8 @@ def passes_listed(
     """The passes that `order` lists for each device, less those that make what the step does not need.
 
     `trained` are the segments with gradients of weights, `repeated` those whose forward may be recomputed ahead of
-    backward: an R (recompute) of any other is left out. Raises PlanError for an order that has a pass twice or not
-    at all.
+    backward: for any other segment an order's R (recompute) is left out. Raises PlanError for an order that has a
+    pass twice or not at all.
     """
     try:
         signature(order).bind(devices, num_segments, micro_batches)

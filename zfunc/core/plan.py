@@ -117,8 +117,9 @@ class Plan:
         return self.lanes[self.place[op][0]].thread
 
     def behind(self, waited_for: Collection[Kind] = HOST_CODE) -> dict[int, tuple[int, ...]]:
-        """Where lanes share a thread: for each operation, of every other lane the last operation that has ended by
-        the time the thread issues it, since Python waits for operations of the kinds `waited_for` to end."""
+        """By operation, where several lanes share a thread: the last operation of each other lane that has ended
+        when the thread issues it, as Python waits for operations of the kinds `waited_for`; {} where no thread is
+        shared."""
         if len({lane.thread for lane in self.lanes}) == len(self.lanes):
             return {}
         found: dict[int, tuple[int, ...]] = {}

@@ -101,7 +101,8 @@ def tile_counts(tokens: int) -> list[int]:
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
-    """`schedule`, or if it leaves that to the device the default schedule's name on a CPU or an accelerator."""
+    """The setting `schedule`; if it is left to the device, the name of the default schedule of a CPU or
+    accelerator."""
     return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
 
 

@@ -31,12 +31,12 @@ def step_graph(
 ) -> Graph:
     """The graph of a training step of equal segments, which are sizes alone: there is no model.
 
-    Each of the `segments` has so many `parameters`, by default a bucket each, and Adam's state of them. On `tokens`
-    tokens of a micro-batch its forward takes 2 FLOPs a parameter and token, its backward 6, which repeats forward,
-    whatever `recompute` says. Its output is that of a transformer's layer of 12 n^2 parameters: n numbers a token,
-    2 bytes each; nothing else that passes keep or allocate counts. `world` is the number of ranks, `recipe` as in
-    `zfunc.compile`, `moments` the format of the state; `settings` are those of `zfunc.compile`, by name, no place,
-    share or number of tiles "auto".
+    Each of the `segments` has `parameters` elements, by default in one bucket, and Adam's state of them. On
+    `tokens` tokens of a micro-batch its forward takes 2 FLOPs a parameter and token, its backward 6, which repeats
+    forward, whatever `recompute` says. Its output is that of a transformer's layer of 12 n^2 parameters: n numbers
+    a token, 2 bytes each; nothing else that passes keep or allocate counts. `world` is the number of ranks,
+    `recipe` as in `zfunc.compile`, `moments` the format of the state; `settings` are those of `zfunc.compile`, by
+    name, no place, share or number of tiles "auto".
 
     Raises TypeError for an unknown setting, ValueError for a value out of range, PlanError for an `order` that is
     none of so many segments and devices.

@@ -238,7 +238,7 @@ def unpack_weights(state: Mapping[str, Tensor]) -> Tensor:
 
 
 def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
-    """The fp32 weights `start` to `stop` of a state in any format, on the host; read only, as maybe a view."""
+    """The fp32 weights `start` to `stop` of a state in any format, on the host; not to be written: maybe a view."""
     names = [x for x in ("master", HIGH_HALF, "master_low", "exp_avg_sq") if x in state]
     return unpack_weights(
         {x: state[x][start:stop].cpu() for x in names if x != "exp_avg_sq" or _has_signs(state)}

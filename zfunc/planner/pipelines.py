@@ -142,7 +142,7 @@ def _largest(costs: Sequence[float], cut: Sequence[int]) -> float:
 
 
 def _allowed(step: PlannedStep, there: Mapping[str, str], order: str, micro_batches: int) -> bool:
-    """Whether `order` is valid with `micro_batches` and the settings of `step` changed as in `there`."""
+    """Whether `order` is valid with `micro_batches` and the settings of `step` changed as `there` says."""
     with suppress(ValueError):
         settings = evolve(step.settings, **there, order=order, micro_batches=micro_batches)
         evolve(step.spec, order=make_order(settings.order), settings=settings)

@@ -213,7 +213,7 @@ def _shortage(suggestion: Suggestion) -> tuple[int, float]:
 
 
 def _once(found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Of suggestions that change the same settings the fastest alone, ordered with the fastest of all first."""
+    """The fastest of each group of suggestions that change the same settings; the fastest of all comes first."""
     by_speed = sorted(found, key=lambda x: x.step.seconds)
     return [*{frozenset(x.changes): x for x in reversed(by_speed)}.values()][::-1]
 

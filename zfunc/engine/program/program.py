@@ -158,7 +158,7 @@ class KindsSeen:
 
 @define(eq=False)
 class ProgramCache:
-    """What a program creates on first use: costs and plans for the last SHAPES batch shapes, staging buffers."""
+    """What a program creates on first use: costs and plans for the last 64 batch shapes, staging buffers."""
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     seen: dict[Any, KindsSeen] = field(factory=dict)  # by layout of a batch, values left out

@@ -64,7 +64,8 @@ def specialize(
     save: bool = False,
     commit: bool = False,
 ) -> ShapedProgram:
-    """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
+    """The program for the shapes of `batch`, traced and planned at first use; the last 64 sets of shapes are
+    cached.
 
     Where values decide shapes, each distinct layout of a micro-batch is traced, and all are planned with the
     largest sizes at each cut of any so far. With `save` the step also writes a checkpoint, with `commit` it

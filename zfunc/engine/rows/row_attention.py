@@ -113,7 +113,8 @@ def _results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]
 
 
 def _gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    """Empty tensors like the gradients of queries, keys and values that `_pull` returns, for traces."""
+    """Empty tensors like the gradients of queries, keys and values: what a trace has in place of attention's
+    backward."""
     return _results(q, k, q)[0], k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -350,12 +350,12 @@ def _ranges(first: Tensor, at: int, block: int) -> Ranges:
 
 
 def _block(tile: int) -> int:
-    """The number of tokens of a block: the largest divisor of `tile`, the tokens of a tile, up to BLOCK."""
+    """The number of tokens of a block: the largest divisor of `tile`, the tokens of a tile, up to 256."""
     return next(n for n in range(min(BLOCK, tile), 0, -1) if tile % n == 0)
 
 
 def _in_blocks(view: View, first: Tensor, *tensors: Tensor) -> Iterator[tuple[View, list[Tensor]]]:
-    """Yield tensors [tile, heads, ...] as [blocks, heads, block, ...], AT_ONCE tokens in each, and their View."""
+    """Yield tensors [tile, heads, ...] as [blocks, heads, block, ...], 2048 tokens in each, and their View."""
     tile = len(first)
     block = _block(tile)
     begins = torch.arange(view.at, view.at + tile, block, device=first.device)

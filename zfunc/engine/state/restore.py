@@ -142,7 +142,7 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
 
 
 def _parts(x: Slice) -> Iterator[tuple[int, int]]:
-    """Split slice `x` into ranges (start, stop) of at most PART elements of its parameter."""
+    """Split slice `x` into ranges (start, stop) of at most 131,072 elements of its parameter."""
     for start in range(x.start, x.stop, PART):
         yield start, min(start + PART, x.stop)
 

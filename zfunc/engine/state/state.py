@@ -214,8 +214,8 @@ class Buffers:
         return self.on_disk[b].read_part(MASTER) if b in self.on_disk else self.memory[Region(MASTER, (b,))]
 
     def ema(self, b: int) -> Tensor | None:
-        """This rank's slice of a bucket's moving average, or None; of frozen weights as of last
-        `average_frozen`."""
+        """This rank's slice of the moving average of bucket `b`'s weights, or None; of a frozen bucket, as last
+        updated."""
         return self.memory.get(Region(EMA.name, (b,)))
 
     def close(self) -> None:

@@ -404,6 +404,6 @@ def _storage_bytes(tree: Any) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of the tensors of a pytree, each rounded up to a multiple of ALLOCATION."""
+    """The bytes of the tensors of a pytree, each rounded up to 512, as CUDA's allocator does."""
     leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
     return sum(round_up(t.numel() * t.dtype.itemsize, ALLOCATION) for t in leaves)

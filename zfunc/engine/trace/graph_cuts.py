@@ -158,8 +158,8 @@ def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
 
 
 def decode_late(graph: Graph, num_forward: int) -> None:
-    """Move each operation of DECODERS (weight dequantization) to its first reader. Backward repeats those it reads,
-    as no cut keeps their results. The first `num_forward` nodes of `graph` are the forward's."""
+    """Move each operation that decodes quantized weights to its first reader. Backward repeats those it reads, as
+    no cut keeps their results. The first `num_forward` nodes of `graph` are the forward's."""
     nodes = list(graph.nodes)
     made = {x for x in nodes[:num_forward] if x.target in DECODERS and x.users}
     if not made:

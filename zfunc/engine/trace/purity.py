@@ -88,8 +88,8 @@ def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], 
 
 def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plain: bool = True) -> Facts:
     """The plain values, by name, that a module's forward (`function`, if `module` is None) and the user's functions
-    and methods called there read from closures and globals. Unless `plain`, also plain class attributes, and other
-    values by a `_glimpse`: their identity, and the plain values directly in an object, list or dict."""
+    and methods called there read from closures and globals. Unless `plain`, also plain class attributes, and for
+    other values their identity, and the plain values directly in an object, list or dict."""
     found: Facts = {}
     classes = {*map(type, module.modules())} if module else set[Any]()
     for own in (x for c in classes for x in c.__mro__ if not (plain or _of_library(x))):
@@ -122,7 +122,8 @@ def _glimpse(x: Any) -> Any:
 
 
 def _of_library(x: Any) -> bool:
-    """Whether a function or a class belongs to one of LIBRARIES, whose values are no part of a model."""
+    """Whether a function or a class belongs to Python, torch or another library, whose values are no part of a
+    model."""
     return str(x.__module__).partition(".")[0] in LIBRARIES
 
 
@@ -131,7 +132,8 @@ def _is_plain(x: Any) -> bool:
 
 
 def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
-    """A key to compare `value`, `depth` levels deep: plain values in it; `by(x)` of others or past MAX_DEPTH."""
+    """A key to compare `value`, `depth` levels deep: plain values in it; `by(x)` of others, and of those six levels
+    deep."""
     if isinstance(value, PLAIN):
         return repr(value)  # so that a NaN equals itself, and 1 is not True
     if isinstance(value, np.ndarray):

@@ -273,9 +273,8 @@ def _floating(t: Any) -> bool:
 class _Traced:
     """A segment's passes as graphs `cut` from its joint graph: `forward(*leaves) -> (*outputs, *residuals)` and
     `backward(*residuals, *cotangents) -> gradients`. Unless forward `keeps` residuals, backward gets the leaves, or
-    residuals that a third graph, `(*leaves) -> residuals`, makes `ahead` of backward. Traces of the last MAX_TRACES
-    sets of shapes are cached; where tracing fails, that is logged and `fallback` runs.
-    """
+    residuals that a third graph, `(*leaves) -> residuals`, makes `ahead` of backward. Traces of the last 64 sets of
+    shapes are cached; where tracing fails, that is logged and `fallback` runs."""
 
     joint_of: Callable[..., JointGraph]
     options: PassOptions

@@ -49,7 +49,7 @@ class ValueBranchError(ValueError):
 
 
 class BuffersWrittenError(Exception):
-    """Raised, with their names, for buffers that forward writes and that are not known to change."""
+    """Raised, with their names, for buffers that forward writes and the caller did not list as changing."""
 
 
 @define(eq=False)

@@ -26,8 +26,8 @@ Read = Callable[[], Tensor]
 
 
 def kind_of_folder(config: Any) -> str:
-    """What the config of a folder says of its weights: "" if they are not quantized, the format in FORMATS if zfunc
-    reads that, else in words what they are quantized by."""
+    """What the config of a folder says of its weights: "" if they are not quantized, zfunc's name of the format
+    ("nf4") if zfunc reads that, else in words what they are quantized by."""
     given = getattr(config, "quantization_config", None) or {}
     given = given if isinstance(given, dict) else given.to_dict()
     if not given:
