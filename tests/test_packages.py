@@ -52,12 +52,12 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_389,
+    "core": 7_391,
     "schedules and ground": 1_504,
     "runtime": 3_689,
     "optim": 3_142,
-    "checkpoint": 4_170,
-    "engine": 10_473,
+    "checkpoint": 4_171,
+    "engine": 10_476,
     "viz": 1_239,
     "planner": 3_749,
     "models": 5_952,
