@@ -388,7 +388,7 @@ def trace(
 
 def _view_of(t: Tensor) -> tuple[Any, ...]:
     """A key equal for tensors that are the same elements of the same storage."""
-    return storage_of(t), t.dtype, t.storage_offset(), tuple(t.shape), t.stride()
+    return storage_of(t), t.dtype, t.storage_offset(), tuple(t.shape), t.stride(), t.is_conj(), t.is_neg()
 
 
 def _moved(t: Tensor) -> tuple[int, int]:
