@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -74,21 +76,35 @@ def train(rank: int, out: Path, given: Faults, **more: Any) -> None:
             raise
 
 
+def signal_here(number: signal.Signals) -> None:
+    """Send a signal to this process, which has it before this returns. What os.kill sends may reach another thread
+    first, while this one goes on."""
+    signal.pthread_kill(threading.get_ident(), number)
+
+
 def signalled_in_a_send(
     rank: int, out: Path, given: Faults, *, sends: int, gets: signal.Signals, who: int = 1, **more: Any
 ) -> None:
-    """The rank `who` of a pipeline gets a signal before it sends the part of this number of a message: sizes and
-    text are one part, and the data another."""
-    issued, usual = list[int](), dist.isend
+    """The rank `who` of a pipeline gets a signal before it sends the part of this number of a message, for which
+    its receiver waits: sizes and text are one part, and the data another."""
+    sent, awaited = Counter[int](), Counter[int]()
+    send, receive = dist.isend, dist.irecv
 
-    def isend(part: torch.Tensor, *given: Any, **named: Any) -> Any:
-        issued.append(part.numel())
-        if rank == who and len(issued) == sends:
-            time.sleep(0.5)  # gloo's own thread may not have sent yet what a collective before left to it
-            os.kill(os.getpid(), gets)
-        return usual(part, *given, **named)
+    def isend(part: torch.Tensor, peer: int, **named: Any) -> Any:
+        sent[peer] += 1
+        if rank == who and sent.total() == sends:
+            when_there(out / f"{peer}.awaits.{sent[peer]}")  # so all collectives before it have ended there
+            signal_here(gets)
+        return send(part, peer, **named)
 
-    dist.isend = isend
+    def irecv(part: torch.Tensor, peer: int, **named: Any) -> Any:
+        work = receive(part, peer, **named)
+        if peer == who:
+            awaited[peer] += 1
+            write(out / f"{rank}.awaits.{awaited[peer]}", "")
+        return work
+
+    dist.isend, dist.irecv = isend, irecv
     train(rank, out, given, **more)
 
 
@@ -100,7 +116,7 @@ def in_group_of_two(rank: int, out: Path, _: Faults) -> None:
         collective(RankGroup.of(group), rank, out)
     if rank == 2:
         when_there(out / "1.ready")
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal_here(signal.SIGKILL)
 
 
 def leaves(rank: int, out: Path, _: Faults) -> None:
@@ -175,7 +191,7 @@ def freezes(rank: int, out: Path, _: Faults) -> None:
     write(out / f"{rank}.ready", "")
     if rank == 0:
         when_there(out / "1.ready", out / "2.ready")
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal_here(signal.SIGSTOP)
     collective(together, rank, out)
 
 

@@ -103,9 +103,7 @@ MISSING: dict[str, tuple[list[Any], dict[int, str]]] = {  # how each rank ends, 
     ),
     "stage frozen with the store": (
         [HANGS, ERROR],
-        {
-            1: f"(receive from rank 0|all_reduce) on rank 1: got a time-out .*{NO_STORE} or stuck.*not answered"
-        },
+        {1: f"receive from rank 0 on rank 1: got a time-out .*{NO_STORE} or stuck.*has not answered"},
     ),
     "frozen with the store": (
         [HANGS, ERROR, ERROR],
