@@ -443,7 +443,10 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
 
 
 def read_space(path: Path) -> tuple[SwapHeader, dict[int, CommitRecord]]:
-    """The header of a swap file, and its commits by number if the file is the first of its space."""
+    """The header of the swap file `path`, and the commit records of its swap space by commit number.
+
+    A swap space is a file in each of its folders; the file in the first folder alone has records, others {}.
+    """
     file = disk.open_file(path)
     header = read_header(file.read, str(path))
     return header, {} if header.folder else read_records(file.read, header, str(path))

@@ -50,7 +50,7 @@ class DeviceMesh:
 
     @property
     def repeated(self) -> list[int]:
-        """Segments that may be recomputed ahead of backward; none with tiles or if compiled: bits would differ."""
+        """Segments that may be recomputed ahead of backward; none for rows in tiles, or if compiled."""
         if self.settings.tiles != 1 or self.settings.compile_segments:
             return []
         modes = self.settings.recompute_modes(len(self.layout.segments))

@@ -345,7 +345,7 @@ class Regions:
         return (self.slot_of("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
-        """Host memory where segment `s` on this device keeps keys and values of tiled rows; () if none."""
+        """Host memory of attention's keys and values in segment `s` on this device, for rows in tiles, or ()."""
         own = [self.device] if self.device else []
         return (self("host_keys", *own),) if self.spec.costs[s].key_bytes else ()
 

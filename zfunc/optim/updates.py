@@ -56,8 +56,8 @@ class _Torch:
 
 
 class CheckedState(dict[str, Tensor]):
-    """A state's buffers by name, which nobody else changes, with the spans that `update_spans` found for the next
-    update with the very same arguments. If a buffer gets other memory, its owner makes another CheckedState."""
+    """An optimizer state's buffers by name, with the spans of them that `update_spans` has checked: reused by
+    a next update with the same arguments, which are kept in `asked`. Its owner makes another for other memory."""
 
     asked: tuple[Any, ...] = ()
     spans: "dict[str, Span]"

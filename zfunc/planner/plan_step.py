@@ -17,7 +17,7 @@ from attrs import evolve, fields
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import Peak, bytes_by_tier, initial_memory
+from zfunc.core.memory_model import bytes_by_tier, initial_memory
 from zfunc.core.methods import above
 from zfunc.core.setting_docs import takes_settings
 from zfunc.core.setting_values import BY_DEVICE, DEVICE_SHARE, DISK, DISK_SHARE
@@ -136,7 +136,9 @@ def plan(
     def attempt(cut: Any) -> Attempt:
         model = model_of(cut.segments)
         found = evolve(plan_settings(model, settings, advice=False), most=cut.most)
-        return Attempt((model, found), _lacking(found.step), _lacking(found.step, initial_memory) > 0)
+        needed, first = found.step.memory, bytes_by_tier(initial_memory(found.step.spec))
+        missing, futile = (_missing(found.step.hardware, nbytes) for nbytes in (needed, first))
+        return Attempt((model, found), missing, futile > 0)
 
     found, _, error = coarsest_cut(above("cuts")(segments, example, loss, planned=True), attempt)
     assert found is not None, error
@@ -199,11 +201,10 @@ def _advised(
     return evolve(planned, advised=watch is None or not watch.stopped)
 
 
-def _lacking(step: PlannedStep, peaks: Callable[[Any], Mapping[Tier, Peak]] | None = None) -> int:
-    """Bytes that the device lacks for a step, or for what `peaks` returns for the step's spec; 0 if that fits."""
-    lacking = step.hardware.lacking(bytes_by_tier(peaks(step.spec)) if peaks else step.memory)
-    own = (n for tier, n in lacking.items() if step.hardware.unified or tier.startswith("device"))
-    return max(own, default=0)
+def _missing(hardware: Hardware, needed: Mapping[Tier, int]) -> int:
+    """Bytes that a device of `hardware` lacks for the bytes `needed` on each tier; 0 if they fit."""
+    lacking = hardware.lacking(needed).items()
+    return max((n for tier, n in lacking if hardware.unified or tier.startswith("device")), default=0)
 
 
 def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSettings:

@@ -51,7 +51,6 @@ GUESS = 2  # candidates for each value of a setting, about
 QUARTERS = 4  # shares of the segments, in the first of which activations go further away
 # Settings that change nothing of what the drives have to read and write.
 BESIDE_DRIVES = {"order", "micro_batches", "schedule", "slots", "defer", "update_on"}
-PLACES = {"state_on", "params_on", "activations_on", "grads_on"}
 NUMBERS = ("precision", "micro_batches", "moments")  # settings that change the result
 # By values of `state_on` that leave a share open: the nearer place, the one further away, and the tiers that share
 # the memory of the nearer one.
@@ -558,7 +557,7 @@ class _Walk:
     def _slow(self, step: PlannedStep, work: WorkOf) -> bool:
         """Whether a step that has at least `work` cannot beat the best by enough: a change that moves no data must
         gain more."""
-        moves = not PLACES.isdisjoint(differing(step.settings, self.best.settings))
+        moves = not TIERS_OF.keys().isdisjoint(differing(step.settings, self.best.settings))
         little = 1 if moves else (1 - POSSIBLE) / (1 - WORTH)
         return least_seconds(work, step.hardware) > self._enough(by_kind(work)) * little
 

@@ -553,8 +553,8 @@ def check_paths(settings: TrainSettings) -> None:
 
 NEEDED = {
     **dict.fromkeys(("text_only", "lora"), "hf"),
-    **dict.fromkeys(("quantize", "lora_alpha", "lora_targets", "lora_target_parameters"), "lora"),
-    "quantize_parameters": "lora",
+    **dict.fromkeys(("quantize", "quantize_parameters"), "lora"),
+    **dict.fromkeys(("lora_alpha", "lora_targets", "lora_target_parameters"), "lora"),
 }
 """Settings of a Hugging Face model, and the setting without which each means nothing."""
 

@@ -66,7 +66,8 @@ log = logging.getLogger("zfunc")
 
 @frozen(eq=False)
 class TrainingJob:
-    """A training that is ready to run: its compiled program, data and resolved settings, and DeepSpeed's extras."""
+    """A training that is ready to run: its compiled program, data and resolved settings, and, as `extras`, what a
+    DeepSpeed or Trainer file asks for that no setting has."""
 
     settings: TrainSettings
     extras: ConfigExtras

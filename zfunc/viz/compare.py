@@ -54,7 +54,7 @@ def by_verb(event: Event) -> str:
 
 
 def table(simulated: Timeline, measured: Timeline, plan: Plan) -> str:
-    """Text tables of predicted and measured seconds: the step, lanes, verbs; then what bounds each timeline."""
+    """Text tables of predicted and measured seconds of the step, by lane and by name of operation, with bounds."""
     both = simulated, measured
     total = Sum("the step", len(plan.graph), tuple(t.seconds for t in both))
     heads = ("", "ops", *(t.source for t in both), "ratio")

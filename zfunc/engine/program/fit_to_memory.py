@@ -101,8 +101,8 @@ def first_places_that_fit(
     device: torch.device,
     ranks: RankGroup,
 ) -> Program:
-    """The program that `make` compiles in place of `settings` with "auto" in them: by the nearest places whose step
-    on `example` fits every rank's device and host, as `first_that_fits` chooses."""
+    """The program that `make` compiles where `settings` say "auto": with parameters, activations and the rest as
+    near to the device as every rank has memory for, in a step on `example`."""
     fastest, tiles = fastest_shares(optimizer, settings, device, ranks), tile_counts(row_tokens(example))
     ways = settings.placed(ranks.world, disk=bool(settings.swap), update_on=fastest, tiles=tiles)
     return first_that_fits([partial(make, way) for way in ways], example, settings.automatic)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
@@ -67,13 +67,12 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
         page.hold(place.held)
     elif op.reads[0].tier == "device":
         residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
-        mem[target].put([mem[Region("act", op.index)], *residuals], step.spec.stashed_before[op.index[1]])
+        left_out = dict.fromkeys(step.spec.stashed_before[op.index[1]])
+        mem[target].put([mem[Region("act", op.index)], *residuals], left_out)
     else:
-        leaves, structure = tree_flatten(mem[op.reads[0]].tree)
-        others = {r.index[1]: mem[r].tree for r in op.reads[1:]}  # stashes of earlier segments
-        for leaf, (s, n) in step.spec.stashed_before[op.index[1]].items():
-            leaves[leaf] = tree_leaves(others[s])[n]
-        mem[target].put(tree_unflatten(leaves, structure))
+        before = {r.index[1]: tree_leaves(mem[r].tree) for r in op.reads[1:]}  # stashes of earlier segments
+        shared = step.spec.stashed_before[op.index[1]]
+        mem[target].put(mem[op.reads[0]].tree, {leaf: before[s][n] for leaf, (s, n) in shared.items()})
 
 
 def sent(op: Op, mem: Memory, step: StepContext) -> None:

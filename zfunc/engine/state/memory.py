@@ -1,6 +1,6 @@
 """The memory of regions: flat tensors, slots that buckets take in turn, buckets' state on the disk, spill files."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -112,11 +112,14 @@ class ActivationSlot:
 
         self.tree = tree_map_only(Tensor, here, other.tree)
 
-    def put(self, tree: Any, but: Container[int] = ()) -> None:
-        """Copy the tensors of `tree` to this slot, without waiting for a device; shared memory stays shared. Leaves
-        whose numbers are in `but` are None here."""
+    def put(self, tree: Any, instead: Mapping[int, Any] | None = None) -> None:
+        """Copy the tensors of `tree` to this slot, without waiting for a device; shared memory stays shared.
+
+        `instead` has values, by number, that are copied in place of leaves of `tree`; None for a leaf left out.
+        """
         leaves, structure = tree_flatten(tree)
-        leaves = [None if n in but else x for n, x in enumerate(leaves)]
+        for n, value in (instead or {}).items():
+            leaves[n] = value
         on_host = self.flat.device.type == "cpu"
         if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
             leaves = [OnHost(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in leaves]

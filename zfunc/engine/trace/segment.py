@@ -170,7 +170,8 @@ class Segment:
 
     @cached_property
     def _watched(self) -> tuple[list[Callable[[], Iterable[Any]]], list[Any], list[Tensor]]:
-        """What `look` reads of the source module: attributes and filled containers, empty containers, buffers."""
+        """Of the source module, what the method `look` compares: functions that return the values of attributes and
+        of filled containers; the empty containers; the buffers."""
         modules = [] if self._source is None else [*self._source[0].modules()]
         inside = [x for m in modules for x in vars(m).values() if isinstance(x, dict | list)]
         full = [*map(vars, modules), *(x for x in inside if 0 < len(x) <= MOST)]
