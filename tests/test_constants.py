@@ -120,7 +120,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
     "of patience, or how many threads wait": [
         "runtime.accelerator SPIN LONGEST_SLEEP CHECK_EVERY",
         "runtime.blocking_calls SLOW THREADS LEAVE_AFTER",
-        "runtime.collectives SLICE LISTEN SETTLE SETTLE_LATE",
+        "runtime.collectives SLICE LISTEN SETTLE TOGETHER SETTLE_LATE",
         "runtime.failure_detection POLL STORE_TIMEOUT EXIT_GRACE LONGEST_TIMEOUT",
         "runtime.direct_io THREADS MOST_RETRIES PAUSE",
         "runtime.launch POLL",

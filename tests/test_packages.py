@@ -54,7 +54,7 @@ INTERPRETERS = (
 BUDGETS = {
     "core": 7_391,
     "schedules and ground": 1_504,
-    "runtime": 3_689,
+    "runtime": 3_708,
     "optim": 3_142,
     "checkpoint": 4_174,
     "engine": 10_479,

@@ -153,7 +153,7 @@ def test_what_was_sent_is_kept_until_it_has_arrived_and_no_longer() -> None:
     arrived, part = threading.Event(), torch.ones(3)
     kept = weakref.ref(part)
     work = SimpleNamespace(wait=lambda _: arrived.wait())
-    message = _Message([work], [part], "send to rank 1", NEVER)
+    message = _Message([work], [part], "send to rank 1", NEVER, threading.Event())
     del part
     assert kept() is not None
     arrived.set()

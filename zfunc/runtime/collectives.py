@@ -39,6 +39,7 @@ SLICE = 0.5  # seconds in a collective, after which to ask whether another rank 
 LISTEN = 1.0  # seconds for a rank in a collective to notice that its connections are broken, or that others gave up
 SETTLE = 30.0  # seconds for a rank that computes to come and notice; no more than the time-out
 SETTLE_LATE = 5.0  # the same, after a time-out: who is in the collective answers within LISTEN
+TOGETHER = 0.1  # seconds in which waits of a rank end whose connections one of them has closed
 
 GOT: dict[Symptom, str] = {
     "broken": "a broken connection",
@@ -70,6 +71,7 @@ class RankGroup:
     members: tuple[int, ...] = (0,)  # number in the job of each rank of the group
     store: Any = None  # torch.distributed.Store of the group
     process: int = field(factory=os.getpid)
+    expired: threading.Event = field(factory=threading.Event)  # once a wait of this rank has timed out
     queued: deque[tuple[str, float, Any]] = field(factory=deque)  # what, since when, torch.distributed.Work
     stage: int | None = None  # of a pipeline over ranks (`zfunc.runtime.stage_ranks`)
     whole: "RankGroup | None" = None  # the ranks of all its stages
@@ -279,8 +281,7 @@ class RankGroup:
         try:
             finished = _wait(work, self.detector)
         except RuntimeError as error:
-            # gloo tells a time-out from a broken connection by its text alone.
-            self._give_up(what, begun, "late" if "timed out" in str(error).lower() else "broken", error)
+            self._give_up(what, begun, "late" if timed_out(error) else "broken", error)
         if not finished:
             self._give_up(what, begun, "notified")
 
@@ -372,6 +373,9 @@ class RankGroup:
         """Raise RankError with the ranks missing in collective `what`, begun at monotonic time `begun`, chained to
         its `error`. `symptom` is how this rank noticed. Every later collective raises, too."""
         waited = time.monotonic() - begun
+        # A wait that times out closes this rank's connections, so that its other waits break: they are late, too.
+        if symptom == "broken" and poll(self.expired.is_set, TOGETHER):
+            symptom = "late"
         max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, self.limit.total_seconds())
         late = symptom == "late"
         try:
@@ -391,6 +395,11 @@ class RankGroup:
     @property
     def _me(self) -> int:
         return self.members[self.rank]
+
+
+def timed_out(error: RuntimeError) -> bool:
+    """Whether `error`, of a wait of gloo, is a time-out: only the text tells it from a broken connection."""
+    return "timed out" in str(error).lower()
 
 
 def _wait(work: Any, detector: FailureDetector) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zfunc.errors import RankError, refuse
-from zfunc.runtime.collectives import SETTLE, RankGroup
+from zfunc.runtime.collectives import SETTLE, RankGroup, timed_out
 from zfunc.runtime.failure_detection import LONGEST_TIMEOUT, FailureDetector, Symptom
 
 NEVER = timedelta(seconds=LONGEST_TIMEOUT)
@@ -123,7 +123,7 @@ class StageRanks(RankGroup):
         limit = NEVER if issue is dist.isend else job.limit  # its receiver may be far behind, and has a limit
         parts = [part for part in parts if part.numel()]
         works = [job._issue(what, partial(issue, x, peer, group=job.group, tag=tag)) for x in parts]
-        return _Message(works, parts, what, limit)
+        return _Message(works, parts, what, limit, job.expired)
 
     def _arrived(self, message: "_Message") -> None:
         self._wait_for(message.what, lambda: message)
@@ -131,9 +131,17 @@ class StageRanks(RankGroup):
 
 class _Message:
     """A message to or from another pipeline stage, in parts. A wait of gloo cannot be given up without closing
-    all connections, so a thread waits for the parts, and callers poll. The message fails after time `limit`."""
+    all connections, so a thread waits for the parts, and callers poll. The message fails after time `limit`, and
+    the event `expired` is set then."""
 
-    def __init__(self, works: Sequence[Any], parts: Sequence[Tensor], what: str, limit: timedelta) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any],
+        parts: Sequence[Tensor],
+        what: str,
+        limit: timedelta,
+        expired: threading.Event,
+    ) -> None:
         self.what = what
         self._ended, self._error = threading.Event(), None
 
@@ -143,6 +151,8 @@ class _Message:
                     work.wait(limit)  # or gloo takes the one that its connections were made with
             except RuntimeError as error:
                 self._error = error
+                if timed_out(error):
+                    expired.set()
             assert parts  # kept until here
             self._ended.set()
 
