@@ -134,7 +134,7 @@ ELSEWHERE = {  # tests with cases on both sides
     "optim/test_update.py pieces_change_no_bit": ["optim.rules PIECE"],
     "optim/test_rules_in_cuda.py bits_of_the_reference": ["optim.rules_in_cuda LONGEST THREADS"],
     "models/test_any_model.py no_segment_is_larger": ["models.cut.modules PARTS"],
-    "models/test_any_model.py more_elements_than_are_computed": ["models.cut.known LARGEST"],
+    "models/test_any_model_values.py more_elements_than_are_computed": ["models.cut.known LARGEST"],
     "models/test_quantization.py decoded_alike_in_pieces": ["models.quantization PIECE"],
     "optim/test_whole_parameters.py shapes_types_threads_and_places": ["optim.adafactor PIECE"],
     "optim/test_compact.py exp_avg_sq_of_anything": ["optim.formats LIMIT"],

@@ -1,0 +1,217 @@
+"""Any module as segments: what is refused, and what leaves one segment, each with the line and what to change."""
+
+import logging
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from any_models import ids
+from module_law import Block, Late, Tied, batch, check
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(_: Any, *grads: Any) -> Any:
+        return grads[0] * 0.5
+
+
+class OwnBackward(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return Halved.apply(super().forward(x, table))
+
+
+class Branch(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) if x.sum() > 0 else x
+
+
+class Differentiated(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) + torch.func.grad(lambda z: z.sin().sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (OwnBackward, "has no HalvedBackward"),
+        (Differentiated, r"has _unwrap_for_grad at .*test_any_model_refused.py:\d+, as torch.func.grad"),
+    ],
+)
+def test_what_a_trace_would_lose_leaves_one_segment(
+    block: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Tied(block=block)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, batch())
+    assert [s.name for s in segments] == ["model"]
+    assert re.search(f"one segment, because its trace .*{why}", caplog.text)
+    check(segments, model, batch(), None)
+
+
+class Looped(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(super().forward(x))
+        return F.mse_loss(x, y)
+
+
+class Cast(Late):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: Looped(8, 8), r"Looped in .*test_any_model_refused.py reads its parameters .*several times"),
+        (Cast, r"torch.autocast .* at .*module_law.py:\d+$"),
+    ],
+)
+def test_a_model_of_one_segment_says_why(model: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert len(zfunc.segments(model(), (torch.randn(4, 8), torch.randn(4, 8)))) == 1
+    assert re.search(f"^model: one segment, because .*{why}", caplog.messages[-1])
+
+
+class Counted(Block):
+    calls = 0
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x, table) * self.calls
+
+
+class DataRead(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
+
+
+class Legacy(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    backward = Halved.backward
+
+
+class WithLegacy(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return Legacy.apply(super().forward(x, table))
+
+
+class Drawn(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) + random.random()
+
+
+class Noisy(Block):
+    """What random numbers select, whose values no input decides."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table)
+        drop = torch.zeros_like(y[..., 0]).uniform_() > 0.5
+        y[drop] = y[drop] * 2
+        return y
+
+
+class Written(Block):
+    """A parameter that forward changes, as of a teacher that follows."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.down.bias.mul_(0.9)
+        return super().forward(x, table)
+
+
+class Widened(Block):
+    """A value in fp32, which meets another."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return torch.lerp(x.float(), super().forward(x, table), 0.5)
+
+
+class Packed(nn.GRU):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return super().forward(packed)[1].square().mean()
+
+
+class Hooked(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table)
+        y.register_hook(lambda grad: 0.1 * grad) if y.requires_grad else None
+        return y
+
+
+def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(Tied(block=Hooked), batch())
+    assert [s.name for s in segments] == ["model"]
+    assert "registers a gradient hook" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: zfunc.segments(Tied(block=Branch), batch()),
+            r"branch on the value of a tensor.*test_any_model_refused.py",
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=DataRead), batch()),
+            r"got .data of .*test_any_model_refused.py:\d+, whose",
+        ),
+        (lambda: zfunc.segments(Tied(block=WithLegacy), batch()), "got Legacy of .*without setup_context"),
+        (
+            lambda: zfunc.segments(Tied(block=Noisy), batch()),
+            r"number of a tensor's value at .*test_any_model_refused.py",
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=Written), batch()),
+            r"write into the parameter 'layers.0.down.bias' at .*test_any_model_refused.py:\d+.*register_buffer",
+        ),
+        (
+            lambda: zfunc.segments(Packed(4, 4), (torch.ones(2, 3, 4), torch.tensor([3, 2]))),
+            r"branch on the value of a tensor.*test_any_model_refused.py:\d+.*mask with torch.where",
+        ),
+        (
+            lambda: zfunc.compile(Tied(block=Widened), example=batch(), precision="bf16", device="cpu"),
+            r"parameters and inputs in bfloat16 \(.*test_any_model_refused.py:\d+.*precision='fp32'",
+        ),
+        (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
+        (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore
+        (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
+        (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
+        (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),
+        (lambda: zfunc.segments(Late(), (torch.ones(2, 9), torch.ones(2, 8))), r"fit the model .*2, 9\]"),
+        (lambda: zfunc.segments(nn.Linear(4, 4), (torch.ones(2, 4), None)), r"no loss .*expected a scalar"),
+        (lambda: zfunc.segments(nn.Linear(4, 4, device="meta"), (torch.ones(2, 4), None)), "meta device"),
+        (lambda: zfunc.compile(Tied()), "example: got none with a Tied"),
+    ],
+)
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)  # torch.compile
+def test_what_cannot_be_traced_says_what_to_change(
+    make: Callable[[], Any], says: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+    assert not caplog.messages
+    assert capfd.readouterr() == ("", "")

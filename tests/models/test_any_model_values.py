@@ -1,0 +1,244 @@
+"""Any module as segments, where values of the batch decide shapes: a trace for each, the example's, or refused."""
+
+import logging
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from any_models import ids
+from attrs import evolve
+from module_law import CLOSE, WAYS, check
+from threaded_ranks import on_every, programs_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+from zfunc.core.hardware import ROUND
+from zfunc.core.settings import StepSettings
+from zfunc.engine.program.specialize import specialize
+from zfunc.engine.trace.batches import unpacked
+from zfunc.errors import RankError
+from zfunc.planner.cost_model import CostModel
+from zfunc.planner.traced_costs import traced_costs
+
+
+class Sized(nn.Module):
+    """Parts of a row in sizes that an input says, of which a layer sees one at a time, and what a mask selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, sizes: Tensor, ids: Tensor, extra: Tensor, y: Tensor) -> Tensor:
+        ends = torch.repeat_interleave(input=sizes[0].cumsum(0), repeats=sizes[0])
+        x = x + (torch.arange(sizes[0].sum()) / ends)[:, None]
+        for layer in self.layers:
+            x = torch.cat([layer(part).softmax(1) for part in x.split(sizes[0].tolist(), 1)], 1)
+            at = ids == 4
+            x = x.clone()
+            x[at] = x[at] + self.extra(extra.flatten(0, 1))
+        if (sizes[0] > 5).any():
+            x = x * 2
+        return F.mse_loss(x, y)
+
+
+def sized(*sizes: int, selected: int = 2) -> dict[str, Tensor]:
+    x = ids(4, sum(sizes), start=5)
+    for n, row in enumerate(x):
+        row[torch.randperm(len(row))[: selected if n else 2]] = 4
+    rows = {"x": torch.randn(*x.shape, 8), "y": torch.randn(*x.shape, 8), "extra": torch.randn(4, 2, 8)}
+    return {**rows, "ids": x, "sizes": torch.tensor(sizes).expand(4, -1)}
+
+
+@pytest.mark.parametrize("way", ["device", *(pytest.param(x, marks=pytest.mark.slow) for x in [*WAYS][1:])])
+def test_values_that_decide_shapes_cost_a_trace_for_each(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Sized()
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, sized(2, 3, 1))
+    (said,) = caplog.messages
+    assert re.search(
+        r"values of \['sizes'\] decide shapes.*test_any_model_values.py:\d+: each other ones cost", said
+    )
+    traces = segments[0].function.args[0]
+    for sizes, known in (((2, 3, 1), 1), ((1, 1, 4), 2), ((2, 3, 1), 2), ((6, 1), 3)):
+        check(segments, model, sized(*sizes), None, **WAYS[way])
+        assert len(traces.known) == known
+
+
+def test_values_of_more_elements_than_are_computed_beside_a_trace_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = sized(2, 3, 1)
+    for largest in (x["sizes"].numel() - 1, x["ids"].numel()):
+        monkeypatch.setattr("zfunc.models.cut.known.LARGEST", largest)
+        with pytest.raises(ValueError, match="branch on") if largest < x["sizes"].numel() else nullcontext():
+            zfunc.segments(Sized(), x)
+
+
+def test_a_mask_that_selects_another_number_is_no_wrong_result() -> None:
+    torch.manual_seed(0)
+    model = Sized()
+    program = zfunc.compile(model, example=sized(2, 4), precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    x = sized(4, 2)
+    for _ in range(2):
+        assert zfunc.evaluate(program, state, x) == pytest.approx(model(**x).item(), rel=CLOSE)
+        assert zfunc.apply(program, state, x) == pytest.approx(model(**x).item(), rel=CLOSE)
+        x = sized(4, 2)
+    for selected in (1, 3):
+        with pytest.raises(IndexError, match="out of"):
+            zfunc.evaluate(program, state, sized(4, 2, selected=selected))
+
+
+class Selected(nn.Module):
+    """Rows that are cut where an input says, and doubled where a mask of another says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, ids: Tensor, ends: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = torch.cat([x[:, : ends[0]], x[:, ends[0] :] * 0.5], 1)
+            x[ids == 4] = x[ids == 4] * 2
+        return F.mse_loss(x, y) + 0.1 * x.masked_select((ids == 4)[..., None]).sum()
+
+
+@pytest.mark.parametrize("selected", [0, 2])
+def test_numbers_in_slices_and_masks_that_select_as_many_as_the_example_or_none(selected: int) -> None:
+    def given(selected: int) -> dict[str, Tensor]:
+        x = {"x": torch.randn(4, 6, 8), "y": torch.randn(4, 6, 8), "ends": torch.tensor([2] * 4)}
+        at = torch.randperm(24) < selected
+        return {**x, "ids": torch.where(at, 4, 5).view(4, 6)}
+
+    torch.manual_seed(0)
+    model = Selected()
+    segments = zfunc.segments(model, given(selected))
+    assert len(segments) == 3
+    check(segments, model, given(selected), None)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state, x = zfunc.init(program), given(selected)
+    assert zfunc.evaluate(program, state, x) == pytest.approx(model(**x).item(), rel=CLOSE)
+    for other in {0, 1, 2, 3} - {selected}:
+        with pytest.raises(IndexError, match="out of"):
+            zfunc.evaluate(program, state, given(other))
+
+
+class Longer(nn.Module):
+    """Rows beside as many more as an input says, alive at each cut; of an odd number another tensor, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        rows = torch.cat([x, torch.arange(1.0, 1 + int(more[0]))[:, None].expand(-1, 8)])
+        shift = torch.cos(x[:1]) if int(more[0]) % 2 else 0.0
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows) + shift)
+        return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
+
+
+class Ends(Longer):
+    """A number that eval mode alone reads."""
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y) if self.training else F.mse_loss(x[:, : int(more[0])], y[:, : int(more[0])])
+
+
+def test_values_that_eval_mode_alone_reads_are_refused_there() -> None:
+    x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "more": torch.tensor([3] * 4)}
+    program = zfunc.compile(Ends(), example=x, precision="fp32", device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), x)
+    with pytest.raises(
+        ValueError, match=r"test_any_model_values.py:\d+, .*Python number.*this is eval mode, which knows"
+    ):
+        zfunc.evaluate(program, state, x)
+
+
+class Crossed(Longer):
+    """What is larger at one cut is smaller at the others."""
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        rows = x
+        for n, layer in enumerate(self.layers):
+            many = int(more[0]) if n == 1 else 2 * (41 - int(more[0]))
+            rows = torch.tanh(layer(torch.cat([rows[: len(x)], torch.ones(many, 8)])))
+        return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        *(("host", Longer), ("host", Crossed), ("ranks", Longer)),
+        *(pytest.param(x, Longer, marks=pytest.mark.slow) for x in WAYS if x != "host"),
+        pytest.param("two devices", Crossed, marks=pytest.mark.slow),
+    ],
+)
+def test_micro_batches_of_other_values_have_room_for_the_largest_at_each_cut(
+    way: str, kind: type[Longer], caplog: pytest.LogCaptureFixture
+) -> None:
+    def given(*more: int) -> dict[str, Tensor]:
+        x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+        return {**x, "more": torch.tensor(more).repeat_interleave(2)}
+
+    torch.manual_seed(0)
+    model = kind()
+    settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0), "micro_batches": 2}
+    own = WAYS.get(way, {"pp": 2})
+    make = lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings, **own)  # noqa: E731
+    programs = programs_of(1, make, pp=own.get("pp", 1))
+    states = on_every(programs, zfunc.init)
+    for more in ((3, 3), (1, 40), (40, 2), (2, 1)):
+        x = given(*more)
+        caplog.clear()
+        for program in programs:  # two threads must not trace at a time
+            specialize(program, unpacked(x, program.segments[-1]))
+        done = on_every(programs, zfunc.train_step, states, [x] * len(programs))
+        states = [state for state, _ in done]
+        loss = sum(model(**{k: t[rows] for k, t in x.items()}) for rows in (slice(2), slice(2, 4))) / 2
+        norm = nn.utils.get_total_norm(torch.autograd.grad(loss, [*model.parameters()]))
+        for _, metrics in done:
+            assert (metrics.loss, metrics.grad_norm) == pytest.approx((loss.item(), norm.item()), rel=CLOSE)
+        assert not caplog.messages
+    if way == "ranks":
+        apart = [x, {**x, "more": x["more"].flip(0)}]
+        assert all("got other rows" in text for text in on_every(programs, _refusal, states, apart))
+
+
+def test_a_plan_of_a_larger_batch_has_the_values_of_the_example_again() -> None:
+    x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "more": torch.tensor([3] * 4)}
+    segments = zfunc.segments(Longer(), x)
+    costs = traced_costs(segments, unpacked(x, segments[-1]), zfunc.SGD(lr=0.0))
+    one, two = (
+        CostModel(of, ROUND).step(StepSettings(precision="fp32", recompute="all", micro_batches=n)).seconds
+        for of, n in ((costs, 1), (costs.resized(8), 2))
+    )
+    assert two > one
+
+
+def _refusal(program: Any, state: Any, x: Any) -> str:
+    with pytest.raises(RankError) as error:
+        zfunc.train_step(program, evolve(state, batches=100), x)
+    return str(error.value)
+
+
+def test_ranks_whose_values_make_other_plans_are_told_the_values_and_what_to_do() -> None:
+    def given(*more: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 8), "y": torch.randn(2, 8), "more": torch.tensor(more)}
+
+    model = Longer()
+    settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0)}
+    programs = programs_of(2, lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings))
+    states, apart = on_every(programs, zfunc.init), [given(3, 3), given(40, 40)]
+    for program, x in zip(programs, apart, strict=True):
+        specialize(program, unpacked(x, program.segments[-1]))
+    for text in on_every(programs, _refusal, states, apart):
+        assert re.search(r"that decide shapes, \[\[(40, 40|3, 3)\]\]: group rows by these values", text), text
