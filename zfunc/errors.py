@@ -96,7 +96,7 @@ _MARK = "\x02"  # around a setting in a marked text: no repr of a value has it, 
 
 
 def setting(name: str, value: object) -> str:
-    """The text "name=value" of a setting, marked for `write`, to be part of a text of `refuse` or of an error.
+    """The text "name=value" of a setting, between invisible marks by which `write` finds the setting again.
 
     >>> error = SettingError("swap", "none", f"a folder with {setting('state_on', 'disk')}", "pass one")
     >>> str(error), error.expected
@@ -106,12 +106,13 @@ def setting(name: str, value: object) -> str:
 
 
 class Message(str):
-    """An error message as Python code would write its settings; `marked` has marks around settings, for `write`."""
+    """An error message in which settings read as in Python, "name=value"; `marked` is its text with the marks
+    that `setting` put around them."""
 
     marked: str
 
     def __new__(cls, marked: str) -> "Message":
-        """Make a message from the text `marked`, in which `setting` and the like have marked settings."""
+        """Make a message from `marked`, a text with marks around its settings; the message has no marks."""
         self = super().__new__(cls, marked.replace(_MARK, ""))
         self.marked = marked
         return self
@@ -131,7 +132,7 @@ def message_of(names: str | Sequence[str], got: str, expected: str = "", do: str
 
 
 def marked(error: BaseException) -> str:
-    """The message of `error` with its settings marked, to be part of another Message."""
+    """The message of `error`, with marks around its settings, as `setting` makes them, if it has settings."""
     text = error.message if isinstance(error, _OfSettings) else next(iter(error.args), None)
     return text.marked if isinstance(text, Message) else str(error)
 
@@ -146,7 +147,7 @@ def about(name: str, error: BaseException) -> Message:
 
 
 def write(text: str, written: Callable[[str, str | None], str]) -> str:
-    """`text` with each marked setting as `written(name, value)` has it; `value` is a repr, None for a name alone.
+    """Replace each marked setting in `text` by `written(name, value)`: value a repr, None for a name alone.
 
     >>> write(f"use {setting('tiles', 1)}", lambda name, value: f"--{name} {value}")
     'use --tiles 1'
@@ -159,8 +160,8 @@ def write(text: str, written: Callable[[str, str | None], str]) -> str:
 
 
 class _OfSettings:
-    """An error about one or several settings: their `names`, what was `got` and `expected`, and what to `do`. The
-    texts given may contain other settings, marked by `setting`; the fields have those settings as Python code."""
+    """The fields of an error about settings, all text: their `names`, what was `got`, what is `expected` and
+    what to `do`. Settings that the texts mention, marked by `setting`, read "name=value" in the fields."""
 
     def __init__(self, names: str | Sequence[str], got: str, expected: str = "", do: str = "") -> None:
         super().__init__(names, got, expected, do)  # pyright: ignore  # of an exception

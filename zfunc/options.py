@@ -166,8 +166,8 @@ def options_of(settings: type[Any], *, without: Collection[str] = ()) -> dict[st
 def flag_fields(
     settings: type[Any], base: type[Any], changed: Options, *, without: Collection[str] = (), **defaults: Any
 ) -> type[Any]:
-    """A base class for a command's flags: the fields of `base`, and the fields of `settings` that have a flag not
-    in `without`, as they are typed on a command line.
+    """Make an attrs class of a command's flags, derived from `base`: a field for each field of `settings`
+    that has a flag not in `without`.
 
     `changed` has options that replace those of `settings`, `defaults` the command's own default values, both by
     flag name. Fields that may be a number or a word have the type str.

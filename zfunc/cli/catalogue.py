@@ -30,9 +30,10 @@ class CompletionSettings:
 
 
 def print_script(settings: CompletionSettings) -> int:
-    """Run `zfunc completion`: print the shell's completion script, made by shtab, which completes without Python.
+    """Run `zfunc completion`: print the shell's completion script, made by shtab; completing needs no Python.
 
-    The script offers for an option its `words`, and of its metavar, such as auto|N, what is not in capitals.
+    For an option's value the script offers the option's `words`, and lower-case words of its metavar
+    ("auto|N").
     """
     import shtab
 

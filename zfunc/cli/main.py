@@ -131,7 +131,8 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 
 
 def _length(given: dict[str, Any]) -> dict[str, Any]:
-    """Defaults of `steps` and `epochs` by name: no step bound if `given` bounds a training; 1 epoch with `hf`."""
+    """Defaults by name that differ from the usual if flags `given` bound the training (`steps` None), or have
+    `hf` without a bound (`steps` None, `epochs` 1)."""
     if {"steps", "epochs"} <= given.keys():
         got = f"{given['epochs']:g} with {setting('steps', given['steps'])}"
         refuse("epochs", got, "one of them", "leave one out")

@@ -217,7 +217,7 @@ def first_clause(help: str) -> str:
 
 
 def _default(field: "attrs.Attribute[Any]") -> str:
-    """The default of an option as help shows it; "" for one that the option's own help explains."""
+    """The text " (default: x)" for an option's help; "" for a bool, and for a default that is an object."""
     if field.type is bool or not isinstance(field.default, str | int | float | Path):
         return ""
     return f" (default: {f'{field.default:g}' if isinstance(field.default, float) else field.default})"

@@ -93,7 +93,8 @@ def report_page(run: RunHistory, refresh: float | None = None) -> str:
 
 
 def headline(run: RunHistory) -> str:
-    """One line for a terminal: a run's figures, shares of copies and other work that compute hid, its ending."""
+    """One line for a terminal: a run's figures; the shares of copies, host work and the like that ran beside
+    compute; and how the run ended."""
     recorded, _ = _recorded_step(run)
     hidden = (
         (f"{name.partition(' ')[0]} hidden", f"{measured}, planned {planned}")
@@ -148,7 +149,7 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
 
 
 def _charts(run: RunHistory) -> Iterator[Chart]:
-    """The charts of a run's steps: loss, speed and the like, those that have values."""
+    """The charts of a run's steps: loss, speed and the like; a figure without values gets no chart."""
     steps = [{**row, "host_share": _host_share(row)} for row in run.steps]
     skipped = tuple(row["step"] for row in run.skipped)
     for title, (name, figure, text) in (CHARTS if steps else {}).items():

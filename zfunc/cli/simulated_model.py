@@ -31,8 +31,8 @@ _hardware = partial(option, group="hardware")
 
 @frozen(kw_only=True)
 class SimulatedFlags(GPTFlags):
-    """Flags of a model and of the hardware to simulate: by default round figures, or a profile that a subclass
-    names."""
+    """Flags of a model and of the simulated hardware. Without `hardware` the profile is `UNNAMED`, which a
+    subclass sets, or round figures if None."""
 
     UNNAMED: ClassVar[str | None] = None
 

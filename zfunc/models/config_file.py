@@ -23,7 +23,8 @@ def check_config_file(place: Path) -> None:
 
 
 def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -> None:
-    """Raise ValueError if `flags` ask for rows over `longest` (None: any) or a `vocab_size` not that of `place`."""
+    """Raise SettingError if `flags.seq_length` is above `longest` tokens (None: no limit), or
+    `flags.vocab_size` is set and not the `vocab_size` of the config file `place`."""
     if longest is not None and flags.seq_length > longest:
         do = f"pass {setting('seq_length', longest)}"
         refuse("seq_length", f"{flags.seq_length} for {place}", f"at most the {longest} positions it has", do)
@@ -32,7 +33,8 @@ def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -
 
 
 def _advice(folder: Path) -> str:
-    """Advice, for an error's text, on a `folder` without a model, whose name may be one on the Hugging Face Hub."""
+    """The end of an error's text about a `folder` without a model: what to do, such as a download if the name
+    looks like a model's on the Hugging Face Hub."""
     if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
         return NEXT
     return (

@@ -35,8 +35,8 @@ class LayerNorm(nn.LayerNorm):
 class Embed(nn.Module):
     """Token plus learned position embedding, then dropout: int64 [batch, seq] -> [batch, seq, hidden].
 
-    Or of `input_ids` and `position_ids`, by name, for sequences of several documents, which do not attend to each
-    other: then the positions are returned, too.
+    A dict of "input_ids" and "position_ids", for rows of several documents that do not attend to each other,
+    gives the pair of hidden states and position ids.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -143,8 +143,9 @@ class Head(nn.Module):
     def forward(self, passed: Passed, targets: Targets | None = None) -> Any:
         """The mean cross entropy of the targets in nats, an fp32 scalar; without targets, the logits.
 
-        `targets` is int64 [batch, seq], of which -100 is ignored (a micro-batch of nothing else gives NaN), or such
-        labels and weights [batch], as `zfunc.hf.batch` makes them, or `zfunc.models.loss.Preferences`.
+        `targets` is int64 [batch, seq], in which -100 is ignored (a micro-batch of -100 alone gives NaN), or
+        a pair of labels and weights [batch], as `zfunc.hf.batch` makes it, or
+        `zfunc.models.loss.Preferences`.
         """
         x, _ = _parts(passed)
         if targets is None:

@@ -47,11 +47,11 @@ def gpt_parameters(config: GPTConfig) -> list[list[Parameter]]:
 
 
 def gpt_costs(config: GPTConfig, rows: int, optimizer: Optimizer, world: int = 1) -> SegmentCosts:
-    """The costs of a GPT-2 on each of `world` ranks with a batch of `rows`, from gpt2.toml; from a trace if some
-    parameters are in fp32 beside others in 16 bits, or rows pass in tiles.
+    """The costs of a GPT-2 on each of `world` ranks for a batch of `rows` sequences, from the table
+    gpt2.toml; from a trace, if rows pass in tiles or some parameters are in fp32 beside others in 16 bits.
 
-    `SegmentCosts.trace` gives them under settings; the last segment, whose backward comes next, never recomputes.
-    That method raises ValueError for a GPT with dropout.
+    `SegmentCosts.trace` computes the costs of one step's settings, the last segment's without recomputation,
+    as its backward follows at once; it raises ValueError for a GPT with dropout.
     """
 
     @cache
@@ -122,7 +122,7 @@ def _held(nbytes: int) -> int:
 
 @frozen(eq=False)
 class _Tensor:
-    """A tensor that a segment's pass allocates; a `given` one is an input of the segment or a weight."""
+    """A tensor of `nbytes` bytes that a pass of a segment allocates; if `given`, an input or a weight."""
 
     nbytes: int
     given: bool = False
@@ -157,7 +157,7 @@ def _pieces(total: int, width: int) -> Iterable[int]:
 
 @define(eq=False)
 class _Passes:
-    """The operations of a segment of `kind`, read from gpt2.toml; `tensors` has by name those made so far."""
+    """The passes of a segment of `kind`, read from gpt2.toml; `tensors` has tensors made so far, by name."""
 
     kind: str
     sizes: dict[str, int]
@@ -168,9 +168,10 @@ class _Passes:
     def cost(
         self, grads: int, *, repeats: bool, moving: bool, compiled: bool, split: bool, ahead: bool
     ) -> SegmentCost:
-        """The segment's costs for a micro-batch, as `zfunc.engine.trace.cost_trace` finds them. Backward makes
-        `grads` bytes of weight gradients, and `repeats` forward, in a pass `ahead` of it or within it; `split` adds
-        the costs of its halves, of which the first copies what the second reads of memory that is `moving`."""
+        """The segment's costs for one micro-batch, equal to those of a trace. Backward makes `grads` bytes of
+        weight gradients. With `repeats` forward is recomputed, before backward if `ahead`, else in it.
+        `split` adds the costs of the input and the weight half of backward; residuals in memory that is
+        `moving` are copied by the first."""
         parameters = TABLE[self.kind]["parameters"].replace(":", ":e").replace(",", "")
         given = dict(self._sized(f"{TABLE[self.kind]['inputs']} {parameters}"))
         self.tensors |= {x: [_Tensor(n, given=True)] for x, n in given.items()}
@@ -258,7 +259,8 @@ class _Passes:
         return _Operation(reads, writes, makes, flops, words, 2 * writes[0][1] * sums)
 
     def _parts(self, told: str) -> list[_Part]:
-        """The tensors that `told` names, and the bytes touched of each: "x", "x[SIZE]", or "x*" for all named x."""
+        """The tensors in the text `told`, each with the bytes of it that an operation touches: all of "x",
+        the last tensor named x; SIZE of "x[SIZE]"; all of every tensor named x for "x*"."""
         name, _, size = told.rstrip("]").partition("[")
         if name.endswith("*"):
             return [(t, t.nbytes) for t in self.tensors[name[:-1]]]
@@ -267,7 +269,7 @@ class _Passes:
 
 
 def _needed(operations: list[_Operation], needed: set[_Tensor]) -> list[_Operation]:
-    """The operations, in order, that write the `needed` tensors, and those whose results these read."""
+    """The operations, in order, that write `needed` tensors, and all operations whose results these read."""
     kept: list[_Operation] = []
     for operation in reversed(operations):
         if not needed.isdisjoint(t for t, _ in operation.writes):
@@ -279,9 +281,9 @@ def _needed(operations: list[_Operation], needed: set[_Tensor]) -> list[_Operati
 def _halves(
     backward: list[_Operation], below: set[_Tensor], made: set[_Tensor], weights: set[_Tensor]
 ) -> tuple[list[_Operation], list[_Operation], set[_Tensor]]:
-    """A backward cut as by `graph_cuts.split_backward`: the first half makes gradients `below` (of inputs), the
-    second those of `made` (of weights) that remain. Returns both, and the tensors handed over. Only the first reads
-    `weights`."""
+    """Cut a backward as `graph_cuts.split_backward` does: the first half makes gradients `below` (of inputs),
+    the second the remaining gradients `made` (of weights). Returns both halves, and the tensors that the
+    first leaves for the second. Only the first reads `weights`."""
     held = weights | {t for x in backward if not x.makes for t, _ in x.writes}
     touches = (x for x in backward if not held.isdisjoint(t for t, _ in (*x.reads, *x.writes)))
     early = below | {t for x in touches for t, _ in x.writes}

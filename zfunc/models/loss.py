@@ -24,7 +24,7 @@ Batch = tuple[Any, tuple[Tensor, Tensor]]
 
 
 class Preferences(NamedTuple):
-    """Targets of rows in pairs, an answer that is preferred before the one rejected: the loss is that of DPO.
+    """Targets of DPO: rows in pairs, the preferred answer in the first row, the rejected in the second.
 
     `labels` [rows, seq] are as for `next_token_loss`, -100 in the prompt. `reference` [rows] fp32 has the sum over
     each row of the labels' log-probabilities under the frozen reference model: without it the loss functions return
@@ -71,9 +71,9 @@ Targets = Tensor | tuple[Tensor, Tensor] | Preferences
 def next_token_loss(logits: Tensor, targets: Targets) -> Any:
     """Cross entropy of `logits` [batch, seq, vocab], where labels [batch, seq] of -100 do not count.
 
-    `targets` are labels, each the token that follows: the result is the mean over those that count. Or labels and
-    weights [batch], as `weighted_batch` makes them: the mean over rows of weight times the sum of the row's losses.
-    With `Preferences` it is their loss, and auxiliary outputs.
+    If `targets` are labels, each the next token, the result is the mean over tokens that count. If they are
+    labels and weights [batch], as `weighted_batch` makes them, it is the mean over rows of weight times the
+    sum of the row's losses. With `Preferences` it is their loss, and auxiliary outputs.
 
     >>> logits, labels = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [4, -100, -100]])
     >>> weighted = next_token_loss(logits, (labels, torch.full((2,), 2 / 4)))
@@ -150,9 +150,9 @@ def _logits(x: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
 class _LossesInPieces(torch.autograd.Function):
     """The losses of tokens and the log-sum-exp of their logits, 0 and inf where ignored: both fp32 [tokens].
 
-    Forward takes some tokens at a time, so the loss of a token does not depend on the size of a piece. Backward
-    takes some of the vocabulary: a piece of the weight's gradient is complete, and only that of `x` is added up, in
-    fp32, which takes less memory and traffic than adding up the weight's.
+    Forward computes the logits of some tokens at a time, so the loss of a token does not depend on the size
+    of a piece. Backward takes a part of the vocabulary at a time: the part's gradient of `weight` is complete
+    at once, and only the gradient of `x` is summed over parts, in fp32, which takes less memory and traffic.
     """
 
     @staticmethod
@@ -250,10 +250,10 @@ def weighted_batch(input_ids: Any, labels: Tensor, *, tokens_per_row: float | No
 def collated_batch(collated: Mapping[str, Any], *, typed: bool = False, counts: bool = False) -> Batch:
     """`weighted_batch` of what a collator of transformers makes for a causal model.
 
-    It has `input_ids` and `labels`, both [batch, seq]: `labels[:, t]` is the token `input_ids[:, t]`, or -100. They
-    are shifted here, as by the model itself. With an `attention_mask`, rows have to be padded at the end. Documents
-    in a row, each with `position_ids` from 0 on, do not attend to each other. `num_items_in_batch` divides the sum
-    of the losses of this batch, in place of the number of its tokens.
+    `collated` has `input_ids` and `labels`, both [batch, seq]: `labels[:, t]` is the token `input_ids[:, t]`,
+    or -100; labels are shifted here, as by the model itself. With an `attention_mask`, rows have to be padded
+    at the end. Documents in a row, each with `position_ids` from 0 on, do not attend to each other.
+    `num_items_in_batch` divides the sum of the losses of this batch, in place of the number of its tokens.
 
     With `typed` the inputs keep `token_type_ids`, else dropped. With `counts` they have the mask, too, as "tokens
     that count", for the loss of routers. Raises ValueError for other names, and for padding at the beginning.
@@ -293,7 +293,8 @@ def collated_batch(collated: Mapping[str, Any], *, typed: bool = False, counts: 
 
 
 def _places(position_ids: Tensor, mask: Tensor) -> Tensor:
-    """`position_ids`, counted on where `mask` is 0. Raises ValueError unless they count from 0 in each document."""
+    """`position_ids` [batch, seq] with padding, where `mask` is 0, numbered on from the document before it.
+    Raises ValueError unless positions count from 0 in each document."""
     at = torch.arange(position_ids.shape[1], device=position_ids.device)
     places = at - torch.where((position_ids == 0) & (mask != 0), at, 0).cummax(1).values
     if not bool(((places == position_ids) | (mask == 0)).all()):

@@ -78,8 +78,8 @@ def _scaled(values: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def _starts(count: int, step: int, *, fake: bool) -> Iterator[int]:
-    """Yield where pieces of `step` of `count` elements begin. In a trace (`fake`), the second piece counts for all
-    but the first and the last: each allocates and reads as much, beside what is left of the piece before."""
+    """Yield where pieces of `step` elements begin in `count` elements. In a trace (`fake`), pieces between
+    the first and the last are equal in cost, so the second is traced once and counted for all of them."""
     starts = range(0, count, step)
     times = dict.fromkeys(starts, 1)
     if fake and len(starts) > 3:
@@ -94,8 +94,9 @@ def joined(*parts: Tensor) -> Tensor:
 
 @frozen
 class FourBit:
-    """NF4 in blocks of 64, two codes a byte, the first in its high half. Scales are the fp32 magnitudes of blocks,
-    or if `nested` 8-bit codes of these less their mean, in blocks of 256. The bytes are those of
+    """NF4 in blocks of 64 elements: two codes a byte, the first in its high half, and the fp32 magnitude of
+    each block as its scale. If `nested`, scales less their mean are 8-bit codes in blocks of 256. The bytes
+    of a tensor are
 
         nested      scales of scales (fp32), their mean (fp32), codes of scales, codes
         else        scales (fp32), codes
@@ -128,7 +129,7 @@ class FourBit:
         return joined(outer, mean, nested, packed)
 
     def tables(self) -> list[Tensor]:
-        """The lookup tables of `decode`: the two values of each byte [256, 2], and those of scale codes [256]."""
+        """The lookup tables of `decode`: both NF4 values of a byte [256, 2]; values of scale codes [256]."""
         code = torch.tensor(NF4, device="cpu")
         pairs = torch.stack([code.repeat_interleave(16), code.repeat(16)], 1)
         return [pairs, torch.tensor(dynamic_map(), device="cpu")]
@@ -284,8 +285,8 @@ def quantized(
 
 
 def keep_encoded(segment: Segment, kinds: Mapping[str, str]) -> Segment:
-    """A segment that keeps its parameters in `kinds` (format by full name) as bytes, and decodes them in its
-    function. Initial values are encoded, unless they are bytes."""
+    """A segment that keeps the parameters in `kinds` (format by full name) as bytes and decodes them at the
+    beginning of its function. Initial values are encoded when made, unless they are bytes already."""
     own = {x: p for x, p in zip(segment.short, segment.parameters, strict=True) if p.name in kinds}
     if not own:
         return segment

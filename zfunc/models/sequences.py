@@ -29,7 +29,7 @@ class KVCache:
         return self.length - tokens
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens [batch, heads, tokens, head_size]. Returns those of all tokens."""
+        """Append keys and values of new tokens [batch, heads, tokens, head_size]. Returns the whole cache."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
         self.keys, self.values = keys, values
@@ -38,8 +38,9 @@ class KVCache:
 
 @frozen(eq=False)
 class Seen:
-    """The tokens that a token attends to: itself and those before, from the `first` [batch, seq] of its document
-    on, `window` tokens at most. Attention of rows takes it without a mask (zfunc/engine/rows/row_attention.py)."""
+    """Which tokens a token attends to: itself and earlier ones, at most `window` in all (None: any number),
+    from its document's `first` [batch, seq] on (None: the row's). Attention of whole rows computes it without
+    a mask."""
 
     first: Tensor | None = None
     window: int | None = None

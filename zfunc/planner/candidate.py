@@ -139,9 +139,9 @@ class Repetition:
         return enough and self._even(*([x for x in of if x[2]] for of in (few, many)))
 
     def _even(self, few: list[Placed], many: list[Placed]) -> bool:
-        """Whether lane `many` of the large step is lane `few` of the small step with operations inserted in one
-        place, and each operation of the last group but one starts as long after the like operation two groups
-        before as two groups take: then the end of the step does not disturb groups before it."""
+        """Whether lane `many` of the large step is lane `few` of the small one with operations inserted at
+        one place, and the last group but one starts one repetition (two groups' seconds) after the like
+        group: then the step's end does not disturb earlier groups."""
         if _alike(few, many) + _alike(few[::-1], many[::-1]) < len(few):
             return False
         starts = [(verb, e.start) for e, verb, _ in many if verb in self._grows]

@@ -51,9 +51,10 @@ Tracer: TypeAlias = Callable[[StepSpec, bool, bool], StepCosts]
 
 @frozen(eq=False)
 class SegmentCosts:
-    """What planning needs of a model: its segments' `parameters`, an optimizer, and one rank's batch of `rows`
-    rows, whose targets have `tokens` elements. `trace` returns the costs of passes; `resized(rows)`, unless None,
-    the SegmentCosts of another batch size. A search tries `tile_counts`, numbers of tiles of a row."""
+    """What planning needs of a model: its segments' `parameters`, an optimizer, and one rank's batch of
+    `rows` rows with `tokens` target elements. `trace` returns the costs of passes under settings.
+    `resized(rows)` makes the SegmentCosts of another batch size (None: it cannot change). `tile_counts` are
+    the numbers of tiles of a row that a search tries."""
 
     parameters: Sequence[Sequence[Parameter]]
     optimizer: Optimizer

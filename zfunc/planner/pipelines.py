@@ -33,9 +33,8 @@ Work = tuple[dict[str, int], ...]  # of a pass through each segment, by its way,
 
 
 def work_of(step: PlannedStep) -> Work:
-    """For each segment of `step`, the ns of a pass by kind of pass, for any order of passes. Backward includes
-    recomputation. A recomputation, and a pass for gradients of weights alone, are each assumed to last as long as
-    forward."""
+    """For each segment of `step`, the ns of each kind of pass on its device. Backward includes recomputation;
+    a recomputation, and the weight half of a split backward, are each assumed to take as long as forward."""
     work: list[dict[str, int]] = []
     for s, x in enumerate(step.spec.costs):
         alike = evolve(x.forward, flops=x.forward.flops - x.forward.attention_flops, attention_flops=0)
@@ -53,9 +52,9 @@ def work_of(step: PlannedStep) -> Work:
 def best_orders(
     step: PlannedStep, micro_batches: Sequence[int], places: Iterable[Mapping[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Changes of settings to an `order` and a number of `micro_batches` that may be the fastest: by arithmetic, the
-    best of each kind of order and of each number of micro-batches, alone and with those of `places` (changes of
-    where parameters and activations are) that allow the order."""
+    """Yield changes of `order` and `micro_batches` that may be the fastest, by the times of passes alone: the
+    best order of each kind, and the best for each number of micro-batches; then the same together with each
+    of `places`, changes of where parameters and activations are."""
     settings, work = step.settings, work_of(step)
     counts = [*dict.fromkeys((settings.micro_batches, *micro_batches))]
     found = {(x, m): _least_makespan(step, x, m, work) for x in {*_orders(step, work)} for m in counts}

@@ -218,8 +218,8 @@ def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSet
 
 
 def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
-    """The suggestion `lacking` plus the smallest host memory, or drives, in sizes that are sold, with which the
-    step fits; None where the step lacks memory of another tier."""
+    """The suggestion `lacking` plus the smallest memory that makes its step fit, host memory or drives in
+    sizes that are sold; None if the step lacks memory of several tiers or of another one."""
     step, profile = lacking.step, model.machine
     for tier, sizes in SOLD.items() if isinstance(profile, Profile) else ():
         for size in sizes if {*step.lacking} == {tier} else ():
@@ -305,8 +305,8 @@ def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
 
 
 def _same_for_any_rows(step: PlannedStep) -> float:
-    """Upper bound of the seconds of `step` that do not grow with the rows of a micro-batch: in which the device
-    waits, launches kernels, or reads and writes parameters and other memory that the step keeps."""
+    """Upper bound of the seconds of `step` that do not grow with its rows: waits of the device, kernel
+    launches, and reads and writes of parameters and other memory that the step keeps."""
     spec, kept = step.spec, step.kept["device"]
     kept += sum(x.numel * x.element_bytes for x in spec.places)
     passed = step.settings.micro_batches * PASSED * kept / step.hardware.rates["compute"]
@@ -322,9 +322,10 @@ def most_that_fit(
     """The largest count from 1 to `most`, of layers, sequences or tokens, whose planned step fits; 0 if none does.
     If `watch` is stopped, the largest that was found to fit; `told(count)` is the watch's text for a count.
 
-    The step of the result was planned and fits; the step of one more was planned and does not, or is above `most`.
-    A step is traced anew for each count, so few are tried: memory grows nearly in proportion, and the next count to
-    try is read off the line through two planned steps."""
+    The step of the returned count was planned and fits; that of the next count was planned and does not fit,
+    or is above `most`. A step is traced anew for each count, so few are tried: memory grows nearly in
+    proportion, and the next count to try is read off the line through two planned steps.
+    """
     known: dict[int, PlannedStep] = {}
 
     def fits(count: int) -> bool:
@@ -355,8 +356,8 @@ def most_that_fit(
 
 
 def _space(settings: StepSettings, tile_counts: Sequence[int], rows: int) -> Space | None:
-    """By setting, the values that a search tries: of all settings for `schedule` "auto", else of those that are
-    "auto", None without any; `rows`, of a rank's batch, limit the numbers of micro-batches."""
+    """The values that a search tries, by setting: all settings if `schedule` is "auto", else those that are
+    "auto"; None if no setting is. `rows`, one rank's batch, bounds the numbers of micro-batches."""
     space: dict[str, tuple[Any, ...]] = {**SPACE, "tiles": tuple(tile_counts)}
     orders = (AUTO,) if settings.devices > 1 else SPACE["order"]
     ordered: dict[str, tuple[Any, ...]] = {"order": orders} if settings.order == AUTO else {}

@@ -39,12 +39,11 @@ WIDTH = 118  # columns of a sentence
 class DiskTraffic:
     """What one rank's step reads from and writes to its drives. Mappings are by direction, "read" and "write".
 
-    - `step_bytes`: bytes of the planned step. `commit_bytes`: those of a step that commits, which also writes the
-      part of the state that lives in memory. They are equal if every step commits.
-    - `needed`: bytes/s with which transfers would last no longer than the busiest other kind of work. `available`:
-      bytes/s of the hardware. Both directions share the drives.
-    - `space`: bytes on the drives: state in two copies, frozen parameters, waiting gradients and activations.
-      `written`: bytes that an average step writes.
+    - `step_bytes`: bytes of the planned step. `commit_bytes`: bytes of a step that commits, which also writes
+    the part of the state that is in memory; equal to `step_bytes` if every step commits. - `needed`: bytes/s
+    with which transfers would last no longer than the busiest other kind of work. `available`: bytes/s of the
+    hardware. Both directions share the drives. - `space`: bytes on the drives: state in two copies, frozen
+    parameters, waiting gradients and activations. `written`: bytes that an average step writes.
     """
 
     step_bytes: Mapping[Kind, int]
@@ -62,8 +61,8 @@ class DiskTraffic:
 
 @frozen
 class ReleaseCost:
-    """Bytes that `zfunc.release` copies off a rank's device, bytes copied back, and the seconds of each at the
-    rates of the bus, and of the drives if these have the master weights."""
+    """The cost of `zfunc.release` on one rank: bytes copied off its device, bytes copied back, and the
+    seconds of each copy, over the bus, and to the drives if the master weights are on the disk."""
 
     bytes_out: int
     bytes_back: int
@@ -75,11 +74,12 @@ class ReleaseCost:
 class Planned:
     """A step that was planned. Its `str` is one screen of text: what fits, how fast, why, and what would help.
 
-    `step` has the simulated plan and the settings, those that were chosen included. `tokens` are those of one
-    rank's batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes
+    `step` has the simulated plan and all settings, with values for those that were "auto". `tokens` is the
+    number of target elements in one rank's batch; `world` is the number of ranks. `suggestions` are changes
     that were planned too, and `advised` tells whether any were tried; `reasons` and `tried` are those of the
-    search, if there was one. `profile` is what `hardware` was made from, or None. `most` is the argument with which
-    `zfunc.segments` cuts the module into the planned segments, in elements of parameters; None for segments.
+    search, if there was one. `profile` is what `hardware` was made from, or None. `most` is the argument with
+    which `zfunc.segments` cuts the module into the planned segments, in elements of parameters; None for
+    segments.
     """
 
     hardware: Hardware
@@ -306,8 +306,8 @@ def wrapped(sentence: str, indent: int = 2) -> list[str]:
 
 
 def _nodes(p: Planned) -> Iterator[str]:
-    """The report's line on nodes: how many there are, the devices used of each, and the rate of the link, which is
-    the network between ranks, or for one rank the bus from host to device. Nothing without a profile."""
+    """The report's line on nodes: their number, the devices used in each, and a rate in GB/s: of the network
+    between ranks, or, for one rank, of the bus from host to device. No line without a profile."""
     if p.profile is not None:
         local = min(p.world, int(p.profile.value("count", "devices")) // p.devices)
         nodes = -(-p.world // local)

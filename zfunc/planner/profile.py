@@ -108,11 +108,12 @@ def _figures(given: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, F
 class Profile:
     """A machine: `figures[table][key]`, in the unit that the table is named after, as "bytes".
 
-    `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
-    device is the host; `grouped`: torch has grouped kernels for it. A table "shared.RESOURCE" has the shares of a
-    resource that kinds of operations take (see `Hardware`); all devices, or `devices` neighbours, share one.
-    Unless a resource is shared by all, or the device is the host, copies compete with the host's work for host
-    memory, too. Drives that read and write at once are shared in proportion, unless there is a table "shared.disk".
+    `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified`
+    machine the device is the host; `grouped`: torch has grouped kernels for the device. Table
+    "shared.RESOURCE" has, by kind of operation, the share of a resource that an operation takes (see
+    `Hardware`); its key `devices` is the number of neighbouring devices that share one such resource; without
+    the key all do. Copies and host work also compete for host memory, unless some resource is shared by all
+    or the device is the host. Reads and writes share the drives, unless table "shared.disk" says otherwise.
     `measured` are operations timed on the machine.
 
     Raises ValueError with the profile, the table and the key for a figure that is missing or implausible.

@@ -71,8 +71,8 @@ SPACE: Space = {name: values for name, values in VALUES.items() if name not in N
 def moved(settings: StepSettings, world: int, **changes: Any) -> StepSettings | None:
     """`settings` with `changes` and further changes that these require; None where settings exclude each other.
 
-    If `world` ranks are several, parameters off the device require ZeRO stage 3; those or gradients on disk require
-    the state there.
+    With `world` > 1, parameters off the device require ZeRO stage 3. Parameters or gradients on the disk
+    require the state on the disk. Tiles require recomputation of all activations.
 
     >>> differing(moved(StepSettings(state_on="device,host"), 1, params_on="disk"), StepSettings())
     {'params_on': 'disk', 'state_on': 'disk'}
@@ -104,7 +104,7 @@ def differing(new: StepSettings, old: StepSettings) -> Changes:
 
 
 def beside(values: tuple[int, ...], value: int) -> list[int]:
-    """The neighbours of `value` among `values`: the largest below and the smallest above, where there are such."""
+    """The largest of `values` below `value` and the smallest above; one of them at an end, or neither."""
     return [*sorted(v for v in values if v < value)[-1:], *sorted(v for v in values if v > value)[:1]]
 
 
@@ -128,10 +128,10 @@ def lacks_host(step: PlannedStep) -> bool:
 
 
 def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> list[str]:
-    """Values of the place setting `name` that may be better than the present one. The disk is tried where the host
-    is full, where the disk is in use, and, after the `first` round of the search, where no step fitted so far.
+    """Values of setting `name`, which says where data is, that may beat the present one. The disk is tried if
+    the host is full, if the disk is in use, and after the `first` round of the search if no step has fitted.
 
-    Where device and host share one memory, moves but those of `state_on` are to the disk and back alone.
+    Where device and host share one memory, data other than the state moves only to the disk and back.
     """
     now: str = getattr(best.settings, name)
     there, elsewhere = DISK in words_of(now), name == "state_on" or not best.hardware.unified
@@ -167,8 +167,8 @@ def _distances(activations_on: str, count: int) -> list[int]:
 
 
 def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes to try in the `first` round or a later one: the state in memory, or on the disk, with parameters
-    streamed and gradients kept there."""
+    """Changes of `state_on` to try: to memory; and to the disk, alone or together with parameters off the
+    device and waiting gradients elsewhere. `first`: the search is in its first round."""
     now = best.settings
     waits = [x for x in space.get("grads_on", ()) if x != "host"] if best.spec.barrier else ()
     for state_on in (x for x in _worth_trying(best, space, "state_on", first) if x not in NEARER):
@@ -195,7 +195,8 @@ def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
 
 
 def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterator[str]:
-    """Values of `activations_on` with one of `count` shares a tier `nearer` or further; no later share is further.
+    """Yield values of `activations_on` in which one of `count` equal shares of the segments is one tier
+    `nearer` to the device, or else further. Later shares are never further than earlier ones.
 
     >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
     ['disk:0.25,host', 'disk:0.5,host:0.25,device']
@@ -222,7 +223,9 @@ def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes
 
 
 def most_persistent(step: PlannedStep) -> int:
-    """The largest `persistent_params`: all parameters of up to so many elements fit with the step; 0 if all do."""
+    """The largest `persistent_params`, in elements, with which the device still has room beside `step`;
+    parameters of up to so many elements then stay on the device. 0 if all parameters fit, so that none has to
+    be streamed."""
     capacity, spec = step.hardware.memory.get("device"), step.spec
     if capacity is None:
         return 0
@@ -258,8 +261,9 @@ def with_farther_share(opened: str, share: float) -> str:
 
 
 def _shares(opened: str) -> Coordinate:
-    """Return a generator of changes: the shares of the state, in the two places of `opened`, that fit; only the
-    last two of them after the first round, and none unless `opened` is searched."""
+    """Make a function of the search that yields changes of `state_on` to shares of the state in the two
+    places of `opened` that fit; the last two only after the first round, and none unless the search varies
+    `opened`."""
 
     def shares(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
         searched = opened in space.get("state_on", ()) and opened == open_share(best.settings)
@@ -289,8 +293,8 @@ def may_give_way(settings: StepSettings, lacking: Mapping[Tier, int], space: Spa
 
 
 def shares_that_fit(best: PlannedStep, opened: str) -> tuple[float, ...]:
-    """Shares (0 to 1) of the state in the farther place of `opened`: 1, the least with which the nearer tier has
-    room for the rest, and values between.
+    """Shares (0 to 1) of the state to try in the farther place of `opened`: 1, the least share with which the
+    rest fits the nearer tier, and values between.
 
     The nearer tier's bytes grow linearly as the share falls. The last value is the least by arithmetic, and may be
     a bucket too low; the value before is a bucket higher. 1 alone if the nearer tier is a device that is the host.
@@ -345,8 +349,8 @@ def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
 def _values(
     name: str, useful: Callable[[PlannedStep], bool] = lambda _: True, least: Any = None
 ) -> Coordinate:
-    """Return a generator of changes, if `useful(step)`: all values of setting `name` from `least` on, of setting
-    `slots` the next lower and higher only."""
+    """Make a function of the search that yields changes of setting `name` while `useful(step)`: to every
+    value in the space from `least` on; of `slots` only to the next lower and higher value."""
 
     def values(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
         if useful(best):
@@ -463,8 +467,9 @@ def search(
 ) -> SearchResult:
     """The fastest step that fits its hardware's memory; if no step fits, the one that lacks the fewest bytes.
 
-    `planned` plans the step of settings; values of `space` are tried; those of `start` stay where others gain
-    nothing; `watch` is told of progress, and Ctrl-C then stops the search. Takes seconds for 50 layers.
+    `planned` plans the step of settings. Values of `space` are tried, beginning from `start`, whose values
+    stay unless others gain enough. `watch` is told of progress, and Ctrl-C then stops the search. Takes
+    seconds for 50 layers.
     """
     first = planned(start)
     begin = _with_room(planned, first, space).without_operations()
@@ -480,8 +485,8 @@ def search(
 def _with_room(
     planned: Callable[[StepSettings], PlannedStep], step: PlannedStep, space: Space
 ) -> PlannedStep:
-    """`step`, or, if by arithmetic the host has no room for what it keeps and the disk has, `step` with its state
-    on the disk: on several devices, whose state goes there whole, nothing else is worth a simulation before."""
+    """`step`, or `step` with its state on the disk if it has several devices, keeps more bytes than the host
+    has, and fits the host that way: the search would simulate nothing else first."""
     short = step.hardware.lacking(step.least_kept)
     if step.settings.devices > 1 and "host" in short and DISK in space.get("state_on", ()):
         settings = moved(step.settings, step.spec.world, state_on=DISK)
@@ -493,8 +498,8 @@ def _with_room(
 
 @define(eq=False)
 class _Walk:
-    """A search in progress: the best step so far, the seconds of the fastest that fits, and the steps seen by
-    settings, None for those that arithmetic excluded."""
+    """A search in progress: the best step so far, the seconds of the fastest step that fits, and every step
+    seen, by its settings; None for settings that a lower bound excluded without simulation."""
 
     planned: Callable[[StepSettings], PlannedStep]
     space: Space
@@ -527,7 +532,8 @@ class _Walk:
                 self._try(smaller)
 
     def _try(self, settings: StepSettings) -> PlannedStep | None:
-        """The step of `settings`, simulated now; None if tried before, invalid, or by arithmetic no winner."""
+        """Simulate and return the step of `settings`; None if tried before, invalid, or too slow by
+        bounds."""
         if settings in self.seen:
             return None
         self.seen[settings] = None
@@ -555,8 +561,8 @@ class _Walk:
         return math.inf if gains else self.best.seconds * (1 - WORTH)
 
     def _slow(self, step: PlannedStep, work: WorkOf) -> bool:
-        """Whether a step that has at least `work` cannot beat the best by enough: a change that moves no data must
-        gain more."""
+        """Whether a step with at least `work` seconds is too slow to replace the best step; a change that
+        moves no data must gain more to be worth a simulation."""
         moves = not TIERS_OF.keys().isdisjoint(differing(step.settings, self.best.settings))
         little = 1 if moves else (1 - POSSIBLE) / (1 - WORTH)
         return least_seconds(work, step.hardware) > self._enough(by_kind(work)) * little
@@ -598,8 +604,9 @@ class _Walk:
             yield f"{change}: {gains_and_costs(self.best, back)}{shortage}"
 
     def _backs(self) -> Iterator[tuple[str, PlannedStep]]:
-        """For each setting of the best step that differs from the start's: its name, and the best step with the
-        start's value, simulated even where it cannot win; left out where other changes exclude that value."""
+        """Yield for each setting of the best step that differs from the start's: its name, and the best step
+        with the start's value, simulated even if slow. Settings whose old value the other changes exclude are
+        left out."""
         for name in differing(self.best.settings, self.first.settings):
             settings = moved(
                 self.best.settings, self.best.spec.world, **{name: getattr(self.first.settings, name)}
@@ -610,8 +617,8 @@ class _Walk:
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:
-    """Whether `new` lacks fewer bytes than `old`, or as few and is faster by more than 1 %, or as fast and uses the
-    drives, which wear, less."""
+    """Whether `new` lacks fewer bytes than `old`; or as few, and is over 1 % faster, or about as fast with
+    less use of the drives, which wear."""
     lacking, before = sum(new.lacking.values()), sum(old.lacking.values())
     faster = new.seconds < old.seconds * (1 - WORTH)
     spares = new.seconds < old.seconds * (1 + AS_FAST) and _spares_drives(new.work, old.work)

@@ -67,10 +67,10 @@ def suggest(
     numbers of tiles of a row to try; `step_of` plans other settings, and `buy` adds the memory that a suggestion
     lacks, if such memory is sold.
 
-    If `step` does not fit: every setting that alone makes the step fit, changed as little as possible, the fastest
-    first; if there is none, the changes a search finds, without those not needed; and the least memory to buy. If
-    `step` fits: changes with which it is faster and still fits. Only settings in `settable` change, unless it is
-    None.
+    If `step` does not fit: every setting that alone makes the step fit, changed as little as possible, the
+    fastest first; if no setting alone does, the changes that a search finds and the step needs; and the least
+    memory to buy. If `step` fits: changes with which it is faster and still fits. Only settings in `settable`
+    change, unless it is None.
     """
     advisor = _Advisor(step_of, step, rows, tile_counts, settable)
     return tuple(advisor.faster()[:MOST] if step.fits else advisor.fitting(buy))
@@ -161,7 +161,8 @@ class _Advisor:
     # --- to make it fit ------------------------------------------------------------------------------------
 
     def fitting(self, buy: Callable[[Suggestion], Suggestion | None]) -> list[Suggestion]:
-        """Suggestions that make the step fit: single changes, else a search's; and the least that `buy` adds."""
+        """Suggestions that make the step fit: changes of a single setting, else of several, found by a
+        search; and what `buy` makes of the nearest one that does not fit."""
         found: list[Suggestion] = []
         short = [Suggestion({}, self.step, "")]
         for name, values in self.moves().items():
@@ -208,7 +209,7 @@ class _Advisor:
 
 
 def _shortage(suggestion: Suggestion) -> tuple[int, float]:
-    """Sort key of a suggestion, the best least: bytes of memory that its step lacks, then its seconds."""
+    """Sort key of a suggestion, least for the best: bytes of memory that its step lacks, then its seconds."""
     return sum(suggestion.step.lacking.values()), suggestion.step.seconds
 
 

@@ -86,7 +86,7 @@ def traced_costs(
 
 
 def _targets(example: Batch) -> list[Tensor]:
-    """The tensors of the targets of a batch (inputs, targets); for a cut module, those it is called with."""
+    """The target tensors of a batch (inputs, targets); of a cut module, those in the BatchCall it gets."""
     inputs, targets = example[:2]
     if targets is None and hasattr(inputs, "targets"):
         named = inputs.inputs if isinstance(inputs.inputs, Mapping) else {}

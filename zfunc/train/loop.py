@@ -71,9 +71,10 @@ def train_events(
 ) -> Iterator[Event]:
     """Train the job from `start` on and yield its events; a signal that `stop` returns after a step ends training.
 
-    Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. A swap space
-    is the checkpoint itself: each commit records the run's progress; the swap space is closed at the end.
-    Raises CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
+    Checkpoints go to `start.folder`; if one cannot be written, that is an event, and training continues. With
+    a swap space, commits to it take the place of checkpoints and record the run's progress; it is closed at
+    the end. Raises CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step`
+    raises.
     """
     host_before = resident_bytes()
     for device in job.program.memories.values():
@@ -134,7 +135,7 @@ class _Loop:
         self.ended = signal if signal == TERMINATED else self.ended or signal
 
     def step(self) -> Iterator[Event]:
-        """Train one step; yield its event, and those of the evaluation after and the checkpoint before the step."""
+        """Train one step; yield events of a checkpoint saved in it, an evaluation after it, and the step."""
         settings, number = self.job.settings, self.state.batches + 1
         traced = number == min(self.first + TRACED_STEP, settings.steps or self.first + TRACED_STEP)
         start = time.perf_counter()
@@ -281,7 +282,8 @@ class _Loop:
         return next(iter(self.program.swap_folders), None)
 
     def _commit(self) -> None:
-        """Commit to the swap space, if there is one, the progress and the run that owns the swap space."""
+        """Commit State and progress to the swap space, if there is one, with the name of the run that owns
+        the space."""
         if self.swap is not None:
             save(self.swap, self.program, self.state, extra=self._extra())
 

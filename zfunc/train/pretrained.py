@@ -29,7 +29,8 @@ OF_LORA = {
 
 @frozen(eq=False)
 class PretrainedModel:
-    """A Hugging Face model: its folder, whose weights `zfunc.init` reads, or a config alone, and its segments."""
+    """A Hugging Face model: its `folder` (or that of its config alone), config and segments. `zfunc.init`
+    reads the weights from the folder."""
 
     folder: Path
     config: Any

@@ -30,8 +30,9 @@ log = logging.getLogger("zfunc")
 
 
 def kept_reference(job: TrainingJob, start: ResumePoint, at: int) -> Rows | None:
-    """The DPO reference log-probabilities that the run, now at step `at`, or the run it continues has saved; None
-    if neither has, and on ranks but 0. All ranks have to call this. Raises ValueError if lost, or of other data."""
+    """The DPO reference log-probabilities that the run, now at step `at`, saved, or else the run it started
+    from; None if neither saved any, and on ranks other than 0. All ranks must call this. Raises ValueError if
+    the saved ones are lost or are of other data."""
     return all_or_none(job.ranks, lambda: None if job.ranks.rank else _kept(start, _digest(job), at))
 
 
@@ -61,8 +62,9 @@ def _digest(job: TrainingJob) -> str:
 
 
 def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
-    """The DPO reference of data `digest` saved by the run, or by the run whose checkpoint it begins with. Raises
-    ValueError for other data, and for a run that is at step `at` without a reference."""
+    """The DPO reference of data `digest`, read from the run's folder, or from the folder of the run whose
+    checkpoint it begins with; None without either. Raises ValueError if the run has one of other data, or is
+    at step `at` without any."""
     run, origin = start.folder and start.folder.parent, start.origin
     others = [] if start.own or origin is None else [origin, *origin.parents][:3]
     for folder in [run, *others]:
@@ -88,7 +90,7 @@ def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
 
 
 def _of_all(job: TrainingJob, name: str, kept: Rows | None) -> np.ndarray:
-    """The rows `name` ("train" or "held_out") of `kept`, which rank 0 alone has, on all ranks."""
+    """The fp32 array `name` ("train" or "held_out") of `kept`, on all ranks; rank 0 alone has `kept`."""
     sizes = job.ranks.sums([0.0 if kept is None else len(kept[name])])
     rows = np.zeros(int(sizes[0])) if kept is None else kept[name]
     return np.array(job.ranks.sums(rows.tolist()), np.float32)
@@ -97,7 +99,8 @@ def _of_all(job: TrainingJob, name: str, kept: Rows | None) -> np.ndarray:
 def _computed(
     job: TrainingJob, state: State, stream: TokenStream, places: Sequence[int], stop: Callable[[], str]
 ) -> np.ndarray:
-    """Log-probabilities [rows], fp32, of the answers at `places`, zeros elsewhere; the ranks divide the work."""
+    """Log-probabilities of the answers in the sequences `places`: fp32, an element for each sequence of
+    `stream`, 0 for other sequences. Ranks divide the work. Raises KeyboardInterrupt if `stop` asks for it."""
     ranks, settings = job.program.ranks, job.settings
     rows = settings.batch_size // (settings.micro_batches * ranks.world)
     found = np.zeros(stream.num_sequences(settings.seq_length), np.float32)

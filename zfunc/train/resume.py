@@ -222,7 +222,7 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _text_in(path: Path, name: str) -> str | None:
-    """The text under key `name` in the JSON file `path`; None if there is none."""
+    """The text under key `name` in the JSON file `path`; None if the file, the key or a text is missing."""
     try:
         value = read_json_object(path).get(name)
     except ValueError:

@@ -121,8 +121,8 @@ class RunFolder:
                 pass
 
     def fail(self, error: BaseException) -> None:
-        """Write to summary.json why the run failed. If training had ended before, the summary still says so: only
-        the sample is missing."""
+        """Write the error to the run's summary.json, and "failed" as the ending unless training had ended
+        before. A run interrupted before its first step leaves no config or metrics."""
         stopped = isinstance(error, KeyboardInterrupt)
         if (
             stopped and self.begun and not self.row.get("step")
@@ -147,7 +147,8 @@ class RunFolder:
         os.close(self._lock)
 
     def _begin(self, event: Started) -> None:
-        """Write config.json, and metrics.jsonl with its rows up to the checkpoint if this run saved it."""
+        """Begin the run's files: write config.json and a new metrics.jsonl, with the run's earlier rows up to
+        the checkpoint that it resumes from."""
         self.path.joinpath(SUMMARY).unlink(missing_ok=True)
         for partial in filter(is_partial, self.path.iterdir()):
             partial.unlink()

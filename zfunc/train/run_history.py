@@ -51,7 +51,7 @@ def held_out_unit(unit: str, loss: Any) -> HeldOutUnit:
 
 @frozen
 class RunHistory:
-    """A run up to now. `rows` are those of metrics.jsonl; `summary` is empty while the run goes on, or if killed.
+    """A run up to now. `rows` are those of metrics.jsonl; `summary` is {} if the run goes on or was killed.
 
     `damage` is text on the first invalid line of metrics.jsonl, where reading stopped; "" if all lines are valid.
     """
@@ -245,7 +245,9 @@ class RecordedStep:
 def read_recorded_step(run: Path) -> RecordedStep:
     """The measured step in the run folder `run`.
 
-    Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan."""
+    Raises ValueError for a folder without a measured step, for files that zfunc did not write, and for a
+    timeline of another plan.
+    """
     with _reading(run / PLAN):
         plan = parse((run / PLAN).read_text(encoding="utf-8"))
     with _reading(run / TRACE):
@@ -259,6 +261,6 @@ def read_recorded_step(run: Path) -> RecordedStep:
 
 
 def words_of_stage(settings: Mapping[str, Any]) -> str:
-    """Text on the pipeline stage of a measured step, the first, as rank 0 writes the step; "" without stages."""
+    """Text on a measured step of 4 pipeline stages: ", the first of 4 stages"; "" for a step without."""
     pp = settings.get("pp", 1)  # runs of older versions have no such setting
     return f", the first of {pp} stages" if pp > 1 else ""

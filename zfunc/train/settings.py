@@ -85,7 +85,7 @@ def _by_optimizer(n: int) -> str:
 
 
 def _usual(n: int) -> Any:
-    """An attrs default for the learning rate (n = 0) or weight decay (n = 1), by optimizer and kind of model."""
+    """An attrs default by optimizer and kind of model: learning rate for n = 0, weight decay for n = 1."""
 
     def default(settings: "TrainSettings") -> float:
         if n == 0 and settings.hf is not None and settings.loss == DPO:
@@ -184,7 +184,7 @@ class ModelFlags:
 
 @frozen(kw_only=True)
 class GPTFlags(ModelFlags):
-    """Settings of the data that a model is trained on, which decides a GPT's vocabulary, and of the optimizer."""
+    """ModelFlags, and settings of the training data, which give a GPT its vocabulary; of the optimizer."""
 
     data: Path | None = _data(
         None,
@@ -514,8 +514,8 @@ def reading(name: str, place: Path | None) -> Generator[None]:
 
 
 def check_paths(settings: TrainSettings) -> None:
-    """Raise ValueError for a path to read that does not exist, or for a swap folder that is in memory; for records
-    among the first that are no documents, and for a chat template that is not valid Jinja or refuses the chats.
+    """Raise ValueError for a missing path, a swap folder in memory, a record among the first that is no
+    document, or a chat template that is invalid Jinja or refuses the chats.
 
     Needs no torch, so that a mistyped path or a malformed chat is reported at once.
     """
@@ -560,7 +560,7 @@ NEEDED = {
 
 
 def check_pretrained(settings: Any) -> None:
-    """Raise ValueError for flags that contradict a Hugging Face model, or that need one where there is none."""
+    """Raise ValueError for flags that contradict a Hugging Face model, or need one if no model is named."""
     sources = [x for x in ("hf", "hf_config") if getattr(settings, x, None) is not None]
     if len(sources) > 1:
         refuse("hf_config", "it with `hf`", "one of them", "leave one out")

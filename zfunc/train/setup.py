@@ -66,8 +66,8 @@ log = logging.getLogger("zfunc")
 
 @frozen(eq=False)
 class TrainingJob:
-    """A training that is ready to run: its compiled program, data and resolved settings, and, as `extras`, what a
-    DeepSpeed or Trainer file asks for that no setting has."""
+    """A training that is ready to run: its compiled program, data and resolved settings; `extras` are values
+    without a setting, from a DeepSpeed or Trainer file."""
 
     settings: TrainSettings
     extras: ConfigExtras

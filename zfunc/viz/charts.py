@@ -51,7 +51,7 @@ class PlotPoint:
 
 
 def placed(points: Points, span: tuple[int, int]) -> dict[int, PlotPoint]:
-    """Group points by place, a run of steps that share pixels, numbered from 0 at the first step of `span`."""
+    """Merge points that share pixels into PlotPoints, by place: the index of a run of steps from span[0]."""
     each = max(1, -(-(span[1] - span[0] + 1) // PLACES))
     places: dict[int, PlotPoint] = {}
     for place, group in groupby(points, lambda point: (point[0] - span[0]) // each):

@@ -28,7 +28,7 @@ Timelines = Timeline | Sequence[Timeline]  # several share one axis: simulated a
 
 
 def timeline_tuple(timelines: Timelines) -> tuple[Timeline, ...]:
-    """The timelines as a tuple. Raises ValueError for none."""
+    """The timelines as a tuple. Raises ValueError if there is no timeline."""
     result = (timelines,) if isinstance(timelines, Timeline) else tuple(timelines)
     if not result:
         raise ValueError("got no timeline, expected one or more to draw: pass such as simulate(plan)")

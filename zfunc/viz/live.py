@@ -30,7 +30,8 @@ def live_page(
 ) -> str:
     """One self-contained HTML file with `plans`, by their answers to `questions`, simulated on `hardware` at first.
 
-    The page opens with the first plan. Sliders change rates; a click removes a wait, and the page names the races.
+    The page opens with the first plan. Sliders change rates; a click removes a wait, and the page names the
+    data races that this allows.
 
     >>> from zfunc.core.graph import Op
     >>> from zfunc.core.hardware import ROUND
@@ -53,8 +54,8 @@ def live_page(
 def live_data(plans: Mapping[Answers, Plan], hardware: Hardware, questions: Sequence[str]) -> dict[str, Any]:
     """The values that the page of `live_page` simulates and shows, in JSON's types.
 
-    Verbs, kinds, places of memory, lanes, regions and operations are numbers wherever they are referred to; a graph
-    that several plans share is there once.
+    Verbs, kinds, tiers, lanes, regions and operations are given once and referred to by index, and so is a
+    graph that several plans share.
     """
     graphs = {id(plan.graph): plan.graph for plan in plans.values()}
     verbs = [*dict.fromkeys(op.verb for graph in graphs.values() for op in graph)]

@@ -190,7 +190,7 @@ def _bar(
 
 
 def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame) -> Iterator[str]:
-    """SVG arrows to the start of each operation from the ends of those it waits for, `after[operation]`."""
+    """SVG arrows to the start of each operation from the end of each one in `after`, which it waits for."""
     events = {e.op: e for e in timeline.events}
     for name, waits in after.items():
         for a, b in ((events[n], events[name]) for n in waits if n in events and name in events):

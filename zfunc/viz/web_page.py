@@ -21,7 +21,7 @@ def web_page(
     refresh: float | None = None,
     **parts: str,
 ) -> str:
-    """An HTML page of `body`, `stylesheets` and `scripts`, files of `web/`; the scripts run as one, in order.
+    """An HTML page of the files `body`, `stylesheets` and `scripts` in `web/`; scripts run in order.
 
     `title` is text; `parts` are HTML by their names in the body. `styles` are the texts of further style elements.
     A browser loads the page anew after `refresh` seconds.

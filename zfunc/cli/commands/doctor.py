@@ -57,7 +57,8 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 
 def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
-    """Yield for each line of `zfunc doctor` its name and a function that measures: its result, then problems."""
+    """Yield, for each line that `zfunc doctor` prints, its name and a function that measures it; the function
+    yields the line's text, then a text for each problem found."""
     import torch
 
     from zfunc.optim.kernel_loader import cpu_adam

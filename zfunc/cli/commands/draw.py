@@ -186,13 +186,14 @@ class _Job:
         return operations_of(self.spec(step))
 
     def spec(self, step: StepSettings) -> StepSpec:
-        """The StepSpec of the model's step with settings `step`, as on a CPU: there every schedule can plan it."""
+        """The StepSpec of the model's step with settings `step`, of a step without `commit`, which every
+        schedule can plan."""
         return evolve(self._costs.spec(step), commit=False)
 
 
 def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
-    """Simulate the step under the settings' schedule, or under every schedule, and return it by the schedule's
-    name, slowest first; where two schedules are compared, the settings' one comes last."""
+    """Simulate the step under the schedule of `settings`, or under every schedule; returns steps by schedule
+    name, slowest first. With `compare`, the named schedule's step comes first, that of `settings` last."""
     job = _Job(settings)
     graph, on = job.graph(job.step), job.hardware
     chosen = schedule_for(settings.schedule, on_cpu=on.unified)

@@ -105,7 +105,8 @@ def run_import(settings: ImportSettings) -> int:
 
 
 def adapter_flags(folder: Path) -> str:
-    """The options of `zfunc train` for peft's adapters in `folder`, or a sentence on what none of them can set."""
+    """Options of `zfunc train` that make adapters like peft's in `folder`; if no options can, a sentence with
+    the fields of peft's config that have no option."""
     from peft import PeftConfig
 
     from zfunc.models import hf

@@ -127,10 +127,11 @@ def run_plan(settings: PlanSettings) -> int:
 
 @frozen(eq=False)
 class PlannedModel:
-    """A model and the plan of its step. With `settings.max`, `settings` have the most layers, batch or length that
-    fits, `limit` says what bounds this besides memory ("": nothing), and `knee` has pairs of a length up to it and
-    tokens/s. With `settings.gpus`, `layouts` are the plans of all divisions of the GPUs into ranks and devices, and
-    `box` is a sentence on the machine that has all these GPUs, "" for the profile's own."""
+    """A model and the plan of its step. With `settings.max`, `settings` have the most layers, batch or length
+    that fits, `limit` says what bounds this besides memory ("": nothing), and `knee` has pairs of a length up
+    to it and tokens/s. With `settings.gpus`, `layouts` are the plans of all divisions of the GPUs into ranks
+    and devices, and `box` says which larger machine replaced the profile's, because all GPUs fit in it ("":
+    none did)."""
 
     settings: PlanSettings
     planned: "Planned"
@@ -196,8 +197,9 @@ def _stopped(watch: "Watch | None") -> bool:
 def _fastest_layout(
     settings: PlanSettings, gpus: int, hardware: Profile, watch: "Watch | None"
 ) -> PlannedModel:
-    """The plan of the fastest division of `gpus` GPUs into ranks of several devices that fits, else of the one that
-    lacks least memory; within one machine if a known machine of this kind has `gpus` GPUs."""
+    """Plan every division of `gpus` GPUs into ranks of one or more devices; returns the fastest plan that
+    fits, or if none fits, the one that lacks the fewest bytes. If a known machine of this kind has `gpus`
+    GPUs, that is planned."""
     planned: list[PlannedModel] = []
     refused: list[ValueError] = []
     own, box = int(hardware.value("count", "devices")), ""
@@ -234,8 +236,9 @@ def _most(
     model: "SimulatedModel",
     watch: "Watch | None",
 ) -> tuple[int, str, StepSettings]:
-    """The most layers, sequences or tokens (`settings.max` names which) that fit with any tier and tile count that
-    `step` leaves "auto", else the least; what limits the number besides memory, or ""; the settings that fit."""
+    """Find the most layers, sequences or tokens (`settings.max` names which) that fit. Tiers and tile counts
+    that `step` leaves "auto" are tried. Returns that number, or the smallest one if none fits; what else
+    limits it, or ""; and the settings."""
     from zfunc.planner.plan_step import most_that_fit, search_start
 
     placed = [
@@ -279,8 +282,8 @@ def _most(
 
 
 def as_json(answer: PlannedModel) -> str:
-    """The answer of `zfunc plan` as one JSON object; memory in bytes, times in seconds. "advice" is [] where
-    nothing that was tried helps, and null where Ctrl-C left it untried."""
+    """The answer of `zfunc plan` as a JSON object; memory in bytes, times in seconds. "advice", flags that
+    would make the step fit or faster, is [] if none was found, null if Ctrl-C ended the search."""
     p = answer.planned
     content: dict[str, Any] = {
         **{name: getattr(p, name) for name in FIGURES},

@@ -101,8 +101,8 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
 
 
 def mark_values(call: BatchCall, names: Mapping[str, bool]) -> BatchCall:
-    """`call` with its tensors at the pytree paths in `names` wrapped in `ByValue`. A path maps to True if a trace
-    depends only on how many elements of masks are set, not on all values."""
+    """Wrap tensors of `call` in `ByValue`, which makes a trace depend on their values: those at pytree paths
+    in `names`; True in `names` means that only the number of elements a mask selects matters."""
 
     def mark(path: Any, t: Any) -> Any:
         if (name := keystr(path)) not in names or not isinstance(t, Tensor | Whole):

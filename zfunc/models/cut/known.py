@@ -65,10 +65,12 @@ DRAWS += ("geometric", "cauchy", "rrelu", "gumbel")
 
 
 class KnownValues(TorchFunctionMode):
-    """A mode for tracing a model in which tensors computed from known inputs alone have values: from inputs wrapped
-    in `Values`, which may be read, and in `BySample`, of which only how many elements a mask selects may be read.
+    """A mode that computes, while a model is traced, the values of tensors made of known inputs alone. Inputs
+    wrapped in `Values` are known; of inputs in `BySample` only the number of elements that a mask selects is
+    known.
 
-    With `read`, `BySample` may be read too; `read(name, count)` is told each input read, `count` if only counted.
+    With `read`, all of `BySample` is known, and `read(name, count)` is told each input read; `count`: as a
+    number only.
     """
 
     def __init__(self, device: torch.device, read: Callable[[str, bool], None] | None = None) -> None:
@@ -141,7 +143,7 @@ class KnownValues(TorchFunctionMode):
         return y
 
     def _selected(self, types: Any, input: Tensor, mask: Tensor) -> Any:
-        """What `mask` selects of `input`, both broadcast; by indexing, where a trace may know how many elements."""
+        """The elements of `input` where boolean `mask` is true, both broadcast, as masked_select returns."""
         shape = torch.broadcast_shapes(input.shape, mask.shape)
         x, mask = (self.__torch_function__(Tensor.expand, types, (t, shape)) for t in (input, mask))
         return self.__torch_function__(Tensor.__getitem__, types, (x, mask))
@@ -181,7 +183,8 @@ class KnownValues(TorchFunctionMode):
         return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
 
     def _places(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
-        """Index tensors, one a dimension, of what `mask` selects; `value` is its values, made of inputs `names`."""
+        """Index tensors, one for each dimension, of the true elements of `mask`, whose known values are
+        `value`, computed from the inputs `names`."""
         with _outside():
             places = value.nonzero(as_tuple=True)
         if self.read is None and self._free(names):
@@ -198,7 +201,7 @@ class KnownValues(TorchFunctionMode):
         return made
 
     def _free(self, names: frozenset[str]) -> bool:
-        """Whether a trace may depend on values made of inputs `names`: if `read` is set or none is `BySample`."""
+        """Whether a trace may depend on values of the inputs `names`: with `read`, or if none is BySample."""
         return self.read is not None or names.isdisjoint(self.sampled)
 
     def _of(self, t: Tensor) -> Any:
@@ -238,7 +241,7 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _forget(self, name: str, args: Any, kwargs: Any) -> None:
-        """Forget the values of tensors that function `name`, of unknown result, writes, and of their views."""
+        """Mark as unknown the tensors that function `name` writes, in place or to `out`, and their views."""
         in_place = (name.endswith("_") and not name.endswith("__")) or "inplace" in kwargs
         in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
         for t in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):

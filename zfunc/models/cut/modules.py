@@ -93,9 +93,10 @@ def segments(
     *,
     most: int | None = None,
 ) -> tuple[Segment, ...]:
-    """Make segments of any module: trace it on `example`, and cut the trace between children of its module lists,
-    and within one that has more elements of parameters than `most` (by default, an eighth of the model's), and than
-    the largest that cannot be cut: where the fewest bytes are alive, between operations that read parameters.
+    """Make segments of any module: trace it on `example`, and cut the trace between children of its module
+    lists. A child with more than `most` elements of parameters (by default, an eighth of the model's) is also
+    cut inside, where the fewest bytes are alive, into parts of at most `most` elements, or of the largest
+    part that cannot be cut.
 
     `example` is a batch as `zfunc.train_step` gets it, of any number of rows, of which only shapes matter: a dict
     of the model's arguments by name, as collators of transformers make it, or `(inputs, targets)`, where inputs are
@@ -136,9 +137,9 @@ def cuts(
     most: int | None = None,
     planned: bool = False,
 ) -> Iterator[ModuleCut]:
-    """Cut a module as `segments` does, and then, from the same trace, with half of `most` as long as the segments
-    become smaller. Arguments and errors are those of `segments`; if `planned`, to be costed and never trained, the
-    module may be on the meta device."""
+    """Yield cuts of a module from one trace: first the cut that `segments` makes, then cuts with `most`
+    halved each time, until segments get no smaller. Arguments and errors are those of `segments`. If
+    `planned`, only costs are read, and the module may be on the meta device."""
     of_type("model", model, nn.Module, "an nn.Module")
     most = None if most is None else whole_number("most", most, least=1)
     if planned:  # a trace reads buffers
@@ -227,10 +228,11 @@ class _HooksRefused(TorchFunctionMode):
 
 @frozen(eq=False)
 class ModuleTrace:
-    """The pieces of a module traced for one set of shapes, by `key`; `given` are indices of the input leaves used.
+    """A module traced and cut for one set of shapes, `key` of its cache, as `pieces` in order; `given` are
+    the indices of the input leaves that the graph reads.
 
-    `first_alike[s]` numbers the first piece equal to piece `s`; `apart`: pieces equal in the module's first trace
-    differ.
+    `first_alike[s]` is the index of the first piece equal to piece `s`. `apart` is true if this trace differs
+    in pieces that the module's first trace has equal.
     """
 
     key: int
@@ -246,8 +248,8 @@ class ModuleTrace:
     apart: bool = False
 
     def with_places(self, names: list[str]) -> "ModuleTrace":
-        """This trace with pieces in the order of `names`, None for a block not called; unchanged if in another
-        order."""
+        """This trace with its pieces at the places of `names`, None for a name it lacks; unchanged if its own
+        names come in another order."""
         if [x for x in names if x in self.names] != self.names or self.names[-1] != names[-1]:
             return self
         at = [self.names.index(x) if x in self.names else None for x in names]
@@ -336,8 +338,8 @@ class ModuleTraces:
         return self._pieces(key, cut_in(blocks, starts=starts, most=self.most))
 
     def _uncut(self, x: Any, dtype: torch.dtype, training: bool) -> Any:
-        """Export the module's graph for inputs like `x`, weights in `dtype`; returns `cut_graph` with the graph
-        bound."""
+        """Export the module's graph for inputs like `x`, weights in `dtype`; returns a partial of `cut_graph`
+        that lacks `blocks`, `most` and `starts`."""
         # 1. The module with weights that have no memory, on an input without any.
         mode, fakes, inputs = self._without_memory(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}
@@ -391,7 +393,8 @@ class ModuleTraces:
         return cut_in
 
     def _without_memory(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
-        """A mode of fake tensors, and such tensors: parameters in `dtype` by short name, and inputs like `x`."""
+        """Make a mode of fake tensors (shapes without memory), and in it the module's parameters in `dtype`
+        by short name, and inputs like `x`."""
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         buffers = {**self.whole.constants, **self.whole.buffers}
         types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
@@ -403,7 +406,7 @@ class ModuleTraces:
         return mode, fakes, inputs
 
     def _buffers(self, dtype: torch.dtype) -> Values:
-        """The module's buffers by name, those that follow the dtype of a parameter in `dtype`."""
+        """The module's buffers by name; a buffer that takes its dtype from a parameter is in `dtype`."""
         own = {**self.whole.constants, **self.whole.buffers}
         return {x: t if self.types.get(x, x) in own else t.to(dtype) for x, t in own.items()}
 

@@ -54,9 +54,9 @@ class BuffersWrittenError(Exception):
 
 @define(eq=False)
 class NodeSpan:
-    """The nodes of a graph between two cuts: a part of `call`, a call of block `name`, or, with name "", outside
-    blocks. `part` counts the spans of a call, from 0; `place` is where the span first reads a parameter,
-    "file:line"."""
+    """Nodes of a graph between two cuts. `name` is the block called, "" outside blocks; `call` identifies the
+    call of it; `part` counts the spans of that call, from 0; `place` is the "file:line" where a parameter is
+    first read."""
 
     name: str
     call: Any
@@ -81,7 +81,7 @@ class CutGraph:
 
 
 def blocks_of(model: nn.Module) -> set[str]:
-    """The names of a model's blocks: the outermost children of its lists of modules of at least two."""
+    """Names of a model's blocks: children of ModuleLists and Sequentials of two or more, none in another."""
     lists = nn.ModuleList | nn.Sequential
     every = {
         f"{name}.{i}".lstrip(".")
@@ -102,10 +102,10 @@ def cut_graph(
     most: int,
     starts: frozenset[str] | None = None,
 ) -> CutGraph:
-    """Cut an exported graph between calls of `blocks`, and within them where a span has more elements of parameters
-    than `most` and than the largest span that cannot be cut, or before the parameters `starts` of another trace's
-    cut. `names` maps every name of a module's tensor to its first; `trained` are names of parameters, `changed` of
-    the buffers that forward changes."""
+    """Cut an exported graph between calls of `blocks`, and a call with more than `most` elements of
+    parameters (or more than its largest part that cannot be cut) into parts: at the parameters `starts`, if
+    given. `names` maps names of the module's tensors to their first name; `trained` are names of parameters,
+    `changed` of buffers that forward writes. Raises BuffersWrittenError."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
         said = (*n.args[1:], *n.kwargs.values())
@@ -205,8 +205,8 @@ def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
 
 
 def _by_block(nodes: list[Node], blocks: set[str], weights: set[str]) -> list[NodeSpan]:
-    """Group nodes by the call of a block that they belong to; nodes between two calls are a span of their own. A
-    block that is not called itself has what is between its children's calls, unless that reads one of `weights`."""
+    """Group nodes into spans, in order: a span for each call of a block, and one for the nodes between two
+    calls. Spans of one call are joined if no node between them reads one of `weights`."""
     spans: list[NodeSpan] = []
     for n in nodes:
         name, call = _block(n, blocks)
@@ -238,8 +238,9 @@ def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
 def _bonds(
     nodes: list[Node], sources: Mapping[str, str], changed: set[str]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield the indices of two `nodes` that no cut may separate, and why, as text for the log: a write in place and
-    its memory (of buffers, those in `changed` alone), or the results of one operation ("")."""
+    """Yield pairs of indices of `nodes` that no cut may separate, and why, as text for the log: a write in
+    place and the node whose memory it writes; the first and last reader of a buffer in `changed`; or, with
+    "", an operation and its result."""
     at = {n: i for i, n in enumerate(nodes)}
     base = _roots(at)
     first: dict[Node, int] = {}
@@ -261,7 +262,8 @@ def _bonds(
 
 
 def _said(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Iterator[str]:
-    """Yield text for the log on which of `spans` have to be one, and why, by the `bonds` between their nodes."""
+    """Yield a line for the log for each of `bonds` whose two nodes are in different `spans`: the spans' names
+    and why they must be one."""
     of = [span for span in spans for _ in span.nodes]
     for i, j, why in bonds:
         if why and of[i] is not of[j]:
@@ -314,8 +316,8 @@ def _runs(span: NodeSpan, closed: set[Node], sources: Mapping[str, str], weights
 
 
 def _first_runs(runs: list[Run], most: int) -> list[Run]:
-    """The runs before which cuts leave at most `most` elements of parameters, or one run, in each part of a span,
-    with the fewest bytes alive at the cuts."""
+    """The runs before which to cut a span: each part has at most `most` elements of parameters, or is a
+    single run, and the fewest bytes are alive at the cuts."""
     best: list[tuple[int, list[int]]] = [(0, [])]
     for k in range(1, len(runs) + 1):
         ways = [
@@ -328,7 +330,7 @@ def _first_runs(runs: list[Run], most: int) -> list[Run]:
 
 
 def _parts(span: NodeSpan, runs: list[Run], starts: frozenset[str]) -> Iterator[NodeSpan]:
-    """The parts of a span, cut before those of its `runs` whose first parameter is one of `starts`."""
+    """Yield the parts of a span, cut before each run whose first parameter is in `starts`."""
     places = [0, *(run.start for run in runs[1:] if run.name in starts), len(span.nodes)]
     for part, (i, j) in enumerate(pairwise(places)):
         yield NodeSpan(span.name, span.call and (span.call, part), span.nodes[i:j], part)

@@ -41,8 +41,8 @@ def lora_config(
     parameters: str | None = None,
     base: Path | None = None,
 ) -> Any:
-    """A `peft.LoraConfig`; `alpha` is twice the rank by default, `targets` what peft has for the model, or the
-    query, value and gate_up projections.
+    """A `peft.LoraConfig` of `rank`. `alpha` is twice the rank by default; `targets` are by default those
+    that peft has for the model's type.
 
     `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head.
     `parameters` are names of tensors of experts that get adapters, such as "experts.gate_up_proj"; with them there
@@ -72,7 +72,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The base model below peft's adapters; a model without any as it is. ValueError if they cannot be trained."""
+    """The base model below peft's adapters, else `model`. ValueError for adapters that cannot be trained."""
     if not is_adapted(model):
         return model
     check_package("peft", OLDEST, MISSING)
@@ -131,9 +131,9 @@ def adapt(model: nn.Module, lora: Any) -> Any:
 
 
 def found_tensors(setting: str, model: nn.Module, targets: Sequence[str], instead: str) -> list[str]:
-    """The names of the parameters that `targets`, the value of `setting`, are ends of. ValueError for a target
-    without one, and for a tensor that is neither a matrix nor a stack of them; where the model has no stacks, the
-    error says what to pass `instead`."""
+    """The names of the parameters of `model` that end in one of `targets`, the value of `setting`. ValueError
+    for a target that no name ends in, or a tensor that is neither a matrix nor a stack of matrices; if the
+    model has no stacks, the error says to pass `instead`."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     stacked = sorted({".".join(x.split(".")[-2:]) for x, shape in shapes.items() if len(shape) == 3})
     expected = f"ends of names of tensors of 2 or 3 dimensions, such as {', '.join(stacked)}"
@@ -197,8 +197,8 @@ def _lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensor(layer: Any) -> bool:
-    """Whether `layer` is a layer of peft that adapts one tensor of the module it wraps, not the module. Layers of
-    several tensors of one module wrap each other."""
+    """Whether `layer` is a peft layer (ParamWrapper) whose adapters change one tensor of the module that it
+    wraps, not the whole module. Layers for several tensors of one module wrap each other."""
     if not is_adapted(layer):  # peft need not be installed
         return False
     from peft.tuners.lora.layer import ParamWrapper
@@ -207,8 +207,8 @@ def _of_tensor(layer: Any) -> bool:
 
 
 def make_pure(layer: Any) -> None:
-    """Make the forward of a layer of peft a pure function, in place. peft's own, of adapters of a tensor, replaces
-    the parameter and the class of the module while it runs. Raises ImportError for a peft too old for that."""
+    """Make the forward of a peft layer a pure function, in place: peft's forward for adapters of a tensor
+    swaps the module's parameter while it runs. Raises ImportError if the installed peft is too old."""
     layer.kwargs = {}  # its place, from when peft made it
     if _of_tensor(layer):
         check_package("peft", OLDEST_OF_TENSORS, MISSING_OF_TENSORS)
@@ -216,8 +216,8 @@ def make_pure(layer: Any) -> None:
 
 
 def with_pure_adapters(model: nn.Module) -> nn.Module:
-    """A copy of `model` with a pure forward in layers of peft that adapt tensors; a model without such layers as
-    it is. Raises ValueError if these layers' adapters are merged or disabled."""
+    """A copy of `model` in which peft layers that adapt tensors have a pure forward; `model` itself if it has
+    no such layers. Raises ValueError if their adapters are merged or disabled."""
     if not any(map(_of_tensor, model.modules())):
         return model
     _check_trained(model)
@@ -255,8 +255,9 @@ def _pure_class() -> type:
 
 
 def reset_adapters(part: nn.Module, config: Any, weights: Values | None = None) -> None:
-    """Draw the adapters in `part`, in place, as peft does. DoRA's magnitudes are the norms of base weights, which
-    `weights` has by short name. ValueError where that, or another kind of draw, needs the model's weights."""
+    """Draw the adapters in `part`, in place, as peft does. DoRA's magnitudes are norms of base weights, read
+    from `weights` by short name. ValueError if DoRA, or another kind of draw, needs weights that are not
+    given."""
     if config.init_lora_weights not in DRAWN or (config.use_dora and weights is None):
         got = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
         got = f"{got} for a model without weights yet"
@@ -276,8 +277,8 @@ def reset_adapters(part: nn.Module, config: Any, weights: Values | None = None) 
 
 
 def draw_adapters(part: nn.Module, config: Any, seed: int, weights: Values) -> Values:
-    """Initial values of the adapters of `part`, on the meta device, by short name; `part` stays as it is, and
-    `weights` are its base's, likewise by name."""
+    """Draw adapters for `part`, a module on the meta device, from `seed`; returns their values by short name.
+    `weights` are the base weights by short name; `part` is not changed."""
     part = copy.deepcopy(part)
     for _, layer in _lora_layers(part):
         for kind in layer.adapter_layer_names:
@@ -291,11 +292,11 @@ def draw_adapters(part: nn.Module, config: Any, seed: int, weights: Values) -> V
 
 
 class AdaptedWeights:
-    """Makes the tensors of a folder from trained weights of a peft model.
+    """Turns the trained weights of a peft model into the tensors of a folder.
 
-    Tensors have the names of the base model, into which adapters are merged, or, of adapters alone, those that peft
-    writes. `shapes` are of the tensors to write, `expected` of the trained parameters. If tied weights are no
-    longer equal after merging, `unties` is true, and all of them are written.
+    Tensors have the names of the base model, into which adapters are merged, or, for adapters alone, the
+    names that peft writes. `shapes` are of the tensors to write, `expected` of the trained parameters. If
+    tied weights are no longer equal after merging, `unties` is true, and all of them are written.
     """
 
     def __init__(self, base: nn.Module, lora: Any, *, adapter_only: bool) -> None:
@@ -339,7 +340,8 @@ class AdaptedWeights:
         config.save_pretrained(str(folder))
 
     def written(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors to write, of trained fp32 `weights` by name; those of a layer once all of it came."""
+        """Yield names and tensors to write, from trained fp32 `weights` by name. A layer with adapters is
+        merged when its last weight has come."""
         waiting: dict[str, Values] = {x: {} for x in self.layers}
         for first, values in weights:
             for name in self.uses[first]:
@@ -362,7 +364,7 @@ class AdaptedWeights:
 
 
 def _outermost(model: Any) -> dict[str, Any]:
-    """The layers with adapters of peft that are in no other such layer, by name."""
+    """The layers of `model` with peft's adapters, by name, without layers inside another adapted layer."""
     found: dict[str, Any] = {}
     for name, layer in _lora_layers(model):  # a layer before what is in it
         if not (found and name.startswith(f"{next(reversed(found))}.")):

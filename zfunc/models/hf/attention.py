@@ -59,7 +59,7 @@ def register() -> None:
 
 
 def with_static_experts(model: Any) -> Any:
-    """A copy of `model` with experts whose shapes depend on no data; a model without experts as it is."""
+    """A copy of `model` with experts whose shapes depend on no data; `model` itself if it has no experts."""
     if not any(getattr(m, "num_experts", 0) and hasattr(m, "config") for m in model.modules()):
         return model
     register()
@@ -99,7 +99,7 @@ def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
 
 @frozen(eq=False)
 class PastTokens:
-    """The part of transformers' caches that layers use, over a `KVCache`, or over nothing.
+    """The methods of transformers' caches that layers call, backed by a `KVCache`, or by None in training.
 
     A model that gets this cache does not read position ids to find documents in a row: see `inputs_given`.
     """
@@ -118,7 +118,7 @@ class PastTokens:
         return self.first + tokens, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens. Returns those of all tokens."""
+        """Append keys and values of new tokens [batch, heads, tokens, head_size]; returns the whole cache."""
         return (keys, values) if self.cache is None else self.cache.extended(keys, values)
 
     def is_recording_past(self, _: int) -> bool:

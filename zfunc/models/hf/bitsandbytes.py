@@ -26,8 +26,8 @@ Read = Callable[[], Tensor]
 
 
 def kind_of_folder(config: Any) -> str:
-    """What the config of a folder says of its weights: "" if they are not quantized, zfunc's name of the format
-    ("nf4") if zfunc reads that, else in words what they are quantized by."""
+    """How the weights of a folder are quantized, by its config: "" for not at all, zfunc's name of the format
+    ("nf4", "nf4-single", "int8"), or words for a format that zfunc does not read."""
     given = getattr(config, "quantization_config", None) or {}
     given = given if isinstance(given, dict) else given.to_dict()
     if not given:
@@ -57,7 +57,8 @@ def encoded_weights(
     """The quantized weights among the tensors of a folder, by name: format, shape, a function that reads their
     bytes, and the names of the tensors that hold them. `reads` reads a tensor by name, `shapes` has their shapes.
 
-    Raises CheckpointError for a weight in another format, and for one without a tensor that belongs to it.
+    Raises CheckpointError for a weight in another format, or if one of the tensors that hold a weight is
+    missing.
     """
     found: dict[str, tuple[str, tuple[int, ...], Read, list[str]]] = {}
     for name in reads:
@@ -111,7 +112,8 @@ def _in_8_bits(
 
 
 def check_sizes(name: str, kind: str, shape: tuple[int, ...], stored: Tensor, file: Path | str) -> Tensor:
-    """`stored`, bytes of weight `name` in `file`; CheckpointError unless `kind` has as many for this `shape`."""
+    """Return `stored`, the bytes of weight `name` in `file`. Raises CheckpointError unless format `kind`
+    takes as many bytes for a weight of `shape`."""
     if stored.numel() != (expected := FORMATS[kind].nbytes(shape)):
         _refuse(file, f"{stored.numel()} bytes of {name!r}", f"{expected} of a {kind} of shape {shape}")
     return stored

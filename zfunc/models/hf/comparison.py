@@ -62,8 +62,9 @@ def compare(
 
 
 def _longer(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[str, Tensor], Any]:
-    """`inputs` and `targets` with rows made longer than they were, and than any setting of `model` that is a number
-    of tokens, which is reduced for that; unchanged if inputs are no token ids, or there is no such setting."""
+    """`inputs` and `targets` with longer rows, by repetition; lengths in the settings of `model`, such as a
+    window, are reduced in place below that. Both unchanged if inputs are no token ids or no setting is a
+    length."""
     ids = inputs[model.main_input_name]
     tokens = min(2 * ids.shape[1] + 5, getattr(model.config, "max_position_embeddings", None) or 1 << 30)
     settings = [vars(x) for m in model.modules() for x in (m, vars(m).get("config")) if x is not None]
@@ -160,7 +161,8 @@ def _difference(
 
 
 def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
-    """The first difference of segments on rows `ids` as two documents, and the model on each alone; "" for none."""
+    """Text of the first difference between segments run on rows `ids`, each as two documents, and `model` run
+    on each document alone, in loss or gradients; "" for none."""
     parts = ids.tensor_split([ids.shape[1] // 2 + 1], 1)
     places = torch.cat([torch.arange(x.shape[1]) for x in parts]).expand_as(ids)
     own = next_token_loss(torch.cat([model(x).logits for x in parts], 1).float(), ids)
@@ -171,7 +173,8 @@ def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Ten
 
 
 def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Tensor]) -> str:
-    """The first difference of `own`, a loss of a model, and `loss_of(parameters)`, or of gradients; "" for none."""
+    """Text of the first difference between `own`, the model's loss, and `loss_of(parameters)`, or between
+    their gradients; "" for none."""
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(own, list(named.values()), allow_unused=True, materialize_grads=True)
     try:

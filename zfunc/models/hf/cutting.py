@@ -36,24 +36,26 @@ log = logging.getLogger("zfunc")
 def cut_model(
     model: nn.Module, *, loss: Loss | None = None, example: tuple[Any, Any] | None = None
 ) -> tuple[Segment, ...]:
-    """A model of transformers as segments: embeddings, one for each of its layers, and the rest with the loss.
+    """A model of transformers as segments: embeddings, each of its layers, and the rest with the loss.
 
     A causal language model brings its loss. A batch is `(input_ids, labels)` with shifted labels, or what
     `zfunc.hf.batch` makes of them, or the dict of a collator of transformers; pad at the end. The
     routers' loss is added where the config has `output_router_logits`.
 
-    Any other model, such as an encoder with a head, needs `loss(output, targets)`, the mean over a micro-batch
-    given what the model returns, and an `example`, a tiny batch `(inputs, targets)`. Inputs are the model's main
-    one, or a dict by name, such as `input_ids` and `attention_mask`.
+    Any other model, such as an encoder with a head, needs `loss(output, targets)`, the mean over a
+    micro-batch given what the model returns, and an `example`, a tiny batch `(inputs, targets)`. Inputs are
+    the tensor of the model's main input, or a dict by name, such as `input_ids` and `attention_mask`.
 
-    Models other than those of `zfunc.models.hf.families.FAMILIES` are compared with their segments first, by loss
-    and gradients on a tiny batch. Parameters keep their names; those with `requires_grad=False`, and those that
-    nothing depends on, stay as they are. Dropout is as configured, and off in `evaluate` and `apply`. The model's
-    own gradient checkpointing and attention implementation are ignored.
+    Models other than those of `zfunc.models.hf.families.FAMILIES` are compared with their segments first, by
+    loss and gradients on a tiny batch. Parameters keep their names. Frozen parameters
+    (`requires_grad=False`), and those that do not affect the loss, are not trained. Dropout is as configured,
+    and off in `evaluate` and `apply`. The model's own gradient checkpointing and attention implementation are
+    ignored.
 
-    The model may be a `peft.PeftModel` with LoRA: only the adapters are trained. One on the meta device takes no
-    memory; `zfunc.init` draws its weights as transformers would, one segment at a time. Raises ValueError for a
-    model that cannot be cut, or that computes something else in segments; ImportError without transformers.
+    The model may be a `peft.PeftModel` with LoRA: only the adapters are trained. A model on the meta device
+    takes no memory; `zfunc.init` draws its weights as transformers would, one segment at a time. Raises
+    ValueError for a model that cannot be cut, or that computes something else in segments; ImportError
+    without transformers.
     """
     check_transformers()
     base: Any = base_of(model)
@@ -76,8 +78,8 @@ def _tokens(model: Any) -> Tensor:
 def cut_layers(
     model: Any, inputs: Mapping[str, Tensor], loss: Loss | None, *, packs: bool
 ) -> tuple[Segment, ...]:
-    """Cut a model into embeddings, a segment for each layer, and what follows them with the loss; it is recorded
-    with tensors like `inputs`. `packs` is whether a row may have several documents.
+    """Cut a model into segments: embeddings, each layer, and the rest with the loss. To find its layers, the
+    model runs once on tensors like `inputs`. `packs` is whether a row may have several documents.
 
     Raises ValueError for a model in which no layers are found.
     """
@@ -100,8 +102,8 @@ def cut_layers(
 
 
 class _Cut:
-    """A segment before its tensors get the model's names: the module, its buffers, a Segment; equal layers share
-    it."""
+    """One part of a model as a module, its buffers and a Segment with the part's own tensor names; equal
+    layers share a cut, and each renames the tensors."""
 
     def __init__(self, name: str, part: nn.Module, buffers: Mapping[int, Tensor]) -> None:
         self.part, self.constants = part, _take_buffers(part, buffers)
@@ -127,8 +129,8 @@ class _Cutter:
         self.routers, self.router_index = self._routers()
 
     def copied(self, module: nn.Module, replaced: Mapping[int, Any]) -> Any:
-        """A copy of `module` that shares its tensors, but for those `replaced`, by id, with an AttentionSettings
-        for each config, so that equal modules compare equal."""
+        """A copy of `module` with the same tensors. Objects whose id is in `replaced` are replaced, and each
+        config becomes one AttentionSettings, so that equal modules compare equal."""
         memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         for part in module.modules():
             config: Any = vars(part).get("config")
@@ -148,7 +150,7 @@ class _Cutter:
         return module.train()
 
     def _routers(self) -> tuple[list[str | None], int]:
-        """The name of each layer's router, None for none, and the index of the logits in a router's output.
+        """The name of each layer's router, None without one; and the logits' index in a router's output.
 
         All names are None if the model has no loss of routers, or has it turned off.
         """
@@ -161,7 +163,8 @@ class _Cutter:
         return [next(names, None) for names in found], index
 
     def cuts(self, loss: Loss | None) -> Iterator[tuple[str, _Cut, nn.Module]]:
-        """For each segment its name, its `_Cut`, and a module of its tensors under the names that the cut has."""
+        """Yield for each segment its name, its `_Cut`, and a module with the segment's tensors under the
+        cut's names; equal layers have the same cut."""
         model, inside = self.model, {id(m) for m in self.layers.modules()}
         cut = _Cut(self._name(model.get_input_embeddings(), "embed"), self._embed(), self.buffers)
         yield cut.segment.name, cut, cut.part
@@ -223,8 +226,8 @@ class _Cutter:
     def _part(
         self, kind: Any, place: int, kept: Set[int], *, layer: nn.Module | None = None, **given: Any
     ) -> Any:
-        """A copy of the model as a part `kind(..., **given)`: with a stand-in for each layer, of which number
-        `place` runs `layer`, if given; and only the parameters of ids `kept`. Only a part of kind EmbedPart has
+        """A copy of the model as `kind(..., **given)`, in which stand-ins replace the layers; stand-in number
+        `place` runs `layer`, if given. Only parameters with ids in `kept` stay, and only an EmbedPart has
         dropout."""
         as_tuple = self.recording.as_tuple
         places = [LayerPlace(x, as_tuple) for x in self.layers]
@@ -246,7 +249,8 @@ def _ignore(*_: Any, **__: Any) -> None: ...
 
 
 def _signature(layer: nn.Module, around: Set[int]) -> list[Any]:
-    """A key, equal for layers that share a segment: tensors, which are tied, and which are of ids `around`."""
+    """A key that is equal for two layers that can share a segment: shape, dtype and the like of each tensor,
+    which tensors are tied in the layer, and which are also outside, with ids in `around`."""
     found: list[Any] = []
     firsts: dict[int, str] = {}
     for path, module in layer.named_modules():
@@ -269,8 +273,8 @@ def _named(
     earlier: Set[str],
     cutter: _Cutter,
 ) -> Segment:
-    """The segment `name` of a cut with the tensors of module `own`, parameters under the model's `names` (by id);
-    those whose names `earlier` segments have are shared."""
+    """The segment `name` of `cut` with the tensors of module `own`. Parameters get the model's `names` (by id
+    of tensor); those with a name in `earlier`, of segments before, are shared with these."""
     tensors = {short: own.get_parameter(short) for short in cut.segment.short}
     constants = {**cut.constants, **_take_buffers(own, cutter.buffers)}
     full = {short: names[id(t)] for short, t in tensors.items()}

@@ -57,7 +57,8 @@ def router_sums(logits: Tensor, top_k: int, mask: Tensor | None) -> Tensor:
 def balance_loss(sums: Tensor, tokens: Tensor | int) -> Tensor:
     """The load balancing loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6) over several layers.
 
-    `sums` adds up the `router_sums` of the layers; `tokens` is the number of tokens times that of these layers.
+    `sums` adds up the `router_sums` of the layers; `tokens` is the number of tokens times the number of
+    layers.
     """
     chosen, probabilities = sums / tokens
     return (chosen * probabilities).sum() * sums.shape[1]

@@ -101,9 +101,10 @@ def save_folder(
 ) -> Path:
     """Write the weights of a `zfunc.hf` program as a new folder that `from_pretrained` loads. Returns its path.
 
-    The arguments are as for `export_folder`: the master weights, exact or rounded to nearest, adapters merged or
-    alone. They are written bucket by bucket, without a second copy of the model. `state` can be trained further.
-    Every rank has to call this, and rank 0 writes. Raises ValueError and CheckpointError as `export_folder` does.
+    The arguments are as for `export_folder`: the master weights, exact or rounded to nearest, adapters merged
+    or alone. Weights are written bucket by bucket, without a second copy of the model. `state` can be trained
+    further. Every rank has to call this, and rank 0 writes. Raises ValueError and CheckpointError as
+    `export_folder` does.
     """
     check_state(program, state, "hf.save")
     ranks, shapes = program.ranks.job, _shapes(program)
@@ -223,7 +224,7 @@ class _Contents:
             yield own, decode(values.to(torch.uint8), kind, self.decoded[name]) if kind else values
 
     def _untie(self) -> None:
-        """Set the config to weights that are not tied. Raises ValueError if the model ties them nevertheless."""
+        """Turn off weight tying in a copy of the config. ValueError if the model still ties its weights."""
         self.config = copy.deepcopy(self.config)
         self.config.tie_word_embeddings = self.config.get_text_config().tie_word_embeddings = False
         if dict(empty_model(self.config).named_parameters()).keys() != self.shapes.keys():

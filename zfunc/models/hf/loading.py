@@ -195,11 +195,11 @@ def describe(
 ) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a model from its config alone, without memory: for `zfunc.plan`, or to train it anew.
 
-    `config` is a config of transformers, a config.json, or a folder with one; no weights are looked for. Initial
-    values are drawn as transformers draws them. The others are as for `load`. For weights quantized in a format
-    that `load` does not read, the segments are those of the unquantized model.
+    `config` is a config of transformers, a config.json, or a folder with one; no weights are read. Initial
+    values are drawn as transformers draws them. The other arguments are as for `zfunc.hf.load`. For weights
+    quantized in a format that `load` does not read, the segments are those of the unquantized model.
 
-    Raises CheckpointError for a missing file, and ValueError for one that is no config, or of a model that
+    Raises CheckpointError for a missing file, and ValueError for a file that is no config, or a model that
     `segments` refuses.
 
     >>> describe("nowhere/config.json")
@@ -244,9 +244,10 @@ def read_config(place: Path, *, text_only: bool = False) -> Any:
 
 
 def language_config(config: Any) -> Any:
-    """The config of the language model in a model of images and text, with settings that the whole decides for it.
+    """A copy of the config of the language model in a model of images and text, with the whole model's weight
+    tying and special token ids.
 
-    Raises ValueError for a config without another one in it.
+    Raises ValueError for a config of text alone, and for an encoder with a decoder.
     """
     text = copy.deepcopy(config.get_text_config())
     if type(text) is type(config) or config.is_encoder_decoder:
@@ -281,7 +282,7 @@ def empty_model(config: Any, place: Path | None = None, *, images: bool = False)
 
 @contextmanager
 def _errors_of_config(place: Path | str) -> Generator[None]:
-    """Turn whatever transformers raises about a config, which has no common class, into an error of its file."""
+    """A context that turns any exception of transformers about a config into a ValueError naming `place`."""
     try:
         yield
     except Exception as error:
@@ -331,7 +332,7 @@ class FolderWeights:
         """Open the weights of a folder for `language`: the folder's own model, or the language model within that.
         Raises CheckpointError unless the folder's tensors are those of its model, in name and shape.
 
-        A file may be of the model without its head: then names lack the base model's prefix.
+        A folder saved from the model without its head is read too: its names lack the base model's prefix.
         """
         from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 

@@ -23,7 +23,7 @@ Passed = tuple[Tensor, dict[str, Tensor]]
 
 
 class _Reached(Exception):  # noqa: N818  no error
-    """Raised to end a model's forward whose rest a segment does not need."""
+    """Raised to leave a model's forward early with `value`, when a segment needs none of what follows."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Reached(Exception):  # noqa: N818  no error
 
 
 class LayerPlace(nn.Module):
-    """A stand-in for a layer in a segment's copy of a model. Alone it returns the hidden states it is called with.
+    """A stand-in for a layer in a segment's copy of a model. It returns the hidden states it is called with.
 
     With `x` set it returns `x` instead, or `layer` of `x`; if it `stops`, the model's forward ends there.
     """
@@ -66,7 +66,7 @@ def with_hidden(
 
 
 def stop_before(module: nn.Module) -> None:
-    """End a model's forward where it calls `module`, with the module's input; `module.forward` works as before."""
+    """Hook `module`, so that calling it ends the model's forward and `_Reached` has the module's input."""
 
     def stop(_: nn.Module, args: tuple[Any, ...]) -> None:
         raise _Reached(args[0])
@@ -102,8 +102,8 @@ class _Part(nn.Module):
         self.model, self.place, self.call, self.absent = model, place, call, absent
 
     def run(self, x: Tensor | None, given: dict[str, Tensor], past: PastTokens, like: Tensor) -> Any:
-        """The model's output for inputs `given` and layer input `x`, or the value with which its forward was
-        ended."""
+        """Run the model's copy on `inputs` given by name and, in place of its layer's input, `x`. Returns the
+        model's output, or the hidden states at which a stand-in stopped the forward."""
         zero = torch.zeros((), dtype=like.dtype, device=like.device)
         absent = {name: zero.expand(shape) for name, shape in self.absent.items()}
         self.place.x = x
@@ -160,7 +160,8 @@ class LayerPart(_Part):
         self.router, self.index, self.top_k = router, index, top_k  # where its logits are in what it returns
 
     def forward(self, passed: Passed, cache: KVCache | None = None) -> Passed:
-        """Hidden states after the layer; `cache` has the tokens before those of `passed`."""
+        """Hidden states after the layer, from `passed` before it; `cache` has past tokens' keys and
+        values."""
         x, given = passed
         past = PastTokens(cache, 0 if cache is None else cache.advanced(x.shape[1]))
         if self.router is None or ROUTER not in given:

@@ -113,8 +113,9 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
 def _watch(
     shadow: nn.Module, layers: list[nn.Module], linear: nn.Module | None, calls: _Calls
 ) -> list[Callable[[], Any]]:
-    """Register hooks that fill `calls`; returns functions that remove them. Of layers of the same modules and
-    shapes only the first one runs: the inside of layers is not recorded."""
+    """Register hooks that fill `calls`; returns functions that remove the hooks. Of layers with equal modules
+    and shapes only the first is run; later ones return their input, as only what layers get and return is
+    recorded."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x, *more = with_hidden(None, args, kwargs)

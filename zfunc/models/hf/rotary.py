@@ -40,7 +40,8 @@ def replace_forward(module: Any) -> None:
 
 
 def _rope_of(module: Any, layers: str | None) -> tuple[str, str, Any, dict[str, str]]:
-    """For layers of type `layers`: prefix of buffer names, rope type, rope settings, and arguments of forward."""
+    """For layers of type `layers` (None: all): prefix of their buffers' names, rope type, rope settings, and
+    the keyword arguments of forward."""
     kind, settings = module.rope_type, module.config.rope_parameters
     if layers is None:
         return "", kind, settings, {}

@@ -139,8 +139,8 @@ class TokenStream:
     def num_sequences(self, seq_length: int) -> int:
         """The number of sequences in an epoch. Raises ValueError if no window has `seq_length + 1` tokens.
 
-        Where two windows or more fit, one is left out: then windows fit at every offset, each epoch has as many,
-        and its number is a plain division.
+        Where two windows or more fit, one is left out, so that the rest fit at every offset and each epoch
+        has the same number of sequences: the epoch of a sequence is its number divided by this one.
         """
         if self.firsts is not None:
             return len(self.firsts) - 1

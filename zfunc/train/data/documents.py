@@ -122,8 +122,9 @@ def is_held_out(name: str) -> bool:
 def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool = False) -> DocumentSource:
     """The documents of one file or, if `folder`, of a folder: of its files of records, else of its text files.
 
-    Held out is a split, where file names name one, else a share of the files. With `text` a text file must be
-    UTF-8, else its document is bytes. With `pairs` records are preferences, two documents each; texts are refused.
+    Files whose names name a split, as "validation", are held out; without such names, a share of the files
+    is. With `text` a text file must be UTF-8, else its document is bytes. With `pairs` records are
+    preferences, two documents each; texts are refused.
     """
     holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in files}
     told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
@@ -165,10 +166,12 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
 
 
 def first_look(path: Path, *, pairs: bool = False) -> list[Document]:
-    """The first documents of a file, folder or dataset of records (all of a small one), and the last line of each
-    file of lines, preferences if `pairs`, read without torch or tokenizer, to report a damaged chat at once.
+    """The first documents of the records in a file, folder or dataset, and each file's last record, read
+    without torch or tokenizer, so that a damaged record is reported at once. With `pairs` records are
+    preferences. [] for other data.
 
-    Raises ValueError, with file and line, for a record that is no document."""
+    Raises ValueError, with file and line, for a record that is no document.
+    """
     if not (path.is_file() or path.is_dir()) or (not pairs and holds_tokens(path)):
         return []
     if saved := is_saved_dataset(path):
@@ -224,7 +227,7 @@ def named(names: Iterable[str], most: int = 5) -> str:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `path` is a folder by `save_to_disk` of `datasets`, one with Parquet files, or a Parquet or Arrow
+    """Whether `path` is a folder that `datasets` saved or that has Parquet files, or a Parquet or Arrow
     file."""
     if path.is_file():
         return path.suffix in TABLES
@@ -238,8 +241,8 @@ def _from_disk(path: Path) -> bool:
 
 
 def holds_tokens(path: Path) -> bool:
-    """Whether `path` holds tokens: a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized, or
-    a pattern of its files."""
+    """Whether the data at `path` is tokens: a `.bin`, a folder with a `train.bin`, a tokenized dataset, or a
+    pattern whose first file is one."""
     if not path.exists():
         named = (Path(x) for x in sorted(glob(str(path), recursive=True)) if x.endswith(TABLES))
         first = next((x for x in named if x.is_file()), None)
@@ -384,9 +387,9 @@ def _arrow_batches(path: str, columns: list[str], first: int) -> Iterator[Any]:
 
 
 def stream_files(path: Path) -> tuple[list[File], list[str]]:
-    """The files of records to stream from `path`: JSONL, Parquet and Arrow files that `path` names, a file or a
-    pattern; those of a folder, or of a dataset that `save_to_disk` wrote there, without its held-out splits. Sorted
-    by name; and the names of what is left out. Raises ValueError if there is none, or for another format."""
+    """The files of records to stream from `path`, sorted by name, and the names of the files left out. `path`
+    is a JSONL, Parquet or Arrow file, a pattern, a folder, or a dataset by `save_to_disk`; held-out splits of
+    a folder or dataset are left out. Raises ValueError if no file can be streamed."""
     if path.is_dir() and _from_disk(path):
         return _saved_files(path)
     names = [Path(x) for x in glob(str(path), recursive=True)]

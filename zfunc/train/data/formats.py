@@ -95,7 +95,8 @@ def lines_after(path: Path, offset: int, line: int) -> Generator[tuple[str, byte
 
 
 def last_line(path: Path) -> Placed:
-    """The last record of a file of lines, with its place; none for a long record, or a compressed or other file.
+    """Yield the last record of a file of lines, with its place; nothing for a longer record than is read at
+    the end, and for a compressed or other file.
 
     Raises ValueError for a damaged record, as of a file that was not copied whole.
     """

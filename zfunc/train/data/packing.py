@@ -64,16 +64,17 @@ def open_data(
 ) -> Corpus:
     """Open the data at `path`; without a path, the sources of Python's standard library.
 
-    A `.bin`, or a folder with a `train.bin`, has tokens of the `dtype`, compared with `vocab_size` batch by batch,
-    and a `val.bin` beside it is held out. All else is documents, with the tokenizer's end token after each: text,
-    records (JSONL, JSON, CSV), a folder of them, Parquet or a saved dataset (docs/finetuning.md has their keys).
-    Without a tokenizer, bytes are the tokens, and zero is the end. Sequences are cut regardless of
-    documents, or have whole documents, up to `whole_documents` tokens; `long_documents` tells how to treat longer.
-    With `pairs`, records are preferences: a sequence has a prompt with one answer, the chosen before the rejected.
+    A `.bin`, or a folder with a `train.bin`, has tokens of the `dtype`, compared with `vocab_size` batch by
+    batch, and a `val.bin` beside it is held out. Other data is documents, with the tokenizer's end token
+    after each: text, records (JSONL, JSON, CSV), a folder of them, Parquet or a saved dataset
+    (docs/finetuning.md has their keys). Without a tokenizer, bytes are the tokens, and zero is the end.
+    Sequences are cut regardless of documents, or have whole documents, up to `whole_documents` tokens;
+    `long_documents` tells how to treat longer. With `pairs`, records are preferences: a sequence has a prompt
+    with one answer, the chosen before the rejected.
 
-    Held out are a dataset's split validation or test; or about 8 % of the files, by a hash of their names, where
-    that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only a split of
-    the data itself is held out. `cache` is the folder of packed documents.
+    The held-out part is a dataset's split validation or test; or about 8 % of the files, by a hash of their
+    names, where that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only a
+    split of the data itself is held out. `cache` is the folder of packed documents.
 
     Raises OSError for what cannot be read, and ValueError, with file and line, for what is not a document.
     """
@@ -156,8 +157,9 @@ def _packed(
     rows: tuple[int, str] | None,
     pairs: bool,
 ) -> Corpus:
-    """The corpus of the documents of `source`, which are tokenized into a folder of `cache` unless one has them.
-    `rows`: of whole documents, sequence length and `long_documents`; `split` and `pairs` are as in `open_data`."""
+    """The corpus of the documents of `source`, tokenized into a folder in `cache`, or read from that folder
+    if it exists. `rows`, for sequences of whole documents: their length and `long_documents`. `split`,
+    `pairs`: as in `open_data`."""
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
     code = code_digest(SOURCES, *PACKAGES)
     of = (source.columns, source.held_out_split, bool(rows), pairs)

@@ -28,8 +28,9 @@ Record = tuple[str, Any]  # its place, for errors; and a line, or a row
 
 @frozen
 class RecordPlace:
-    """A place in RecordFiles: where a shuffle buffer begins, and how many of its records were `taken`. `file`
-    numbers files in the order of the pass; `offset` is in bytes (of a table in rows), after `line` lines."""
+    """A place in RecordFiles: where the shuffle buffer's records begin, and how many of them were `taken`.
+    `epoch` counts passes over the files, `file` files of that pass; `offset` is in bytes (in rows for a
+    table), `line` in lines."""
 
     epoch: Count = 0
     file: Count = 0
@@ -96,9 +97,10 @@ def open_stream(
     buffer: int,
     seed: int,
 ) -> Corpus:
-    """The records of the files at `path` (`stream_files` says which), as a corpus that is read while training. Its
-    held-out tokens are its first ones, and serve as a prompt only. `vocab_size` applies to files of tokens. Raises
-    ValueError, with file and line, for a record that is no document."""
+    """The records of the files at `path` (`stream_files` says which), as a corpus that is read while
+    training. Its held-out tokens are the first of the data, and serve only as the prompt of samples.
+    `vocab_size` is for data of tokens. Raises ValueError, with file and line, for a record that is no
+    document."""
     (files, left_out), counts = stream_files(path), Counter[str]()
     rows = (row for _, x in files if x.suffix in TABLES for row in table_rows(x, 0))
     tokenized = IDS in next(rows, {})

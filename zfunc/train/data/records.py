@@ -58,8 +58,8 @@ class Chat:
 
 
 def read_keys(names: Collection[str], kinds: Any = RECORDS) -> tuple[str, ...]:
-    """Which of `names`, the keys of a record or columns of a table, zfunc reads: those of the first of `kinds`,
-    pairs (required keys, optional keys), whose required keys are all there; () if there is none.
+    """The names among `names`, keys of a record or columns of a table, that zfunc reads. `kinds` are pairs
+    (required keys, optional keys); the first whose required keys are all in `names` counts; () if none does.
 
     >>> read_keys(["id", "text"]), read_keys(["text", "messages"]), read_keys(["id"])
     (('text',), ('messages',), ())

@@ -214,8 +214,8 @@ class StreamedBatches:
         return self._before if self._last and self._last[0] == position else self.stream.state_dict()
 
     def load_state_dict(self, position: int, state: Mapping[str, Any]) -> None:
-        """Continue with the batch at `position`, for which `state_dict` returned `state`. Where the data now has
-        another record there, the stream goes on from that record, and a warning is logged."""
+        """Continue with the batch at `position`, for which `state_dict` returned `state`. If the data at that
+        place has changed, the stream goes on from there, and a warning is logged."""
         self.stream.load_state_dict(state, exact=False)
         self._last, self.next = None, position
 

@@ -45,7 +45,8 @@ class Vocabulary:
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """NumPy dtype in which tokens are stored. Only bytes as tokens take 8 bits, by which they are recognized.
+        """NumPy dtype of stored tokens: 8 bits for bytes as tokens alone, 16 or 32 bits for other
+        vocabularies.
 
         >>> BYTES.dtype
         dtype('uint8')
@@ -109,11 +110,11 @@ def open_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a local `tokenizer.json`, as transformers reads it with the files beside it.
 
-    Beside a `tokenizer_config.json` that names a class, the tokens, special tokens and templates are those of
-    `AutoTokenizer`; else those of the file itself. The end token is its `eos_token`, else `end`, else the first
-    usual one, such as "<|endoftext|>" or "</s>", in its vocabulary. `template_args` are variables of the chat
-    template. Raises ValueError for a file that is not a tokenizer or has no end token, ImportError without the
-    library.
+    If a `tokenizer_config.json` beside it names a class, tokens, special tokens and templates are those of
+    `AutoTokenizer`; else those of the file itself. The end token is its `eos_token`, else `end`, else the
+    first usual one, such as "<|endoftext|>" or "</s>", in its vocabulary. `template_args` are variables of
+    the chat template. Raises ValueError for a file that is not a tokenizer or has no end token; ImportError
+    without transformers.
     """
     try:
         import tokenizers

@@ -110,11 +110,12 @@ def from_deepspeed(
 
 @frozen
 class ConfigExtras:
-    """What a DeepSpeed configuration adds to a training beside settings; without one, the defaults.
+    """What a DeepSpeed configuration, or a file of a Trainer's arguments, adds to a training that no setting
+    has: optimizer arguments and the loss scale.
 
-    A Trainer's arguments add `schedule`, which makes the learning rate from lr, warm-up and steps; `notes`, log
-    lines; and `by_pass`, settings to be set to the number of steps of one epoch, each with the field that asks for
-    it.
+    A Trainer's arguments add `schedule`, which makes the learning rate from lr, total steps and warm-up;
+    `notes`, log lines; and `by_pass`: settings that become the number of steps in one epoch, each with the
+    file's field that asks for it.
     """
 
     values: ConfigValues

@@ -57,7 +57,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = _TABLE["defaults"]
 
 @frozen
 class TrainerArgs:
-    """The arguments of transformers' Trainer in a file: `args[name]` is a field's value there, else its default."""
+    """Arguments of transformers' Trainer: `args[name]` is the value in a file, else the default."""
 
     source: str  # as errors name it
     kind: str  # of CLASSES

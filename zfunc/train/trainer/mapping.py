@@ -30,9 +30,9 @@ BOUNDS = ("steps", "epochs", "seconds")
 
 @frozen
 class FromTrainer:
-    """Settings of a training, by name, from a Trainer's arguments. `said`: those on the command line, or of fields
-    that differ from their default. `usual`: those of fields at their default, for what nothing else decides.
-    `fields`: by setting, the field that said it."""
+    """Settings by name that a Trainer's arguments and the command line give. `said`: from the command line,
+    or from fields that differ from their default. `usual`: from fields at their default, used where nothing
+    else decides. `fields`: by setting, the field that it is from."""
 
     said: dict[str, Any]
     usual: dict[str, Any]
@@ -131,7 +131,7 @@ def _part_of_all(args: TrainerArgs) -> str:
 
 
 def _by_pass(args: TrainerArgs) -> dict[str, str]:
-    """Of the settings `eval_every` and `save_every`, those that are once an epoch, with the deciding field."""
+    """For `eval_every` and `save_every`, if once an epoch: the Trainer's field that says so, by setting."""
     fields = {"eval_every": "eval_strategy", "save_every": "save_strategy"}
     return {name: field for name, field in fields.items() if args[field] == EPOCH}
 

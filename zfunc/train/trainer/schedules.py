@@ -17,8 +17,8 @@ WARMUPS, DECAYS = ("linear", "cosine", "1-sqrt"), ("linear", "cosine", "1-sqrt")
 
 @frozen
 class TrainerSchedule:
-    """A learning rate schedule of the Trainer: `lr` times a factor by `kind`; of `total` steps the first `warmup`
-    rise.
+    """The Trainer's learning rate schedule `kind`: `lr` times a factor by step, that rises for `warmup` steps
+    and ends at step `total`.
 
     >>> rate = TrainerSchedule("linear", {}, lr=1.0, warmup=2, total=4)
     >>> [rate(step) for step in (1, 2, 3, 4, 5)]
