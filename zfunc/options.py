@@ -141,8 +141,8 @@ def anything(_name: str, _value: Any) -> None:
 def option(
     default: Any, help: str, check: Check = anything, metavar: str = "", *, group: str, **more: Any
 ) -> Any:
-    """An attrs field of a command's settings, checked by its Option; `more` are further arguments of the Option,
-    but for `converter`, which goes to the field."""
+    """An attrs field of a command's settings, with its Option in the metadata. `more` are further arguments
+    of the Option; `converter` among them goes to the attrs field."""
     converter = more.pop("converter", None)
     return _field(Option(group, help, check, metavar, **more), default=default, converter=converter)
 

@@ -165,7 +165,8 @@ def _without_path(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-    """An error's message, its settings marked for `in_flags`; for OSError and missing packages, with what to do."""
+    """The text of `error`, settings marked for `in_flags`; for an OSError or a missing package it says what
+    to do."""
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         if _without_path(error):
             return f"got {error.strerror!r} while printing or writing: free some space, or print elsewhere"

@@ -98,7 +98,7 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError, worded as all errors of zfunc, where argparse prints and exits."""
+    """An ArgumentParser that raises UsageError, worded as zfunc's errors, instead of printing and exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with argparse's message about the command line."""

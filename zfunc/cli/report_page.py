@@ -277,8 +277,7 @@ def _plain(value: Any) -> str:
 
 
 def _listed(heads: Cells, rows: Sequence[Cells], caption: str, kind: str = "") -> str:
-    """An HTML table of CSS class `kind`: `rows`, or if they are more than 24, that many at even distances; "" for
-    none."""
+    """An HTML table of class `kind` with at most 24 of `rows`, at even distances; "" if `rows` is empty."""
     listed = sorted({round(k * (len(rows) - 1) / (LISTED - 1)) for k in range(LISTED)}) if rows else []
     of_all = f" ({len(listed)} of {len(rows):,})" if len(listed) < len(rows) else ""
     return html_table(heads, [rows[n] for n in listed], caption + of_all, kind) if rows else ""

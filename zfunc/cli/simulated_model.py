@@ -118,7 +118,7 @@ def simulated_model(settings: SimulatedFlags) -> SimulatedModel:
 
 
 def _optimizer(settings: SimulatedFlags) -> NamedOptimizer:
-    """The optimizer that `zfunc train` would use: its state formats decide the order of a segment's parameters."""
+    """The optimizer that `zfunc train` would use; its state formats decide the order of parameters."""
     return make_optimizer(settings.optimizer, decay=matrices_only, **OPTIMIZERS[settings.optimizer][2])
 
 

@@ -150,7 +150,7 @@ class _Operation:
 
 
 def _pieces(total: int, width: int) -> Iterable[int]:
-    """Numbers of rows in the pieces of `total` rows of logits, each row `width` elements."""
+    """Yield numbers of rows: the pieces in which `total` rows of `width` logits each are computed."""
     size = piece(total, width, LOGITS_BYTES)
     return (min(size, total - start) for start in range(0, total, size))
 
@@ -296,8 +296,8 @@ def _halves(
 
 
 def _cost(operations: list[_Operation], results: set[_Tensor], known: int, compiled: bool) -> PassCost:
-    """A pass's cost, `compiled` or not: workspace is the peak above `known`, bytes counted elsewhere; all tensors
-    but `results` are freed after use."""
+    """The cost of one pass with `operations`, `compiled` or not. Its workspace is the peak above `known`
+    bytes, which are counted elsewhere; tensors other than `results` are freed after their last use."""
     touched = [{*x.makes, *(t for t, _ in x.reads)} for x in operations]
     last = {t: n for n, tensors in enumerate(touched) for t in tensors}
     own, traffic, live, peak = {t for x in operations for t in x.makes}, Traffic(compiled), 0, 0

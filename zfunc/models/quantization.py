@@ -54,8 +54,8 @@ def dynamic_map() -> tuple[float, ...]:
 
 
 def _nearest(x: Tensor, values: Sequence[float], block: int) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) of the nearest of ascending `values` for each element of `x` [n], fp32, over the largest
-    magnitude of its block; and these magnitudes [blocks]. The last block may be short."""
+    """Codes (uint8) for `x` [n], fp32: the index in ascending `values` nearest to each element divided by its
+    block's largest magnitude; and these magnitudes, fp32 [blocks]. The last block may be short."""
     code = torch.tensor(values, device=x.device)
     full = len(x) - len(x) % block
     blocks = x[:full].view(-1, block)
@@ -145,7 +145,8 @@ class FourBit:
             part.copy_(_scaled(values, scales, BLOCK))
 
     def _scales(self, stored: Tensor, dynamic: Tensor, first: int, start: int, count: int) -> Tensor:
-        """Fp32 scales of `count` blocks from `start`; nested ones are codes from byte `first`, by `dynamic`."""
+        """Fp32 scales of `count` blocks from `start`; nested ones are codes from byte `first`, decoded by
+        `dynamic`."""
         if not self.nested:
             return stored.view(torch.float32)[start:][:count]
         outer = stored[:first].view(torch.float32)

@@ -76,8 +76,8 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @frozen(eq=False, slots=False)
 class Repetition:
-    """A step of many micro-batches, extrapolated from two of few: the step `small`, plus `more` times what the step
-    `large`, which has two more groups of micro-batches, adds to `small`."""
+    """A step of many micro-batches, extrapolated from two steps of few: `small`, plus `more` times the
+    difference that two more groups of micro-batches make in `large`."""
 
     small: "PlannedStep"
     large: "PlannedStep"
@@ -100,8 +100,8 @@ class Repetition:
         return repeats and abs((longest := self._longest()) - self.grown) <= 2 * CLOSE * longest
 
     def peaks_stay(self) -> bool:
-        """Whether each device's peak memory stays at the same operation as groups of micro-batches are added, and
-        grows by equal bytes with each group."""
+        """Whether each device's peak memory stays at the same operation as groups of micro-batches are added,
+        and grows by the same number of bytes with each group."""
         small, large = (transient_bytes(step.plan) for step in (self.small, self.large))
         return all(self._stays(at, few, large[at]) for at, few in small.items() if "device" in at)
 
@@ -458,7 +458,7 @@ def _speed_change(new: float, old: float) -> str:
 
 
 def _memory_changes(new: dict[Tier, int], old: dict[Tier, int]) -> Iterator[str]:
-    """Texts on tiers of which the `new` step needs more or fewer bytes than the `old`, by over 1 % and 1 MiB."""
+    """Texts on the tiers where the `new` step needs over 1 % and 1 MiB more or fewer bytes than the `old`."""
     for tier, nbytes in new.items():
         change = nbytes - old[tier]
         if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1 << 20:

@@ -76,9 +76,10 @@ def kept(question: Sequence[Any], answer: Callable[[], T], kind: type[T]) -> T:
 
 @frozen
 class ModelFacts:
-    """Facts of a Hugging Face model that a plan reads beside its costs; parameters and buffer bytes by segment.
+    """Facts of a Hugging Face model that a plan needs beside costs; parameters, buffer bytes by segment.
 
-    `longest` is the most tokens that a sequence may have, None if the model's config does not limit that."""
+    `longest` is the most tokens that a sequence may have, None if the model's config does not limit that.
+    """
 
     architecture: Text
     num_layers: Count

@@ -81,8 +81,8 @@ def best_orders(
 
 
 def shifted(step: PlannedStep) -> list[str]:
-    """Up to two pipeline orders, the fastest first, like that of `step` but with one segment moved to a
-    neighbouring stage: from a device that lacks memory, if there is one."""
+    """Yield up to two pipeline orders, the fastest first, that differ from the order of `step` in one
+    segment, moved to the neighbouring stage; from a device that lacks memory, if there is one."""
     name, _, cut = str(step.settings.order).partition(":")
     if not cut or "/" in cut:
         return []
@@ -178,9 +178,9 @@ def _makespan(step: PlannedStep, order: str, micro_batches: int, work: Work) -> 
 def _passes(
     step: PlannedStep, order: str, micro_batches: int, work: Work
 ) -> tuple[list[list[Pass]], list[dict[str, int]], list[int], list[int]]:
-    """The passes under `order` by device, the times of a pass by segment, the trained segments, and the times of
-    hops between stages. Times are in ns; that of a pass is taken to be in proportion to the rows of a micro-batch.
-    """
+    """The passes by device under `order`; for each segment, ns of a pass by kind, and ns of copying its input
+    between stages; and the trained segments between them. Times of a pass are in proportion to rows of a
+    micro-batch."""
     settings, spec, count = step.settings, step.spec, step.spec.num_segments
     trained = [x for x in range(count) if spec.layout.buckets_of(x)]
     listed = passes_listed(

@@ -253,8 +253,9 @@ def _beyond_settings(model: CostModel, step: PlannedStep) -> Iterator[Suggestion
 
 
 def _larger_batch(model: CostModel, step: PlannedStep) -> Iterator[Suggestion]:
-    """Suggest a larger batch, doubled while tokens/s grow: by larger micro-batches, or by more micro-batches where
-    larger ones do not fit; activations, then parameters too, go to the host where the device has no room."""
+    """Suggest a larger batch, doubled as long as tokens/s grow: with more rows in a micro-batch, or more
+    micro-batches where larger ones do not fit; activations, then also parameters, move to the host where the
+    device lacks memory."""
     settings, segments = step.settings, model.segments
     if _same_for_any_rows(step) <= WORTH_SAYING * step.seconds:
         return

@@ -55,7 +55,7 @@ class DiskTraffic:
 
     @property
     def busy(self) -> float:
-        """Seconds in which the drives work for each second of the busiest other kind of work."""
+        """Seconds of work of the drives in each second of the busiest other kind of work; a ratio."""
         return sum(self.needed[kind] / self.available[kind] for kind in DRIVES)
 
 
@@ -127,8 +127,8 @@ class Planned:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s (1e12) of the model's matrix products, attention among them, on each GPU: forward, and twice as
-        much for backward.
+        """TFLOP/s (1e12) of the model's matrix products, with attention, on each GPU: forward, and twice for
+        backward.
 
         Backward of frozen parameters counts once: they have no gradient. Recomputation is not counted.
         """

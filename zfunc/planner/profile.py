@@ -357,7 +357,7 @@ def load_profile(name: str | PathLike[str]) -> Profile:
 
 
 def box_of(name: str, gpus: int) -> str:
-    """Name of the profile of the smallest machine with at least `gpus` cards of profile `name`; else `name`.
+    """Name of the smallest known machine with at least `gpus` cards of profile `name`; `name` if none has.
 
     >>> box_of("rtx4090", 2), box_of("rtx4090", 4), box_of("h100", 8), box_of("t4", 2)
     ('rtx4090x2', 'rtx4090x8', 'h100', 't4')

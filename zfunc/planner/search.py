@@ -104,7 +104,7 @@ def differing(new: StepSettings, old: StepSettings) -> Changes:
 
 
 def beside(values: tuple[int, ...], value: int) -> list[int]:
-    """The largest of `values` below `value` and the smallest above; one of them at an end, or neither."""
+    """The neighbours of `value` in `values`: the largest below, the smallest above; [] or one at an end."""
     return [*sorted(v for v in values if v < value)[-1:], *sorted(v for v in values if v > value)[:1]]
 
 
@@ -112,7 +112,7 @@ def beside(values: tuple[int, ...], value: int) -> list[int]:
 
 
 def may_gain(step: PlannedStep) -> bool:
-    """Whether `step` may gain from data in a nearer tier: its device waits, or it uses the drives, which wear."""
+    """Whether `step` may gain from data in nearer memory: its device waits, or it uses drives, which wear."""
     return step.spec.uses_disk or step.work["compute"] < step.seconds * (1 - WORTH)
 
 
@@ -141,8 +141,8 @@ def _worth_trying(best: PlannedStep, space: Space, name: str, first: bool) -> li
 
 
 def _places(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
-    """Changes of where parameters and activations are. Where `best` fits, activations do not move away from the
-    device unless the parameters move too."""
+    """Changes to try of where parameters and activations are. If `best` fits, activations move away from the
+    device only together with a move of the parameters."""
     names = ("params_on", "activations_on")
     for places in product(*(_worth_trying(best, space, name, first) for name in names)):
         if best.fits and places[0] == best.settings.params_on and _farther(best, places[1]):
@@ -362,7 +362,7 @@ def _values(
 
 
 def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Changes of `order`, on one device, to orders that run other numbers of micro-batches as a group."""
+    """Changes of `order` to try on one device, one for each number of micro-batches that run as a group."""
     known, several = {best.settings.group_size}, best.settings.micro_batches > 1 == best.settings.stages
     for x in space.get("order", ()) if several else ():
         settings = moved(best.settings, best.spec.world, order=x)
@@ -522,7 +522,7 @@ class _Walk:
                 return  # the first round looks at the disk only for what the host lacks
 
     def weigh(self, settings: StepSettings) -> None:
-        """Try `settings`, unless arithmetic says that their step cannot win; the better step stays the best.
+        """Try `settings`: their step replaces the best if better; a lower bound may exclude it unplanned.
 
         A step that does not fit is tried again with less of its state in the tier that lacks memory.
         """
@@ -556,7 +556,7 @@ class _Walk:
         return self._simulated(step)
 
     def _enough(self, work: Mapping[Kind, float]) -> float:
-        """Seconds that a step with `work` (seconds by kind) may take and still beat the best step so far."""
+        """The most seconds that a step with `work` (seconds by kind) may take to replace the best step."""
         gains = not self.best.fits or _spares_drives(work, self.best.work)
         return math.inf if gains else self.best.seconds * (1 - WORTH)
 
@@ -589,7 +589,8 @@ class _Walk:
         return step
 
     def undo_idle_changes(self) -> None:
-        """Restore in the best step the start's value of every setting whose change gains next to nothing."""
+        """Return each setting of the best step to its start's value if the step then is no worse by over
+        1 %."""
         for _, back in self._backs():
             equal = sum(back.lacking.values()) == sum(self.best.lacking.values())
             as_fast = back.seconds <= self.fastest * (1 + WORTH)

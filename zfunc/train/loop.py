@@ -163,7 +163,7 @@ class _Loop:
             yield Traced(number, metrics.timeline, metrics.plan)
 
     def _pass_over(self, number: int) -> Iterator[Event]:
-        """Count step `number`, whose batch has no label, without training on the batch or updating any weight."""
+        """Count step `number`, whose batch has no label, without an update; saves and evaluates if due."""
         if self.swap is None and (due := self._due()) is not None:
             yield self._save(due.folder)
         if not self.job.ranks.rank:
@@ -183,7 +183,7 @@ class _Loop:
             self._stepped(number)  # again: the evaluation's time belongs to this step
 
     def _stepped(self, number: int) -> None:
-        """Set `elapsed`, the seconds trained up to step `number`, and `ended`, why that step is the last, or ""."""
+        """After step `number`, set `elapsed`, the seconds trained, and `ended`, why training ends, or ""."""
         self.elapsed, signal = self._elapsed_and_signal()
         self.ended = signal if signal == TERMINATED else self._end_reason(number, signal)
 
@@ -237,7 +237,7 @@ class _Loop:
         self._note_evaluation()
 
     def _note_evaluation(self) -> None:
-        """Add rank 0's held-out loss to the run's evaluations on every rank, so that all ranks decide alike."""
+        """Add rank 0's held-out loss to `evaluations` on every rank, unless an evaluation was interrupted."""
         at, ranks, loss = self.state.batches, self.job.ranks, self.held_out
         total, num_cut = ranks.sums([0.0 if ranks.rank or loss is None else loss, float(loss is None)])
         if not num_cut:
@@ -288,8 +288,8 @@ class _Loop:
             save(self.swap, self.program, self.state, extra=self._extra())
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
-        """Train on `batch`, recording a timeline if `traced`; returns the metrics, and the event of a checkpoint of
-        the state before the step if one was due."""
+        """Train on `batch`, with a timeline if `traced`. Returns the metrics, and the event of the
+        checkpoint, if one was due, of the state before the step."""
         due, at = self._due(), self.state.batches
         step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
         try:
@@ -317,8 +317,7 @@ class _Loop:
         return Save(self.start.folder, keep=settings.keep, spare=self._spare(), extra=self._extra())
 
     def _is_best(self, at: int) -> bool:
-        """Whether the held-out loss of the State after step `at` is known, and lower than that of each checkpoint
-        of the run."""
+        """Whether the held-out loss after step `at` is known, and lower than at any checkpoint of the run."""
         best, last = best_saved(self.evaluations), self.evaluations[-1:]
         return any(x.step == at and x.held_out < (math.inf if best is None else best.held_out) for x in last)
 

@@ -72,8 +72,8 @@ def names_in(flag: str | None) -> list[str]:
 
 
 def pretrained_model(flags: Any, *, weights: bool = True) -> PretrainedModel | None:
-    """The model in the folder that flag `hf` names, or None; with `weights` False the model without its weights,
-    for which `hf_config` may name the config alone.
+    """The model in the folder of flag `hf`, or None without the flag. If `weights` is False, the model
+    without weights, whose config alone `hf_config` may name.
 
     Raises ValueError for flags that contradict the model, and for a folder that `zfunc.hf.load` refuses.
     """

@@ -152,7 +152,7 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
 
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
-    """The point to resume a run at: its newest checkpoint, else the one it started from, else the beginning."""
+    """The ResumePoint of an earlier run: its newest checkpoint, else the one it began from, else none."""
     swap = _first(settings.swap) if {DISK, AUTO} & {*words_of(settings.state_on)} else []
     checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)])
     ended, before = _text_in(run / SUMMARY, "ended"), _text_in(run / CONFIG, "resumed_from")

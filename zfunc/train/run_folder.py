@@ -163,8 +163,8 @@ class RunFolder:
         self.begun = True
 
     def _kept(self, event: Started) -> list[Row]:
-        """The run's rows of metrics.jsonl up to the checkpoint's step, without that step's evaluation, which is
-        repeated if it is due."""
+        """The run's rows of metrics.jsonl up to the step of the checkpoint that it resumes from, the last row
+        without its evaluation, which is repeated if due."""
         path = self.path / METRICS
         if not event.own or not event.step:
             return []

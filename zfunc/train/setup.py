@@ -200,8 +200,8 @@ def _settled(
     corpus: Corpus,
     say: Callable[..., None],
 ) -> TrainSettings:
-    """The settings with the steps and the vocabulary size that follow from data and model; each setting named in
-    `by_pass` becomes the number of steps in one pass over the data. `say` logs."""
+    """`settings` with the number of steps and the vocabulary size that follow from data and model. Each
+    setting named in `by_pass` becomes the number of steps in one epoch. `say` logs a line."""
     own, found = settings.vocab_size, corpus.vocab_size
     if own is not None and (own < found if tokenizer is not None else own != found):
         of, expected = f"{corpus.name}, which is read as bytes", f"{found}"
@@ -296,8 +296,8 @@ def optimizer_of(
 
 
 def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | None) -> Callable[[int], float]:
-    """The learning rate by step: from the scheduler of the DeepSpeed file, else the Trainer's; else a warm-up, then
-    `lr_schedule` until step `total`. Without a `total` the rate does not decay after the warm-up."""
+    """The learning rate by step: of the DeepSpeed file's scheduler, else of the Trainer's, else a warm-up,
+    then `lr_schedule` until step `total`. If `total` is None, the rate stays after the warm-up."""
     warmup = settings.warmup
     if warmup is None:
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)

@@ -154,7 +154,7 @@ def _shapes(curve: Curve, places: Sequence[PlotPoint], frame: _Frame) -> Iterato
 
 
 def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """SVG ticks on the axis of steps for the chart's marks; marks on the same pixel share a tick."""
+    """Yield SVG ticks on the axis of steps for the chart's marked steps; marks on one pixel share a tick."""
     for x, group in groupby(chart.marks, lambda step: round(frame.x(step))):
         steps = list(group)
         which = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"

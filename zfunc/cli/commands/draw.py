@@ -212,8 +212,8 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
 
 
 def live_step(settings: DrawSettings) -> str:
-    """The HTML page that simulates the settings' step live, with plans of other schedules, bucket sizes and tiers
-    of the state, as many as keep the page small; the settings' own plan is shown first."""
+    """The HTML page that simulates the step of `settings` live. It has plans of other schedules, bucket sizes
+    and tiers of the state to switch to, as many as its size allows, and opens with the plan of `settings`."""
     job = _Job(settings)
     largest = max(bucket.numel for bucket in job.spec(job.step).layout.buckets)
     own = min(job.step.bucket_size or largest, largest)

@@ -193,8 +193,8 @@ def cuts(
 
 
 def _inputs_read(traces: "ModuleTraces", call: BatchCall) -> dict[str, bool]:
-    """The names of the integer inputs of `call` on whose values a trace depends, which the log says; mapped to
-    True where the trace depends only on how many elements masks made of the input select."""
+    """The integer inputs of `call` on whose values a trace depends, by name: False if on all values, which is
+    logged; True if only on how many elements masks made of the input select."""
     given = ((keystr(path), unmarked(t)) for path, t in tree_flatten_with_path(call)[0])
     numbers = {name: True for name, t in given if isinstance(t, Tensor) and not t.is_floating_point()}
     values, counted = traces.values_read(
@@ -411,8 +411,9 @@ class ModuleTraces:
         return {x: t if self.types.get(x, x) in own else t.to(dtype) for x, t in own.items()}
 
     def values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
-        """Two dicts of `BySample` inputs of `x`, from name to where, as "at file:line": inputs whose values forward
-        reads, and inputs it uses as masks. Raises ValueBranchError for a branch on any other value."""
+        """For inputs of `x` wrapped in BySample, two dicts from name to text "at file:line": inputs whose
+        values forward reads, and inputs that it uses as masks. Raises ValueBranchError for a branch on any
+        other value."""
         return _in_thread(self._values_read, x)
 
     def _values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:

@@ -75,8 +75,8 @@ def module_piece(cut: CutGraph, s: int) -> ModulePiece:
 def _copy_nodes(
     nodes: Any, root: nn.Module, graph: Graph, copies: dict[Node, Any], device: Node
 ) -> list[str]:
-    """Copy `nodes` to `graph` and note their `copies`. Regions of other grad or autocast modes become modules of
-    `root`; returns the code of these. Devices in arguments become the node `device`."""
+    """Copy `nodes` into `graph` and enter each copy in `copies`, by node. Regions in another grad or autocast
+    mode become modules of `root`; returns their code. `device` replaces every device among arguments."""
     texts = list[str]()
 
     def copied(x: Any) -> Any:
@@ -153,7 +153,8 @@ def _crossing(cut: CutGraph, x: Node) -> tuple[torch.dtype, bool]:
 
 
 def _crossing_form(t: Tensor, dtype: torch.dtype, differentiable: bool) -> Tensor:
-    """Tensor `t` of `dtype` in the form in which it crosses a cut: real, and integer bits if it has no gradient."""
+    """Tensor `t` of `dtype` in the form that crosses a cut: complex as real pairs, and bits as integers if no
+    gradient flows through it."""
     t = torch.view_as_real(t.resolve_conj()) if dtype.is_complex else t
     return t if differentiable or not t.is_floating_point() else t.detach().view(BITS[t.element_size()])
 

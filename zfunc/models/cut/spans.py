@@ -196,7 +196,7 @@ def _read(span: NodeSpan) -> set[Node]:
 
 
 def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
-    """The nodes of a graph that its outputs need, and the nodes that write in place with their inputs."""
+    """The nodes that a graph's outputs need, and the nodes that write in place, with the inputs of both."""
     found = {*outputs}
     for n in reversed(nodes):
         if n.target not in CHECKS and (n in found or arguments_written(n)):
@@ -272,8 +272,9 @@ def _said(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Itera
 
 @frozen(eq=False)
 class Run:
-    """Nodes of a span that read parameters, with no cut between them. A cut before them is at node `start`, where
-    `nbytes` of values are alive, the fewest. `name` is the first parameter, `numel` the elements of all."""
+    """Consecutive nodes of a span that read parameters and are never separated. Cutting before node `start`
+    leaves `nbytes` of values alive at the cut. `name` is the first parameter read; `numel` counts the
+    elements of all."""
 
     name: str
     numel: int
@@ -282,8 +283,8 @@ class Run:
 
 
 def _runs(span: NodeSpan, closed: set[Node], sources: Mapping[str, str], weights: set[str]) -> list[Run]:
-    """The runs of a span, between which it may be cut: not before a node of `closed`, nor between two nodes that
-    read the same parameter, which would be tied then."""
+    """The runs of a span: it may be cut between two runs, but not before a node in `closed`, nor between two
+    readers of one parameter, which would become tied."""
     at = {n: i for i, n in enumerate(span.nodes)}
     used: dict[Node, list[int]] = {}
     for n, i in at.items():
@@ -339,8 +340,8 @@ def _parts(span: NodeSpan, runs: list[Run], starts: frozenset[str]) -> Iterator[
 def _joined(
     spans: list[NodeSpan], closed: set[Node], weights: set[str], differentiable: set[Node]
 ) -> list[NodeSpan]:
-    """Join spans without parameters, or that begin with a node of `closed` (uncuttable), to the one before; name
-    each."""
+    """Join each span that reads no parameter, or begins with a node in `closed`, where no cut may be, to the
+    span before, and name all spans."""
     made: list[NodeSpan] = []
     for span in spans:
         alone = made and (not _reads(made[0], weights) or differentiable.isdisjoint(made[-1].nodes))

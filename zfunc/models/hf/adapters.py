@@ -161,7 +161,8 @@ def base_name(name: str) -> str:
 
 
 def adapted_modules(model: Any) -> list[str]:
-    """The sorted last parts of names of modules (as "q_proj") and tensors ("experts.down_proj") with adapters."""
+    """The last two parts of the names of adapted tensors ("experts.down_proj"), the last part of adapted
+    modules ("q_proj"), sorted, without repeats."""
     names = ((x.replace(".base_layer", "").rpartition(".")[2], m) for x, m in _lora_layers(model))
     return sorted({f"{x}.{m.parameter_name}" if _of_tensor(m) else x for x, m in names})
 

@@ -305,7 +305,7 @@ def _named(
 
 
 def _take_buffers(part: nn.Module, real: Mapping[int, Tensor]) -> Values:
-    """Remove the buffers of `part`; returns their values by name, on the CPU, those of meta buffers from `real`."""
+    """Remove the buffers of `part`; returns their values on the CPU by name, meta ones from `real` by id."""
     values: Values = {}
     for path, module in part.named_modules():
         own = {name: t for name, t in module._buffers.items() if t is not None}

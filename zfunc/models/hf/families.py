@@ -34,7 +34,7 @@ def check_transformers() -> None:
 
 
 def check_package(name: str, oldest: tuple[int, int], missing: str) -> None:
-    """Raise ImportError, with the text `missing`, unless package `name` is there in version `oldest` or later."""
+    """Raise ImportError with text `missing` unless package `name` is installed, as `oldest` or later."""
     try:
         version: str = importlib.import_module(name).__version__
     except ImportError as error:
@@ -84,15 +84,15 @@ def check_supported(model: Any, *, loss: bool) -> None:
 
 
 def in_fp32(model: Any, name: str) -> tuple[str, ...]:
-    """The precisions in which the class of a model keeps a parameter in fp32, as `from_pretrained` does."""
+    """The precisions (bf16, fp16) in which the model's class keeps parameter `name` in fp32 at loading."""
     strict, fp16 = model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules
     kept = {"bf16": strict or (), "fp16": {*(strict or ()), *(fp16 or ())}}
     return tuple(p for p, globs in kept.items() if any(re.search(x.replace("*", ".*"), name) for x in globs))
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether transformers has `model` as a causal language model. Looked up by the model's config: all classes of
-    that mapping would take seconds to import."""
+    """Whether transformers has a causal language model of the class of `model`, found by config type without
+    importing all model classes."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     classes = MODEL_FOR_CAUSAL_LM_MAPPING

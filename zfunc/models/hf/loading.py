@@ -317,8 +317,9 @@ class _StoredTensor:
 
 @frozen(eq=False)
 class FolderWeights:
-    """The tensors in the files of a model's folder, by the names that `model` has for them: parameters, and buffers
-    that `save_pretrained` writes, such as the bias of DeepSeek-V3's routers. A tied parameter has its first name.
+    """The tensors in a folder's weight files, by the names that `model` has for them: parameters, and buffers
+    that `save_pretrained` writes, such as the bias of DeepSeek-V3's routers. A tied parameter has its first
+    name.
 
     `names` maps the trained model's names to those of `model`, which may contain the trained language model.
     """
@@ -438,7 +439,7 @@ def _names_in(whole: Any, language: Any) -> dict[str, str]:
 
 
 def _conversions(model: Any) -> list[Any]:
-    """The conversions by which transformers makes a model's tensors of those in files; each is for one use."""
+    """The conversions by which transformers makes a model's tensors of a file's, made anew for one use."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return [*get_model_conversion_mapping(model)]

@@ -179,7 +179,7 @@ class LayerPart(_Part):
 
 
 def _counted(given: dict[str, Tensor]) -> Tensor | None:
-    """The mask of the tokens that count for the loss of routers, [batch, seq], if not all do."""
+    """The mask [batch, seq], 1 for tokens that count in the routers' loss; None if all tokens do."""
     return given.get(COUNTED, given.get("attention_mask"))
 
 

@@ -25,7 +25,7 @@ BY_HAND = (
 
 @frozen(eq=False)
 class Recording:
-    """The places at which a transformers model can be cut into segments: modules by name, parameters by id."""
+    """Where a transformers model can be cut into segments: modules by name, parameters by id of tensor."""
 
     call: Call
     layers: str  # the list of layers
@@ -164,5 +164,5 @@ def _reached(model: nn.Module, shadow: nn.Module, outputs: Sequence[Tensor]) -> 
 
 
 def _key(more: list[Any]) -> tuple[Any, ...]:
-    """A key of `more`, a layer's arguments beside hidden states, equal for layers called with the same ones."""
+    """A key of `more`, the other arguments of a layer; keys are equal for the same objects or constants."""
     return tuple(x if isinstance(x, (str, int, float, type(None))) else id(x) for x in tree_leaves(more))

@@ -31,8 +31,8 @@ _ROUNDS = 3  # of the Feistel network; each mixes both halves
 
 @frozen(eq=False)
 class TokenStream:
-    """A memory-mapped stream of tokens. Sequences are windows of the stream, or whole documents in the order of the
-    data, as many in a sequence as fit, the rest padding.
+    """A memory-mapped stream of tokens. A sequence is a window of the stream, or as many whole documents in
+    the order of the data as fit, the rest padding.
 
     A document longer than a sequence is cut into pieces, each treated as a document, or dropped, or its end is
     kept. Pieces without a label are left out. With the pieces joined together, `bounds` [pieces + 1] are the edges
@@ -249,7 +249,8 @@ class TokenStream:
 
 
 def permute(index: int, size: int, *key: int) -> int:
-    """Where a permutation of range(size), drawn by `key`, puts `index`; by a cycle-walking Feistel network."""
+    """The image of `index` in a permutation of range(`size`) drawn by `key` (a cycle-walking Feistel
+    network)."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     while True:
@@ -330,7 +331,8 @@ def preferences(
 
 
 def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) -> tuple[Batch, ...]:
-    """The held-out sequences to evaluate, the same for any batch size, micro-batches and ranks, in micro-batches.
+    """The held-out sequences of an evaluation as batches of one micro-batch each, the same sequences for any
+    batch size, micro-batches and ranks.
 
     So an evaluation fits in memory where training does. The last batch may be smaller: losses are weighted by rows.
     """

@@ -434,7 +434,8 @@ def table_rows(path: Path, first: int) -> Iterator[dict[str, Any]]:
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
-    """`value` without the null keys that Arrow adds to an object as others of its column `feature` have them."""
+    """`value`, a record's value, without the null keys that Arrow adds to an object because other rows of its
+    column, of type `feature`, have them."""
     if isinstance(value, dict) and isinstance(feature, Mapping):  # not what is JSON, which has its own
         return {k: _without_nulls(x, feature[k]) for k, x in value.items() if x is not None}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)

@@ -324,9 +324,10 @@ def _write(
 def encoded_documents(
     documents: Iterable[Document], vocabulary: Vocabulary, *, whole: bool = False
 ) -> Iterator[tuple[str, Encoded]]:
-    """The kind and the tokens of each document that is not empty; documents of one kind are tokenized together.
+    """Yield the kind and the tokens of each document, without those of no tokens. Documents of one kind are
+    tokenized together.
 
-    With `whole`, for documents that come in pairs, raises ValueError for an empty one.
+    With `whole`, for documents that come in pairs, raises ValueError for a document of no tokens.
     """
     rest = iter(documents)
     while some := list(_some(rest)):

@@ -75,7 +75,8 @@ class RecordFiles:
             self._place = filled[-1][1]
 
     def _from(self, begin: RecordPlace) -> Iterator[tuple[Record, RecordPlace]]:
-        """The records from `begin` to the end of that pass over the files, each with the place after the record."""
+        """Yield the records from `begin` to the end of a pass over the files, each with the place after
+        it."""
         for number in range(begin.file, count := len(self.files)):
             index = permute(number, count, self.seed, begin.epoch) if self.buffer > 1 else number
             path, offset = self.files[index][1], begin.offset if number == begin.file else 0

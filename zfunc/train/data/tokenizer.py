@@ -70,8 +70,8 @@ class Tokenizer(Vocabulary):
     after: np.ndarray
 
     def document(self, text: np.ndarray) -> tuple[np.ndarray, int]:
-        """The token ids `text` of a document, with the tokenizer's first and last token added if missing; and how
-        many were added in front."""
+        """The token ids `text` of a document between the tokenizer's first and last special tokens, which are
+        added only if missing; and the number of tokens added in front."""
         begun = len(self.before) and np.array_equal(text[: len(self.before)], self.before)
         before = self.before[: 0 if begun else None]
         after = self.after[1 if len(self.after) and text[-1:] == self.after[:1] else 0 :]

@@ -156,8 +156,8 @@ Source = str | PathLike[str] | Mapping[str, Any]
 
 
 def read_file(source: Source, more: str = "") -> Mapping[str, Any]:
-    """The JSON object in a file, or a dict as it is. Raises ValueError, with the line, for a syntax error, and for
-    a missing file; `more` is text on the formats that the caller reads beside JSON."""
+    """Read a JSON object from a file; a dict is returned unchanged. Raises ValueError for a missing file, and
+    for a syntax error, with its line; `more` is text on other formats that the caller reads."""
     if isinstance(source, Mapping):
         return source
     import json5

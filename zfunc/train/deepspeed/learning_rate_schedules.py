@@ -69,9 +69,8 @@ def one_cycle(p: Any, batch: int) -> float:
 
 
 def one_cycle_betas(p: Any, batch: int) -> tuple[float, float]:
-    """The Adam betas of `batch` by OneCycle's parameters `p`: beta1 falls while the rate rises, and rises after the
-    cycle. The first update has the lowest beta1, though the cycle begins with the highest: DeepSpeed sets betas
-    after an update."""
+    """The Adam betas of `batch` by OneCycle's parameters `p`: beta1 falls while the rate rises, and rises
+    after the cycle. The first update has the lowest beta1, as DeepSpeed sets betas only after an update."""
     height, gone = _cycle(p, batch)
     if batch < 0:
         return p.cycle_min_mom, BETA2

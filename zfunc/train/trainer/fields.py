@@ -120,8 +120,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _take(args: TrainerArgs, values: Mapping[str, Any], file: dict[str, Any]) -> Iterator[str]:
-    """Store in `file` the fields of `values` that differ from their default, and yield an error text for each wrong
-    one; null sets nothing."""
+    """Store in `file` the fields of `values` that differ from their default, None left out; yield an error
+    text for each wrong one."""
     known = fields_of(args.kind)
     for name, value in values.items():
         if (field := known.get(name)) is None:
