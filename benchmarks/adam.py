@@ -43,7 +43,8 @@ SIZES = "1Mi,4Mi,16Mi,64Mi,256Mi"
 
 @frozen
 class Contender:
-    """One way to make the step; with `idle`, on moments that have had no gradient for thousands of steps."""
+    """A named implementation of the optimizer step: `run` makes one step. With `idle`, it is measured on
+    moments that have had no gradient for thousands of steps."""
 
     run: Callable[[], object]
     idle: bool = False
@@ -51,7 +52,8 @@ class Contender:
 
 
 class Memory:
-    """The buffers all contenders share: they take turns, and 256 Mi parameters of each own would not fit."""
+    """The buffers of `n` elements (weights, gradients, moments in every format) that all implementations use
+    in turn; a set for each would not fit in memory."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -72,7 +74,7 @@ class Memory:
         self.grad.copy_(self.grad32.normal_(0, 1e-3, generator=generator))
 
     def elsewhere(self, moments: str) -> tuple[Any, ...]:
-        """A state in the memory of the shadow, where no other contender's is."""
+        """A state in format `moments`, as views of the `shadow` buffers, which no other state uses."""
         if moments == "fp32":
             return self.shadow
         n, (high, m, v) = self.n, (x.view(torch.bfloat16) for x in self.shadow)
@@ -85,8 +87,9 @@ class Memory:
         return *halves, m[:n], v[:n], self.shadow[2].view(torch.int16)[n : n + -(-n // 64)]
 
     def fill(self, *, idle: bool) -> None:
-        """Weights, which a skeleton has made NaN, and moments of a training under way, or those that thousands of
-        steps without a gradient have made small."""
+        """Fill the buffers before a run: weights, which a skeleton overwrites with NaN, and the moments of a
+        running training, or, if `idle`, moments that thousands of steps without a gradient have made small.
+        """
         for x in (self.master, self.halves[0]):
             x.copy_(self.weights)
         self.halves[1].zero_()
@@ -126,7 +129,8 @@ def zfunc_step(
 
 
 def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[], None]:
-    """The step of SGD, Lion or Adagrad, with one of Adam's moments in the same format: Adagrad's has no sign."""
+    """A function that makes one step of SGD, Lion or Adagrad on the buffers in `memory`, with one of Adam's
+    moments as its only moment: exp_avg_sq for Adagrad, whose moment has no sign, else exp_avg."""
     m, moments, squares = memory, optimizer.moments, isinstance(optimizer, Adagrad)
     codes = m.codes[1 if squares else 0], m.codes[2]
     fp32 = m.exp_avg_sq if squares else m.exp_avg
@@ -140,7 +144,7 @@ def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[]
 
 
 def direction_step(memory: Memory, muon: Muon, threads: int) -> Callable[[], None]:
-    """The element-wise part of Muon's step: the momentum, and the direction of the update."""
+    """A function that makes the element-wise part of Muon's step: momentum and the update's direction."""
     m = memory
     kinds = moment_buffers(muon.state_format())
     buffers = {"fp32": (m.exp_avg,), "16bit": (m.bf16[0],), "8bit": (m.codes[0], m.codes[2])}
@@ -150,7 +154,7 @@ def direction_step(memory: Memory, muon: Muon, threads: int) -> Callable[[], Non
 
 
 def adafactor_step(memory: Memory, optimizer: Adafactor, threads: int) -> Callable[[], None]:
-    """The step of Adafactor over one matrix of 1,024 columns."""
+    """A function that makes a step of Adafactor on the buffers in `memory`, as a matrix of 1,024 columns."""
     m, shape = memory, (memory.n // 1024, 1024)
     split = optimizer.moments != "fp32"
     group = optimizer.group("", shape)
@@ -172,7 +176,8 @@ def skeleton(
 
 
 def with_optimizer(memory: Memory, optimizer: Any, *, idle: bool = False) -> Callable[[], None]:
-    """The step around any optimizer of torch's kind: unscale pass, step, copy pass."""
+    """A function that makes a step with an optimizer of torch's kind: unscale gradient, step, copy
+    weights."""
     p, grad = memory.master, memory.grad
     p.grad = memory.grad32
     optimizer.step()  # makes its state, whose moments are then the shared ones
@@ -190,7 +195,7 @@ def with_optimizer(memory: Memory, optimizer: Any, *, idle: bool = False) -> Cal
 
 
 def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str, Contender]:
-    """All of them; the updates of zfunc also on the instruction sets `isas`."""
+    """All implementations to measure, by name; zfunc's updates also on the instruction sets `isas`."""
     m = memory
     fp32 = (m.master, m.exp_avg, m.exp_avg_sq)
     states = {
@@ -276,9 +281,11 @@ def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str,
 
 
 def measure(memory: Memory, table: dict[str, Contender], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every contender in every repeat; an extra round first touches pages and starts threads.
+    """Seconds of one step of every implementation, by name, one number per repeat. A first round, to touch
+    pages and start threads, does not count.
 
-    What the caches hold is measured there: a small step is made again and again, and the first one does not count.
+    Small steps, whose buffers fit in a cache, run several times per repeat, after one run that does not
+    count.
     """
     runs = max(1, AT_ONCE // memory.n)
     seconds: dict[str, list[float]] = {name: [] for name in table}
@@ -298,7 +305,8 @@ def measure(memory: Memory, table: dict[str, Contender], repeats: int) -> dict[s
 def summary(
     n: int, threads: int, table: dict[str, Contender], seconds: dict[str, list[float]]
 ) -> list[dict[str, Any]]:
-    """Times over the yardstick's, over its own skeleton's and over its like's in place; and others' over each."""
+    """Table rows, one per implementation: median ratios of its seconds to the yardstick's, to its skeleton's,
+    to those of the same update in place, and of other libraries' to its own."""
 
     def ratio(name: str, base: str) -> float | None:
         if base not in seconds:
@@ -346,7 +354,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(results: dict[str, Any], machine: dict[str, Any], path: str) -> None:
-    """Time over the skeleton's: on the left by size with all threads, on the right by threads at one size."""
+    """Write a plot to `path`: time over the skeleton's, on the left by size with all threads, on the right by
+    number of threads at one size."""
     from benchmarks.plots import COLORS, figure, save
 
     rows = results["rows"]
@@ -400,7 +409,7 @@ def size(text: str) -> int:
 
 
 def thread_counts() -> str:
-    """1, 2, 4 and so on, and all."""
+    """The default of --threads: powers of two up to the number of usable threads, and that number."""
     most = default_threads()
     return ",".join(map(str, sorted({*(1 << k for k in range(most.bit_length())), most})))
 

@@ -29,7 +29,7 @@ PARAMETERS = 1 << 20
 
 
 def rate(run: Callable[[], None], stop: threading.Event) -> float:
-    """Runs a second until told to stop."""
+    """Call `run` until `stop` is set; returns calls per second."""
     run()
     count, start = 0, time.perf_counter()
     while not stop.is_set():
@@ -41,7 +41,7 @@ def rate(run: Callable[[], None], stop: threading.Event) -> float:
 def rates(
     compute: Callable[[], None] | None, sweep: Callable[[], None] | None, seconds: float
 ) -> tuple[float, float]:
-    """Runs a second of compute, on this thread, and of sweeps, on one of its own as a lane's."""
+    """Calls per second of `compute` on this thread and of `sweep` on another, for `seconds`; 0 for None."""
     stop = threading.Event()
     found = [0.0, 0.0]
 
@@ -59,7 +59,8 @@ def rates(
 
 
 def measure(threads: int, size: int, seconds: float) -> dict[str, Any]:
-    """What each keeps of its rate when both run, with sweeps of this many threads."""
+    """Measure matrix products and host sweeps with `threads` threads alone and together; returns the share of
+    its rate that each keeps when both run."""
     torch.set_num_threads(default_threads())
     x = torch.randn(size, size)
     buffers = [torch.zeros(PARAMETERS) for _ in range(4)]

@@ -35,15 +35,15 @@ WIDTH = 2048
 
 
 class Loss(nn.Module):
-    """An end for a model of which only the size counts."""
+    """A last segment with a trivial loss, for a model of which only the size counts."""
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean."""
+        """The mean of `x`, as the loss; `targets` are not read."""
         return (x.float().mean() - targets.float().mean()).square()
 
 
 def large(parameters: int, moments: str) -> Program:
-    """A program with so many parameters, in layers of 4 Mi."""
+    """A program with `parameters` parameters, in linear layers of 4 Mi, and Adam `moments` in that format."""
     with torch.device("meta"):
         layers = [(f"layer{i}", nn.Linear(WIDTH, WIDTH, bias=False)) for i in range(parameters // WIDTH**2)]
     segments = [*(zfunc.segment(n, m) for n, m in layers), zfunc.segment("loss", Loss())]
@@ -52,7 +52,7 @@ def large(parameters: int, moments: str) -> Program:
 
 
 def forget(folder: Path) -> None:
-    """Have the page cache drop the files of a folder, so that they come from the disk."""
+    """Drop the page cache's pages of all files in `folder`, so that the next read comes from the disk."""
     for path in folder.iterdir():
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -61,7 +61,7 @@ def forget(folder: Path) -> None:
 
 
 def only_write(data: list[memoryview], folder: Path) -> None:
-    """The bytes into a new file, and on to the disk."""
+    """Write `data` to a new file in `folder` and sync it to the disk."""
     fd = os.open(folder / "written", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for part in data:
         for start in range(0, part.nbytes, 4 << 20):
@@ -71,12 +71,12 @@ def only_write(data: list[memoryview], folder: Path) -> None:
 
 
 def only_read(folder: Path) -> int:
-    """The bytes of all files of a folder into new memory."""
+    """Read all files of `folder` into new memory; returns the number of bytes."""
     return sum(len(path.read_bytes()) for path in folder.iterdir())
 
 
 def copy(source: Path, folder: Path) -> None:
-    """The files of a folder into new ones, and on to the disk."""
+    """Copy the files of `source` to new files in `folder` and sync them to the disk."""
     for path in source.iterdir():
         shutil.copyfile(path, folder / path.name)
         fd = os.open(folder / path.name, os.O_RDONLY)
@@ -85,8 +85,8 @@ def copy(source: Path, folder: Path) -> None:
 
 
 def timed(call: Callable[[], Any], nbytes: int) -> float:
-    """Seconds of a call. Before it twice the memory it needs is taken and given back: on a virtual machine new
-    pages come from the host, at a price that hits whoever is first."""
+    """Seconds of `call`. Before it, twice the `nbytes` it needs are allocated and freed: on a virtual machine
+    the first use of a page is slow."""
     os.sync()
     with mmap.mmap(-1, 2 * nbytes) as pages:
         for start in range(0, 2 * nbytes, mmap.PAGESIZE):
@@ -97,12 +97,13 @@ def timed(call: Callable[[], Any], nbytes: int) -> float:
 
 
 def kept(state: State) -> list[torch.Tensor]:
-    """The optimizer's state, a bucket at a time."""
+    """The tensors of the State's optimizer state, bucket by bucket."""
     return [x for r, x in state.buffers.memory.items() if r.role == "state"]
 
 
 def bandwidth(args: argparse.Namespace, moments: str, root: Path) -> dict[str, Any]:
-    """How much of a plain copy's speed saving and loading reach."""
+    """Measure the speed of saving and loading a State; returns its ratio to that of a plain copy of the
+    files."""
     program = large(args.parameters, moments)
     state = zfunc.init(program)
     data = [memoryview(x.view(torch.uint8).numpy()) for x in kept(state)]  # pyright: ignore
@@ -131,7 +132,7 @@ def bandwidth(args: argparse.Namespace, moments: str, root: Path) -> dict[str, A
 
 
 def training(args: argparse.Namespace) -> tuple[Program, State, tuple[torch.Tensor, torch.Tensor]]:
-    """A GPT whose step takes about as long as steps do that one saves in."""
+    """A program that trains a GPT, a State and a batch; a step takes as long as steps around a save do."""
     program = zfunc.compile(
         gpt(args), precision="fp32", clip_norm=1.0, device=args.device, bucket_size=1 << 20
     )
@@ -140,7 +141,8 @@ def training(args: argparse.Namespace) -> tuple[Program, State, tuple[torch.Tens
 
 
 def steps(args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """A step that saves over the ones before and after it, and the timeline of one."""
+    """Measure a step that saves a checkpoint; returns its median seconds over those of the steps around it,
+    and the bytes saved; with `--svg` draws such a step."""
     program, state, batch = training(args)
     folder = root / "steps"
     for save in (None, folder):

@@ -32,7 +32,7 @@ ALONE = {
 
 
 def on_cpu(config: GPTConfig, args: argparse.Namespace) -> Contestant:
-    """DeepSpeed on its CPU accelerator, with as many threads as the others."""
+    """A step function of DeepSpeed on its CPU accelerator, with as many threads as the other contestants."""
     os.environ |= {"DS_ACCELERATOR": "cpu", **{k: v for k, v in ALONE.items() if k not in os.environ}}
     threads = torch.get_num_threads()
     import deepspeed

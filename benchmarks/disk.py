@@ -40,13 +40,13 @@ DIRECTIONS = ("write", "read")
 
 @define
 class Turns:
-    """Seconds, and those of processors, of every turn."""
+    """Wall-clock seconds, and CPU seconds, of each turn of one measured call."""
 
     seconds: list[float] = field(factory=list[float])
     processor: list[float] = field(factory=list[float])
 
     def add(self, call: Callable[[], float | None]) -> None:
-        """Time a call, in this process and in those it starts and waits for; it may say itself how long it took."""
+        """Time `call`, with CPU seconds of finished child processes; seconds that `call` returns count."""
         who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
         before, start = [resource.getrusage(x) for x in who], time.perf_counter()
         own = call()
@@ -59,7 +59,7 @@ class Turns:
 
 
 def ours(file: DirectFile, data: memoryview, direction: str) -> None:
-    """The whole file, an extent after another."""
+    """Read or write (`direction`) the whole file, extent by extent, with the buffer `data`."""
     transfer = file.write if direction == "write" else file.read
     for offset in range(0, file.nbytes, data.nbytes):
         transfer(data, offset, "the benchmark")
@@ -67,7 +67,7 @@ def ours(file: DirectFile, data: memoryview, direction: str) -> None:
 
 
 def swapped(space: SwapSpace, data: memoryview, direction: str) -> None:
-    """All buckets of a swap space, and a commit of what was written."""
+    """Read or write (`direction`) all buckets of a swap space with the buffer `data`, then commit a write."""
     for b in space.header.extents:
         (space.write if direction == "write" else space.read)(b, ["state"], [data])
     if direction == "write":
@@ -75,7 +75,8 @@ def swapped(space: SwapSpace, data: memoryview, direction: str) -> None:
 
 
 def dd(path: Path, nbytes: int, direction: str) -> None:
-    """The whole file with dd; what it writes are zeros, which cost it as much as random bytes."""
+    """Read or write (`direction`) a file of `nbytes` with dd, past the page cache. It writes zeros, at the
+    same cost as random bytes."""
     common = ["dd", "bs=8M", f"count={nbytes // REQUEST}", "status=none"]
     writing = ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc,fdatasync"]
     reading = [f"if={path}", "of=/dev/null", "iflag=direct"]
@@ -83,7 +84,7 @@ def dd(path: Path, nbytes: int, direction: str) -> None:
 
 
 def fio(path: Path, nbytes: int, direction: str) -> float:
-    """The whole file with fio, by the system's asynchronous calls."""
+    """Read or write (`direction`) `nbytes` with fio's libaio; returns the seconds that fio reports."""
     given = {"name": "zfunc", "filename": path, "rw": direction, "bs": "8M", "size": nbytes, "direct": 1}
     given |= {"ioengine": "libaio", "iodepth": 4, "end_fsync": int(direction == "write"), "overwrite": 1}
     given |= {"output-format": "json"}
@@ -93,7 +94,8 @@ def fio(path: Path, nbytes: int, direction: str) -> float:
 
 
 def measured(folder: Path, nbytes: int, turns: int) -> dict[str, Any]:
-    """One folder: how each does in each direction."""
+    """Seconds per GiB of zfunc's files and swap space in `folder`, by direction, and their speed over that of
+    dd and fio."""
     others = {"dd": dd, **({"fio": fio} if shutil.which("fio") else {})}
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=folder)))
@@ -135,7 +137,7 @@ def measured(folder: Path, nbytes: int, turns: int) -> dict[str, Any]:
 
 
 def together(folders: list[Path], nbytes: int, turns: int) -> dict[str, float]:
-    """The speed of all folders at once over the sum of their speeds alone."""
+    """By direction, the speed of zfunc's files in all folders at once over the sum of their speeds alone."""
     with ExitStack() as stack:
         files: list[tuple[DirectFile, memoryview]] = []
         for folder in folders:
@@ -162,7 +164,7 @@ def together(folders: list[Path], nbytes: int, turns: int) -> dict[str, float]:
 
 
 def striped(folders: list[Path], nbytes: int, turns: int) -> dict[str, float]:
-    """The speed of a swap space in all folders over that of one in the first."""
+    """By direction, the speed of a swap space in all folders over that of one in the first folder."""
     with ExitStack() as stack:
         pages = stack.enter_context(closing(map_pages(EXTENT)))
         data = stack.enter_context(memoryview(pages))
@@ -184,7 +186,8 @@ def striped(folders: list[Path], nbytes: int, turns: int) -> dict[str, float]:
 
 
 def new_swap_space(stack: ExitStack, folders: list[Path], nbytes: int, data: memoryview) -> SwapSpace:
-    """One of `nbytes` in folders of its own, in which both generations were written."""
+    """A swap space of `nbytes` in new subfolders of `folders`, with both generations of its extents
+    written."""
     roots = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=x))) for x in folders]
     extents = {b: Extent.of([("state", EXTENT)]) for b in range(nbytes // EXTENT)}
     space = SwapSpace.create(new_header(roots, identity={}, run="benchmark", extents=extents))

@@ -64,7 +64,7 @@ def attention(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def pulled(kernel: Any, pair: Pair, cotangent: Tensor) -> list[Tensor]:
-    """The result, and the gradients of queries, keys and values, alone: all keys are in the pair."""
+    """The output of attention `kernel` on `pair`, and the gradients of queries, keys and values."""
     out, lse = kernel.forward(pair)
     return [out, *kernel.backward(pair, cotangent, Attended(pair.q, pair.view, out, lse))]
 
@@ -129,7 +129,7 @@ def threads(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def in_threads(*calls: Callable[[], None]) -> None:
-    """Run the calls at once, each in a thread."""
+    """Run the functions `calls` at the same time, each in its own thread, and wait for all."""
     started = [threading.Thread(target=call) for call in calls]
     for thread in started:
         thread.start()

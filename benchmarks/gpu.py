@@ -32,7 +32,7 @@ LAST_LINES = 40
 
 @frozen
 class Item:
-    """One command: a module and its arguments, at full size and at toy size."""
+    """One command of the list: a module to run and its arguments, at full size and at toy size."""
 
     name: str
     module: str
@@ -291,7 +291,7 @@ NODE_ITEMS = (
 
 
 def command(item: Item, args: argparse.Namespace) -> list[str]:
-    """The command of an item, as a list for `subprocess`."""
+    """The command line of `item`, as a list for `subprocess`."""
     profile = args.results / f"machine-{hardware_name()}-{date.today()}.toml"
     text = f"{item.shared} {item.toy if args.toy else item.full}"
     named = {"device": args.device, "results": args.results, "profile": profile, "gpus": args.gpus}
@@ -304,7 +304,7 @@ def command(item: Item, args: argparse.Namespace) -> list[str]:
 
 
 def stopped(process: subprocess.Popen[str]) -> str:
-    """The output of a process, interrupted, so that pytest says what has failed, and killed if it goes on."""
+    """Interrupt a process, so that pytest says what has failed, or kill it; returns its output."""
     process.send_signal(signal.SIGINT)
     try:
         return process.communicate(timeout=15)[0]
@@ -314,7 +314,7 @@ def stopped(process: subprocess.Popen[str]) -> str:
 
 
 def run(item: Item, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one item to its end, or until its limit; what became of it."""
+    """Run `item` until it ends or its time limit is over; returns command, outcome, seconds and output."""
     line = command(item, args)
     print(f"\n== {item.name}, {item.limit} s at most: {shlex.join(line[1:])}", flush=True)
     start = time.perf_counter()

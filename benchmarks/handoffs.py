@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 class Dispatches(TorchDispatchMode):
-    """Counts what torch dispatches, and what of that a device would launch."""
+    """A mode that counts the operations that torch dispatches, and the kernels a device would launch."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,14 +54,14 @@ class Dispatches(TorchDispatchMode):
 
 
 def chain(num_ops: int, num_lanes: int) -> Plan:
-    """Operations that each wait for the one before, on the next lane."""
+    """A plan of `num_ops` operations on `num_lanes` lanes in turn; each waits for the one before it."""
     x = Region("x")
     graph = Graph(tuple(Op(f"nothing{i}", (), "host", reads=(x,), writes=(x,)) for i in range(num_ops)))
     return build(graph, {f"lane{n}": range(n, num_ops, num_lanes) for n in range(num_lanes)})
 
 
 def hand_overs(plan: Plan) -> int:
-    """Waits of an operation for those of other threads."""
+    """The number of waits in `plan` between operations on different threads."""
     return sum(plan.thread_of(n) != plan.thread_of(i) for i, waits in enumerate(plan.waits) for n in waits)
 
 
@@ -78,7 +78,7 @@ def runner(executor: Executor, plan: Plan, hold: float = 0.0) -> Callable[[], fl
 
 
 def in_turns(turns: int, runs: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Seconds of each run, in turns after one to warm up."""
+    """Seconds of each of `runs`, by name, one number per turn. All run once before, which does not count."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(turns + 1):
         for name, run in runs.items():
@@ -87,7 +87,7 @@ def in_turns(turns: int, runs: dict[str, Callable[[], float]]) -> dict[str, list
 
 
 def chains(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of an operation alone, and of a hand-over, by the number of lanes."""
+    """Seconds of an operation on one lane, and of a hand-over on two and on four lanes, by name."""
     plans = {n: chain(args.ops, n) for n in (1, 2, 4)}
     executor = Executor(CPU)
     taken = in_turns(args.turns, {str(n): runner(executor, plan) for n, plan in plans.items()})
@@ -99,7 +99,7 @@ def chains(args: argparse.Namespace) -> dict[str, float]:
 
 
 def step_plans(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, tuple[int, int, int]]]:
-    """The plans of a GPT's step, by schedule; by verb, operations, dispatches and launches of it."""
+    """The plans of a GPT's step, by schedule; by verb, numbers of operations, dispatches and launches."""
     counts, dispatched, launched = Counter[str](), Counter[str](), Counter[str]()
 
     def counted(verb: str) -> Callable[..., None]:
@@ -135,7 +135,8 @@ def step_plans(args: argparse.Namespace) -> tuple[dict[str, Plan], dict[str, tup
 
 
 def updates(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an update of 64 elements, and the calls in it, by when its buffers are checked."""
+    """Seconds and Python calls of host updates of 64 elements, with buffers checked in each step or once, and
+    for three buffers one by one or in one call."""
     optimizer = zfunc.AdamW()
     every = {name: torch.zeros(64) for name in ("master", "exp_avg", "exp_avg_sq")}
     decision, grad, out = StepDecision(False, 1.0, 1, optimizer.factors(1)), torch.ones(64), torch.zeros(64)
@@ -173,7 +174,7 @@ def updates(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything, as the JSON has it."""
+    """Every figure of this benchmark, as a value for JSON."""
     seconds = chains(args)
     plans, verbs = step_plans(args)
     executor = Executor(CPU)

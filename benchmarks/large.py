@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Let this process have no more of an accelerator's memory."""
+    """Bound the device memory that this process may allocate to `nbytes`."""
     _, total = torch.accelerator.get_memory_info(device)
     torch.get_device_module(device).set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 

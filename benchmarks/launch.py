@@ -35,13 +35,13 @@ STEPS = 5  # of a turn
 
 
 class Clock:
-    """Thread seconds by verb and by part, and how often each verb ran."""
+    """CPU seconds of each thread, number of calls and kernel launches, by verb or by part of an operation."""
 
     def __init__(self) -> None:
         self.seconds, self.calls, self.launches = Counter[str](), Counter[str](), Counter[str]()
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with what it takes of its thread's time counted."""
+        """Wrap `function` so that its calls, and CPU seconds of their threads, are added up under `name`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             start = time.thread_time()
@@ -56,7 +56,8 @@ class Clock:
     def counted(
         self, name: str, launches: Callable[[], int], stage: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """`stage`, with its launches counted: right under Serial alone, where one stage runs at a time."""
+        """Wrap `stage` so that its kernel launches are added up under `name`; right only if no stage runs
+        beside it."""
 
         def run(*args: Any) -> None:
             before = launches()
@@ -67,7 +68,7 @@ class Clock:
 
 
 def prepared(args: argparse.Namespace, device: str) -> Callable[[], dict[str, Any]]:
-    """A function that takes STEPS steps on `device` and returns figures of one."""
+    """Compile for `device`; returns a function that takes STEPS steps and returns the figures of a step."""
     launches: Callable[[], int] = lambda: 0  # noqa: E731
     if device == "pretend":
         import pretend
@@ -140,7 +141,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace, device: str, checkout: Path) -> subprocess.Popen[str]:
-    """A process that serves turns with the zfunc of `checkout`; the benchmark is this one."""
+    """Start this benchmark in a process that imports zfunc from `checkout` and measures turns on request."""
     path = os.pathsep.join(map(str, (checkout, HERE, HERE / "tests")))
     sizes = ["--num-layers", str(args.num_layers), "--recompute", args.recompute]
     return subprocess.Popen(
@@ -153,7 +154,7 @@ def start(args: argparse.Namespace, device: str, checkout: Path) -> subprocess.P
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The figures of one more turn."""
+    """Have `process` measure one turn; returns the turn's figures."""
     assert process.stdin
     assert process.stdout
     process.stdin.write("\n")
@@ -165,7 +166,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def middle(turns: list[dict[str, Any]], key: str) -> dict[str, float]:
-    """The medians of what the turns have under `key`."""
+    """By name, the medians over all turns of the numbers that each turn has under `key`."""
     return {name: median(t[key][name] for t in turns) for name in turns[0][key]}
 
 

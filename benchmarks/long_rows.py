@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def model(args: argparse.Namespace) -> Any:
-    """Layers of Llama 3 8B with another vocabulary, or smaller ones."""
+    """Layers of Llama 3 8B with a vocabulary of `args`, or smaller layers if `args` has other sizes."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -41,7 +41,8 @@ def model(args: argparse.Namespace) -> Any:
 
 
 def measure(args: argparse.Namespace, segments: Any, tokens: int, tiles: int, kernels: str) -> dict[str, Any]:
-    """A step of one row, after `--warmup`."""
+    """Train on a row of `tokens` tokens in `tiles` tiles, by attention `kernels`; returns seconds and
+    bytes."""
     device = pick_device(args.device)
     row = torch.randint(args.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
     batch = row[:, :-1], row[:, 1:]

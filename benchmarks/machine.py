@@ -27,7 +27,7 @@ SMALL_GPT = {
 
 
 def make_parser(doc: str | None, **sizes: int) -> argparse.ArgumentParser:
-    """The flags of a benchmark: `--json`, and one for each size that it has a default of."""
+    """A parser with the flags of a benchmark: `--json`, and a flag for each of `sizes` with its default."""
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in sizes.items():
         p.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -52,13 +52,13 @@ def describe() -> dict[str, Any]:
 
 
 def hardware_name() -> str:
-    """What results are named after: the accelerator, or the number of cores."""
+    """The name under which results of this machine are stored: its accelerator, or its number of cores."""
     machine = describe()
     return (machine["accelerator"] or f"cpu{machine['cores']}").lower().replace(" ", "-")
 
 
 def write(json_path: str | None, name: str, results: Any) -> None:
-    """Write `results` as JSON to a file, or into a folder under a name with the hardware and the date."""
+    """Write `results` as JSON to the file `json_path`, or in that folder, named by hardware and date."""
     if json_path is None:
         return
     path = Path(json_path)
@@ -70,19 +70,19 @@ def write(json_path: str | None, name: str, results: Any) -> None:
 
 
 def ratios(ours: list[float], theirs: list[float]) -> float:
-    """The median of the ratio ours / theirs, turn by turn: what drifts hits both."""
+    """The median over turns of the ratio ours / theirs, as drift of the machine hits both in a turn."""
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def quarters(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """The ratios that a quarter of the turns is below and above."""
+    """The lower and the upper quartile over turns of the ratio ours / theirs."""
     found = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, _, high = quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
     return low, high
 
 
 def gpt(args: argparse.Namespace) -> tuple[Segment, ...]:
-    """The GPT of bytes that a benchmark's arguments describe: the model of `zfunc train`, not initialised yet."""
+    """The segments of the byte-level GPT that a benchmark's `args` describe, on the meta device."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     return gpt_segments(
         gpt_config(DrawSettings(vocab_size=256, **{name: getattr(args, name) for name in names}))

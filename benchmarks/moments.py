@@ -29,7 +29,7 @@ ALLOWED = {"16bit": 0.005, "8bit": 0.01}
 
 
 class Plain:
-    """A training of weights that begin at 0, by Adam on the host."""
+    """Adam on the host for `n` weights that begin at 0, with moments in the format `moments`."""
 
     def __init__(self, moments: Any, n: int) -> None:
         self.adam = AdamW(1e-3, moments=moments, weight_decay=0.0)
@@ -46,7 +46,8 @@ class Plain:
 
 
 def show_range(steps: int = 300, n: int = 64 * 16) -> None:
-    """The share of fp32's update, and the error beside it, of what is 2^-k below the largest of its block."""
+    """Print, for elements with gradients 2^-k of the largest in their block: their mean update as a share of
+    fp32's, and the error of the update, for 16- and 8-bit moments."""
     rng = np.random.default_rng(0)
     noise, small = 1 + 2 * rng.standard_normal((steps, n)), np.arange(n) % 64 != 0
     print(f"{'below the largest':<20}{'16bit: share':>14}{'error':>8}{'8bit: share':>14}{'error':>8}")
@@ -65,7 +66,8 @@ def show_range(steps: int = 300, n: int = 64 * 16) -> None:
 
 
 def show_constant(steps: int = 200, n: int = 64) -> None:
-    """The share of fp32's way of elements 2^-k below the largest of their block, whose gradient never changes."""
+    """Print how far, as a share of fp32's, 16- and 8-bit moments move elements whose constant gradient is
+    2^-k of the largest in their block."""
     heads = (f"{f'{x}: mean':>14}{'least':>8}{'most':>8}" for x in ("16bit", "8bit"))
     print(f"{'below the largest':<20}", *heads, sep="")
     for octaves in (0, 4, 9, 12, 14, 20):
@@ -83,12 +85,13 @@ def show_constant(steps: int = 200, n: int = 64) -> None:
 
 
 def run(moments: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
-    """One training to its end."""
+    """Train with `moments` and `seed` for `steps` steps; returns held-out losses by step, and training
+    losses."""
     return {"moments": moments, **trained(seed, steps, cache, moments=moments)}
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Final held-out loss against fp32 moments of the same seed, and the mean over the seeds."""
+    """Table rows by format of moments: final held-out losses by seed, their excess over fp32's, and means."""
     final = {(x["moments"], x["seed"]): x["held_out"][-1][1] for x in runs}
     seeds = sorted(seed for moments, seed in final if moments == "fp32")
     exact = [final["fp32", seed] for seed in seeds]
@@ -111,7 +114,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def plot(runs: list[dict[str, Any]], path: str) -> None:
-    """Held-out loss over the steps, and how far above fp32 moments of the same seed, all seeds."""
+    """Write a plot to `path`: held-out loss by step, and its excess over fp32 moments of the same seed."""
     from benchmarks.plots import COLORS, figure, save
 
     fig, (left, right) = figure(2, title="Compact moments on the default job, three seeds")

@@ -21,7 +21,7 @@ from benchmarks.step import Trial, config_of, made_batches, parser, with_torch, 
 
 @contextmanager
 def busy_core() -> Iterator["subprocess.Popen[bytes]"]:
-    """The process of the loop."""
+    """A context in which a process keeps one core busy with an endless loop; yields that process."""
     last = max(os.sched_getaffinity(0))
     loop = f"import os; os.sched_setaffinity(0, [{last}])\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", loop])

@@ -37,7 +37,7 @@ TIED = "DualPipeV"  # has the first and the last segment on one device, which sh
 
 
 def trained(args: argparse.Namespace, steps: int, **settings: Any) -> Row:
-    """Steps of a small GPT, on rows that are the same on all ranks."""
+    """Train a small GPT, all ranks on the same rows; returns losses, seconds and busy times of lanes."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (args.batch_size, args.seq_length + 1), generator=generator)
     given: Row = {
@@ -69,7 +69,7 @@ def trained(args: argparse.Namespace, steps: int, **settings: Any) -> Row:
 
 
 def between_devices(timeline: Any) -> dict[str, float]:
-    """Seconds of the operations that send from a device to another, each verb's shortest."""
+    """By verb, the shortest seconds of `timeline`'s operations that send from one device to another."""
     verbs = [verb for verb, of in MOVES.items() if of.thing in BETWEEN_DEVICES]
     events = timeline.events if timeline else ()
     found = {verb: [e.seconds for e in events if e.op.startswith(f"{verb}[")] for verb in verbs}
@@ -158,7 +158,7 @@ EXPERIMENTS = {x.__name__: x for x in (collectives, killed, stages, messages, de
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank: its row is the last line that it prints."""
+    """Run one rank's part of a named measurement and print its row, as JSON, on the last line."""
     torch.set_num_threads(1)
     several = args.device != "cpu" and args.experiment != "devices"
     if several:
@@ -179,7 +179,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def launched(args: argparse.Namespace) -> list[Row | None]:
-    """The rows of all ranks; None of one that ended without."""
+    """Start all ranks of a measurement; returns the row of each rank, None if a rank ended without."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -61,7 +61,7 @@ CHECKED = ("emit", "conflicts", "build", "verify")  # what the target counts
 
 
 def make_job(num_ops: int) -> StepSpec:
-    """About that many operations: forward, backward and the way of one bucket, for each segment."""
+    """The StepSpec of a model whose graph has about `num_ops` operations, with one bucket per segment."""
     num_segments = max(1, round(num_ops / OPS_A_SEGMENT))
     segments = [[Parameter(f"{s}.weight", (1024, 1024))] for s in range(num_segments)]
     layout = make_layout(segments, bucket_size=1024 * 1024, world=2)
@@ -75,7 +75,7 @@ def make_job(num_ops: int) -> StepSpec:
 
 
 def measure(num_ops: int) -> tuple[int, dict[str, float]]:
-    """Operations in the graph, and seconds of each part."""
+    """The number of operations of a graph of about `num_ops`; seconds of making, building, verifying it."""
     job = make_job(num_ops)
     seconds: dict[str, float] = {}
 
@@ -106,14 +106,14 @@ def best(num_ops: int, repeats: int) -> dict[str, Any]:
 
 
 def exponent(sizes: list[int], seconds: list[float]) -> float:
-    """The slope of log seconds over log size, by least squares: 1 is linear."""
+    """The slope of log(seconds) over log(size), fitted by least squares: 1 for linear growth."""
     xs, ys = [log(n) for n in sizes], [log(s) for s in seconds]
     x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
 
 
 def report(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Print seconds, microseconds an operation, and growth; return the exponents."""
+    """Print seconds and us per operation, by size and part; returns each part's exponent of growth."""
     names = list(rows[0]["seconds"])
     print(f"{'operations':>18}" + "".join(f"{name:>12}" for name in names))
     for row in rows:
@@ -129,7 +129,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def judge(row: dict[str, Any]) -> str:
-    """Whether the largest plan was made and checked in time."""
+    """Text on whether the largest plan was built and verified within the target time."""
     seconds = sum(row["seconds"][name] for name in CHECKED)
     if row["ops"] < 0.9 * TARGET_OPS:
         return f"{row['ops']:,} operations are too few to judge the target of {TARGET_OPS:,}"
@@ -143,7 +143,7 @@ def judge(row: dict[str, Any]) -> str:
 
 
 def run_command(words: list[str]) -> float:
-    """CPU seconds of the command, user and system, from its start to its end."""
+    """CPU seconds, user and system, of running `zfunc plan` with the arguments `words`."""
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -155,7 +155,7 @@ def run_command(words: list[str]) -> float:
 
 
 def measure_commands(repeats: int) -> dict[str, float]:
-    """The CPU seconds of each of the commands, the best of the repeats."""
+    """CPU seconds of each of COMMANDS, by its flags: the least of `repeats` runs."""
     seconds: dict[str, float] = {}
     for changes in COMMANDS:
         name = " ".join(as_flag(*item) for item in changes.items()) or "as it is"
@@ -167,7 +167,8 @@ def measure_commands(repeats: int) -> dict[str, float]:
 
 
 def plan_many(**changes: Any) -> float:
-    """CPU seconds of planning 50 layers with 52 micro-batches, once torch is loaded."""
+    """CPU seconds of planning 50 layers and 52 micro-batches with settings `changes`, torch imported
+    before."""
     start = time.process_time()
     settings = PlanSettings(**{**MANY, **changes})
     plan_text(plan_model(settings))
@@ -175,7 +176,7 @@ def plan_many(**changes: Any) -> float:
 
 
 def measure_many() -> dict[str, float]:
-    """Seconds of each command, and of one with every candidate simulated in full."""
+    """CPU seconds of planning many micro-batches: under some settings, in a search, without extrapolation."""
     plan_model(PlanSettings(num_layers=1, hidden_size=64, num_attention_heads=2))  # imports
     seconds = {
         f"{order}{', streamed' if place == 'host' else ''}": plan_many(

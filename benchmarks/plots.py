@@ -14,7 +14,8 @@ COLORS = {
 
 
 def figure(columns: int, *, title: str) -> tuple[Any, Any]:
-    """A figure with so many axes side by side. Raises ImportError that says how to get matplotlib."""
+    """A matplotlib figure with `columns` axes side by side, and the axes. Raises ImportError without
+    matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -32,7 +33,7 @@ def figure(columns: int, *, title: str) -> tuple[Any, Any]:
 
 
 def save(fig: Any, path: str) -> None:
-    """Write the figure, the same bytes for the same data."""
+    """Write the matplotlib figure `fig` to `path`, with equal bytes for equal data."""
     fig.savefig(path, metadata={"Date": None, "Creator": None})
     text = Path(path).read_text()
     Path(path).write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")

@@ -78,17 +78,17 @@ class Row:
 
     @property
     def devices(self) -> int:
-        """The GPUs of the figure."""
+        """The number of GPUs in the published run."""
         return self.world * self.divided * self.settings.devices
 
     @property
     def tokens(self) -> int:
-        """Of a step, all ranks together."""
+        """Tokens of one step, of all ranks together."""
         return self.world * self.micro_batches * self.micro_batch * self.length
 
     @property
     def settings(self) -> StepSettings:
-        """Those of a step that works as the peer's."""
+        """The StepSettings with which zfunc's step works as the peer's."""
         return StepSettings(
             precision=self.precision,
             micro_batches=self.micro_batches,
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """A published step."""
+        """Seconds of one step of the peer, by its published figure."""
         if self.unit == "seconds":
             return self.figure
         rate = self.figure
@@ -110,7 +110,7 @@ class Row:
 
 
 def parameters(row: Row) -> int:
-    """Of the model, a tied one once."""
+    """The number of trained parameter elements of the row's model, tied ones counted once."""
     spec = costs(row).untraced(row.settings, on_gpu=True)
     return spec.layout.num_trainable
 
@@ -123,7 +123,7 @@ def deep_compile(row: Row) -> float:
 
 
 def recomputed(row: Row) -> float:
-    """8 FLOPs a token and parameter: of forward, of backward, and of forward again."""
+    """8 FLOPs for each token and parameter: 2 in forward, 4 in backward, 2 in recomputation."""
     return 8.0 * parameters(row)
 
 
@@ -131,7 +131,7 @@ FORMULAS = {"8P": recomputed, "DeepCompile": deep_compile}
 
 
 def read_rows() -> tuple[list[Row], dict[str, str]]:
-    """All rows, and what cannot be compared with its reason."""
+    """All rows of `published.toml`; and by name, why other published figures cannot be compared."""
     data = tomllib.loads(ROWS.read_text())
     rows: list[Row] = []
     for source in data["source"]:
@@ -152,7 +152,7 @@ def _models() -> dict[str, Any]:
 
 
 def described(config: dict[str, Any]) -> tuple[Segment, ...]:
-    """The segments of a Hugging Face model, without memory; rotary positions have no end."""
+    """The segments of a Hugging Face model with `config`, without memory, for rows of up to 2^23 tokens."""
     from transformers import AutoConfig
 
     auto: Any = AutoConfig
@@ -161,14 +161,15 @@ def described(config: dict[str, Any]) -> tuple[Segment, ...]:
 
 @cache
 def _first_layers(model: str) -> tuple[tuple[Segment, ...], int]:
-    """The first layers between embedding and head, and how often they come."""
+    """The segments of a model cut to the first one or two layers, and how often these make the model."""
     config = _models()[model]
     few = 2 if "sliding_window" in config else 1  # every second layer looks back that far only
     return described(config | {"num_hidden_layers": few}), config["num_hidden_layers"] // few
 
 
 def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> SegmentCosts:
-    """Of a model whose layers repeat, traced once: `few` has the first layers, which come `times`."""
+    """The SegmentCosts of a model whose layers repeat `times`: `few` are the costs of one repetition, traced
+    once, between the first and last segment. `rows` is one rank's batch."""
     first, *layers, last = few.parameters
     blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(times) for own in layers]
 
@@ -194,7 +195,7 @@ def _few(model: str, rows: int, length: int) -> SegmentCosts:
 
 
 def costs(row: Row) -> SegmentCosts:
-    """Of the row's model and one rank's batch."""
+    """The SegmentCosts of the row's model for one rank's batch."""
     of, count = dict(_models()[row.model]), row.micro_batch * row.micro_batches
     if of.pop("gpt", False):
         return gpt_costs(GPTConfig(VOCABULARY, row.length, **of), count, AdamW(), row.world)
@@ -204,7 +205,8 @@ def costs(row: Row) -> SegmentCosts:
 
 
 def profile(row: Row) -> Profile:
-    """Of the row's hardware, at the rate of its products; attention sums in fp32 whatever these do."""
+    """The Profile of the row's hardware, with the FLOP/s of products that sum in fp16 if the peer's do;
+    attention keeps its rate, as it sums in fp32."""
     of, own, other = load_profile(row.hardware), row.precision, "fp16_accumulate"
     if not row.fp16_sums:
         return of
@@ -214,7 +216,7 @@ def profile(row: Row) -> Profile:
 
 
 def planned(row: Row) -> Planned:
-    """The row's step, working as the peer does."""
+    """The Planned step of a row, with the peer's settings and the costs of the peer's way of working."""
     model = CostModel(costs(row), profile(row))
     plan = plan_settings(model, row.settings, advice=False)
     known = tuple(dict.fromkeys(as_the_peer(row, plan)))
@@ -225,7 +227,7 @@ def planned(row: Row) -> Planned:
 
 
 def as_the_peer(row: Row, plan: Planned) -> Iterator[Measured]:
-    """The operations of the plan that take the peer longer, by the facts of the row."""
+    """Yield Measured seconds for the operations of `plan` that take the peer longer, by the row's facts."""
     ranks = min(row.world, int(profile(row).value("count", "devices")))
     buckets, hardware = plan.step.spec.layout.buckets, plan.hardware
     for op in (plan.step.repetition.small if plan.step.repetition else plan.step).graph:
@@ -237,10 +239,10 @@ def as_the_peer(row: Row, plan: Planned) -> Iterator[Measured]:
 
 
 def own_best(row: Row) -> Planned | None:
-    """zfunc's own best plan of the same batch that fits; None where nothing does.
+    """zfunc's fastest plan that fits for the same batch on the same GPUs; None if no plan fits.
 
-    Where the peer divides one rank's work among GPUs, zfunc divides the sequences among ranks; a single sequence
-    cannot be.
+    Where the peer divides one rank's work among GPUs, zfunc divides the sequences among ranks; a single
+    sequence cannot be divided.
     """
     if row.divided > 1:
         each = row.micro_batch * row.micro_batches // row.divided
@@ -256,7 +258,7 @@ def own_best(row: Row) -> Planned | None:
 
 
 def result(row: Row, *, search: bool) -> dict[str, Any]:
-    """A row with tokens a second as published, as planned, and of zfunc's own best plan."""
+    """The result of a row: tokens/s as published, as planned and, with `search`, of zfunc's own best plan."""
     plan = planned(row)
     found: dict[str, Any] = {
         **asdict(row),
@@ -274,7 +276,7 @@ def result(row: Row, *, search: bool) -> dict[str, Any]:
 
 
 def changed_settings(settings: StepSettings) -> str:
-    """The settings that are not the default, as flags."""
+    """The settings that differ from their default, as command-line flags."""
     own = {f.name: getattr(settings, f.name) for f in fields(StepSettings)}
     left = ("precision", "micro_batches", "clip_norm")
     return " ".join(
@@ -285,7 +287,7 @@ def changed_settings(settings: StepSettings) -> str:
 
 
 def identity(of: dict[str, Any]) -> str:
-    """What tells a row, or its result, from others."""
+    """A JSON text of the fields that identify a row or its result, to compare rows of two runs."""
     return json.dumps([of[f.name] for f in fields(Row) if f.name not in SAID])
 
 
@@ -293,12 +295,12 @@ def identity(of: dict[str, Any]) -> str:
 
 
 def error(of: dict[str, Any]) -> float:
-    """How far the plan is from the published, as a factor of at least 1."""
+    """The ratio of planned to published tokens/s, or its inverse, whichever is at least 1."""
     return exp(abs(log(of["planned"] / of["published"])))
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """The median error, and how many rows are within which factor."""
+    """A sentence with the median error of the plans, and the number of rows within certain factors."""
     errors = [error(x) for x in results]
     systems = len({x["system"] for x in results})
     within = [f"{sum(e <= limit for e in errors)} within {limit:g}x" for limit in (1.15, 1.25, WIDE)]
@@ -309,7 +311,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 
 def table_rows(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A row for each result, with marks of its facts."""
+    """Yield the cells of a table row for each result; marks refer to the facts on the row."""
     notes = facts(results)
     for x in results:
         marks = ", ".join(str(notes.index(fact) + 1) for fact in x["facts"])
@@ -332,7 +334,7 @@ def table_rows(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def facts(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Of all rows, each once."""
+    """The facts on which the plans of all results rest, as lines of text, each once."""
     return list(dict.fromkeys(fact for x in results for fact in x["facts"]))
 
 
@@ -341,7 +343,7 @@ HEADS = ("row", "system", "model", "GPUs", "batch of a rank", "published", "plan
 
 
 def page(results: Sequence[dict[str, Any]], apart: dict[str, str]) -> str:
-    """What the command writes into the page: summary, table, facts, sources, and what is not compared."""
+    """The generated part of the page: summary, table, facts, sources, and what is not compared (`apart`)."""
     sources = dict.fromkeys((x["id"], x["system"], x["title"]) for x in results)
     return "\n\n".join(
         [
@@ -358,13 +360,13 @@ def page(results: Sequence[dict[str, Any]], apart: dict[str, str]) -> str:
 
 
 def with_page(text: str) -> str:
-    """The page with `text` between its marks."""
+    """The text of the documentation page, with `text` in place of its generated part."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 
 def plot(results: Sequence[dict[str, Any]], path: str) -> None:
-    """Planned over published tokens a second of every row, by system."""
+    """Write a plot to `path`: planned against published tokens/s for every row, coloured by system."""
     from benchmarks.plots import COLORS, figure, save
 
     fig, (left, right) = figure(2, title="Published steps, planned as their systems work")

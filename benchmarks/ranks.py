@@ -42,7 +42,7 @@ MESSAGES = (1 << 12, 1 << 20, 1 << 24)  # bytes of a tensor
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """One rank: the seconds of its steps, and of its plan the bytes on each lane."""
+    """Train on one rank; returns the seconds of its steps and, by its plan, the bytes on each lane."""
     rank, world = args.rank, args.world
     torch.set_num_threads(args.threads)
     backend, kind = "gloo", accelerator_type()
@@ -142,7 +142,7 @@ def pass_messages(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch(world: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 of a world has to tell; all its ranks run at once."""
+    """Run this benchmark on `world` ranks at once; returns what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
         of_all = ("rank", "world", "store", "json", "worlds", "messages")
         settings = {k: v for k, v in vars(args).items() if k not in of_all}
@@ -165,7 +165,7 @@ def launch(world: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_messages(args: argparse.Namespace) -> None:
-    """Print the bytes of each kind of message, and its seconds there and back by those of the bytes alone."""
+    """Print the bytes of each kind of message, and its round trip over that of a message of plain bytes."""
     found = launch(2, args)
     print(f"{describe()}: a message of two tensors, there and back over gloo")
     print(f"{'a tensor':>10} {'message':>8} {'sent':>10} {'seconds':>8}  (of bytes alone)")

@@ -59,7 +59,8 @@ TARGET, TARGET_MEMORY = 0.15, 0.10
 
 @frozen(eq=False)
 class Measured:
-    """A model: seconds of each turn by schedule, traced steps, and what planned and allocated memory were."""
+    """Measurements of a model: seconds of each turn by schedule, traced steps, and a step's device memory,
+    planned and allocated, in bytes."""
 
     name: str
     programs: dict[str, Program]
@@ -73,7 +74,7 @@ class Measured:
 
 
 def compiled(args: argparse.Namespace, shape: list[int]) -> tuple[dict[str, Program], Any]:
-    """A program for each schedule, all of one identity: they train one State."""
+    """A program for each schedule, by name, and a batch; all programs can train the same State."""
     args.num_layers, args.hidden_size, args.num_attention_heads, args.seq_length, rows = shape
     tokens = torch.randint(0, 256, (rows, args.seq_length), generator=torch.Generator().manual_seed(0))
     made: dict[str, Program] = {}
@@ -93,7 +94,7 @@ def compiled(args: argparse.Namespace, shape: list[int]) -> tuple[dict[str, Prog
 
 
 def measured(args: argparse.Namespace, model: str) -> Measured:
-    """Run every program in turns."""
+    """Train the model's programs in turns, and measure steps and memory."""
     programs, batch = compiled(args, [int(n) for n in model.split("x")])
     programs["alone"], spent = clocked(programs["alone"])
     state = zfunc.init(programs["alone"])
@@ -112,7 +113,7 @@ def measured(args: argparse.Namespace, model: str) -> Measured:
 
 
 def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
-    """Bytes a Serial step needs for a while on the device: planned, and allocated."""
+    """Bytes of device memory that a Serial step needs beyond what it keeps: planned, and allocated."""
     planned = specialize(program, batch).memory["device"].transient
     if on_accelerator(program.device):
         torch.accelerator.synchronize(program.device)
@@ -126,7 +127,7 @@ def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
 
 
 def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
-    """This machine, by the traced steps of one model."""
+    """A Hardware of this machine, calibrated by the traced steps of the model `one`."""
     program = one.programs["alone"]
     costs, told = operation_costs(middle_half(one.traced)), handoff(middle_half(one.beside)) or 0.0
     machine = measure_beside(program, Path(args.folder))
@@ -134,7 +135,7 @@ def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
 
 
 def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:
-    """Predicted and measured seconds of each schedule."""
+    """Yield a table row for each schedule, with predicted and measured seconds of a step."""
     for name, program in one.programs.items():
         if name not in TRACED:
             taken = one.seconds[name]
@@ -150,7 +151,8 @@ def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:
 
 
 def order(one: Measured, told: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Pairs of schedules: in the same order predicted and measured, in another, and too close to tell."""
+    """Pairs of schedules, as "a/b", by whether the prediction orders them as measured ("same"), inversely
+    ("other"), or the measured difference is within noise ("tie")."""
     predicted = {row["schedule"]: row["predicted"] for row in told}
     found: dict[str, list[str]] = {"same": [], "other": [], "tie": []}
     for a, b in combinations(predicted, 2):
@@ -161,7 +163,7 @@ def order(one: Measured, told: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, predict, print and return everything."""
+    """Measure the models, predict their steps, print tables and return all figures."""
     print(
         f"{'model':>16} {'bucket':>10} {'schedule':>14} {'measured':>10} {'quartiles':>17} {'predicted':>10}  ratio"
     )
@@ -190,7 +192,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(results: dict[str, Any]) -> None:
-    """Whether the targets are met."""
+    """Print whether predictions and memory meet the targets."""
     off = [abs(row["predicted"] / row["measured"] - 1) for row in results["steps"]]
     within = sum(x <= TARGET for x in off)
     print(

@@ -52,7 +52,8 @@ PATHS = ("folder", "draw", "json")  # arguments that say where, which a result d
 
 
 def train(args: argparse.Namespace, folder: str | None, limit: int | None, steps: int) -> dict[str, Any]:
-    """Train in this process, on the disk if there is a `folder`, with at most `limit` bytes of private memory."""
+    """Train in this process, with state on the disk if there is a `folder`, and at most `limit` bytes of
+    private memory; returns figures of the training."""
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     disk = {"state_on": "disk", "params_on": args.params_on, "grads_on": "disk", "swap": [folder]}
@@ -104,19 +105,19 @@ def train(args: argparse.Namespace, folder: str | None, limit: int | None, steps
 
 
 def in_memory(peaks: Mapping[Tier, Peak]) -> int:
-    """The bytes of all tiers but the disk: on a CPU they are one memory."""
+    """The sum of peak bytes over all tiers but the disk: on a CPU they are one memory."""
     return sum(peak.nbytes for tier, peak in peaks.items() if tier != "disk")
 
 
 def digest(program: Program, state: State) -> str:
-    """Of the fp32 weights, which after two steps depend on the moments too."""
+    """A hash of the fp32 weights, which after two steps depend on the moments too."""
     weights = parameter_weights(state.buffers, program.layout, program.ranks)  # a bucket at a time
     digests = {name: hashlib.sha256(values.numpy()).hexdigest() for name, values in weights}
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 def narrow(args: argparse.Namespace) -> argparse.Namespace:
-    """The same training of as many narrow layers, and about as many buckets."""
+    """Arguments of a training with as many layers, narrower ones, and about as many buckets."""
     width = 256  # of less, torch has other kernels
     size = args.bucket_size * width**2 // args.hidden_size**2
     changed = {"hidden_size": width, "num_attention_heads": 4, "vocab_size": 256, "bucket_size": size}
@@ -124,7 +125,7 @@ def narrow(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def of_process(name: str) -> int:
-    """A figure in bytes that the kernel has of this process."""
+    """The kernel's figure `name` of this process, such as its peak memory, in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields[name].split()[0]) * 1024
 
@@ -143,14 +144,14 @@ def in_page_cache(folder: str) -> int:
 
 
 def updates(timeline: Timeline) -> Timeline:
-    """A step from its decision on: what went before does not touch the state."""
+    """The part of `timeline` from operation `decide` on, which is then at 0: what touches the state."""
     (start,) = (e.start for e in timeline.events if e.op == "decide")
     later = (evolve(e, start=e.start - start, end=e.end - start) for e in timeline.events if e.start >= start)
     return Timeline(tuple(later), timeline.source)
 
 
 def share_of_update(timeline: Timeline) -> float:
-    """The share of the seconds of the update in which a bucket's state is read or written as well."""
+    """The share of the update's seconds in which a bucket's state is also read from or written to disk."""
     transfers, updates = (busy(timeline, verbs) for verbs in (TRANSFERS, UPDATE))
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in updates for b in transfers)
     return both / sum(stop - start for start, stop in updates)
@@ -169,13 +170,13 @@ def busy(timeline: Timeline, verbs: Iterable[str]) -> list[tuple[float, float]]:
 
 
 def in_process(*args: Any) -> dict[str, Any]:
-    """`train` in a new process: a limit cannot be raised again, and a peak not forgotten."""
+    """Call `train(*args)` in a new process, as a memory limit cannot be raised again, nor a peak be reset."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(train, *args).result()
 
 
 def refusal(args: argparse.Namespace, limit: int) -> str:
-    """What a training in memory under the limit ends with."""
+    """The error text with which training in memory fails under `limit` bytes. Exits if it does not."""
     try:
         in_process(args, None, limit, 1)
     except (MemoryError, RuntimeError) as error:  # torch's own allocator raises the second
@@ -215,7 +216,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(r: dict[str, Any]) -> None:
-    """End with an error unless the bits are equal, and memory within the plan."""
+    """Exit with an error unless losses and weights are equal to the bit, and memory is within the plan."""
     own, whole = r["on_disk"], r.get("in_memory")
     if whole and own["losses"][: len(whole["losses"])] != whole["losses"]:
         raise SystemExit(f"losses differ: on the disk {own['losses']}, in memory {whole['losses']}")

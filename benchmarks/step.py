@@ -48,7 +48,7 @@ def built(config: GPTConfig) -> list[tuple[str, torch.nn.Module]]:
 
 
 def with_zfunc(config: GPTConfig, args: argparse.Namespace, **settings: Any) -> Contestant:
-    """One of zfunc's own ways to run the step."""
+    """A contestant: a function that trains one step with zfunc under `settings`."""
     tied = {"out.weight": "embed.tok.weight"}
     segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in built(config)]
     program = zfunc.compile(
@@ -70,7 +70,8 @@ def with_zfunc(config: GPTConfig, args: argparse.Namespace, **settings: Any) -> 
 
 
 class Whole(torch.nn.Module):
-    """The same modules as one, each block `checkpointed` or not: how it is done in plain PyTorch."""
+    """The GPT as one nn.Module, for plain PyTorch; blocks under activation checkpointing if
+    `checkpointed`."""
 
     def __init__(self, config: GPTConfig, *, checkpointed: bool = True) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class Whole(torch.nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the output projection the token embedding; again after a move, which may have made two of it."""
+        """Share the token embedding with the output projection; again after a move, which may copy it."""
         self.parts["head"].out.weight = self.parts["embed"].tok.weight
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ class Whole(torch.nn.Module):
 
 
 def with_torch(config: GPTConfig, args: argparse.Namespace, *, checkpointed: bool = True) -> Contestant:
-    """autograd, checkpoint per block, clip_grad_norm_, fused AdamW."""
+    """A contestant: a step of plain PyTorch with checkpointed blocks, clip_grad_norm_ and fused AdamW."""
     model = Whole(config, checkpointed=checkpointed).to(args.device, DTYPES[args.precision])
     model.tie()
     optimizer = torch.optim.AdamW(
@@ -113,7 +114,7 @@ def with_torch(config: GPTConfig, args: argparse.Namespace, *, checkpointed: boo
 
 
 def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
-    """DeepSpeed stage 2, optimizer offloaded to the CPU."""
+    """A contestant: one step of DeepSpeed stage 2 with the optimizer offloaded to the CPU."""
     import deepspeed
 
     settings = {
@@ -147,7 +148,7 @@ def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
 
 
 def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
-    """What builds each contestant; it takes memory only then."""
+    """Functions, by contestant's name, that build the contestant and thereby allocate its memory."""
     ours = lambda **settings: partial(with_zfunc, config, args, **settings)  # noqa: E731
     chosen: dict[str, Callable[[], Contestant]] = {"torch": partial(with_torch, config, args)}
     for schedule in ("Serial", "Overlapped", "Interleaved"):
@@ -166,7 +167,8 @@ def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callab
 def counterparts(
     config: GPTConfig, args: argparse.Namespace
 ) -> tuple[dict[str, str], dict[str, Callable[[], Contestant]]]:
-    """zfunc by its `recompute`, and PyTorch beside it; first whose counterpart is which."""
+    """The contestants: zfunc in each mode of `recompute`, and PyTorch. Returns each one's PyTorch
+    counterpart, and builders."""
     modes = args.recompute.split(",")
     other = {mode: "torch" if mode == "all" else "torch, all kept" for mode in modes}
     chosen: dict[str, Callable[[], Contestant]] = {
@@ -178,7 +180,7 @@ def counterparts(
 
 @define
 class Trial:
-    """One contestant's seconds and losses, or why it could not run."""
+    """One contestant's seconds and losses by step, or the text of the error with which it failed."""
 
     seconds: list[float] = field(factory=list)
     cpu_seconds: list[float] = field(factory=list)  # of all threads of this process
@@ -195,7 +197,7 @@ class Trial:
             self.cpu_seconds.append(time.process_time() - cpu_start)
 
     def add(self, other: "Trial") -> None:
-        """The turns of another process."""
+        """Append the turns that another process measured."""
         self.seconds += other.seconds
         self.cpu_seconds += other.cpu_seconds
         self.losses += other.losses
@@ -203,7 +205,7 @@ class Trial:
 
 
 def made_batches(args: argparse.Namespace, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches of as many turns: four that differ, again and again."""
+    """A list of `count` batches, four different ones in rotation."""
     generator = torch.Generator().manual_seed(1)
     shape = (args.batch_size, args.seq_length + 1)
     tokens = [torch.randint(args.vocab_size, shape, generator=generator) for _ in range(4)]
@@ -211,7 +213,7 @@ def made_batches(args: argparse.Namespace, count: int) -> list[tuple[torch.Tenso
 
 
 def measure(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]) -> dict[str, Trial]:
-    """The turns of as many processes as `--processes` says, one after the other."""
+    """The Trial of each contestant, by name, from `--processes` processes, one after the other."""
     if args.processes == 1:
         return measure_here(args, build)
     trials = {name: Trial() for name in build}
@@ -223,8 +225,9 @@ def measure(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]
 
 
 def measure_here(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]) -> dict[str, Trial]:
-    """The contestants in turns, or with `--apart` one after the other: then each has the memory to itself, one that
-    fails does not end the others, and drift hits them unequally."""
+    """The Trial of each contestant in this process. Contestants take turns, or with `--apart` run one after
+    the other: then each has the memory to itself, an error does not end the others, but drift of the machine
+    hits them unequally."""
     batches = made_batches(args, args.warmup + args.turns)
     trials = {name: Trial() for name in build}
     if args.apart:
@@ -262,7 +265,7 @@ def row(name: str, trial: Trial, plain: Trial) -> dict[str, Any]:
 
 
 def outside(num_layers: int, turns: int) -> tuple[int, list[float]]:
-    """The number of parameters, and of each turn the seconds in train_step before and after the executor ran."""
+    """The number of parameters, and for each turn the seconds that train_step spends outside the executor."""
     config = GPTConfig(
         vocab_size=64, seq_length=8, num_layers=num_layers, hidden_size=16, num_attention_heads=2
     )

@@ -39,7 +39,7 @@ LANES = ("fetch", "stash", "unstash", "to_host")
 
 
 def segments_of(args: argparse.Namespace) -> tuple[Segment, ...]:
-    """The model of the arguments; that of a folder overwrites the sizes among them."""
+    """The segments of the GPT in `args`, or of the model in folder `args.hf`, whose sizes go into `args`."""
     if args.hf is None:
         return gpt_segments(config_of(args, tied=args.tied))
     config, segments = hf.load(args.hf)
@@ -68,7 +68,8 @@ def batch_of(args: argparse.Namespace, step: int) -> tuple[torch.Tensor, torch.T
 
 
 def expected_bytes(program: Program, args: argparse.Namespace) -> dict[str, int]:
-    """The formulae, where blocks are twice as large as the embedding or half: slots are in classes of size.
+    """Bytes that a streamed step should move, by verb, by formula; for blocks that differ from the embedding
+    in size by at most a factor of 2, as slots are in classes of size.
 
     P parameters of 2 or 4 bytes are fetched twice, but for those of the first and last segment and of the blocks
     that are still in slots; the tokens and L boundaries of T x h are stashed; gradients go once, summed in fp32.
@@ -92,7 +93,7 @@ def expected_bytes(program: Program, args: argparse.Namespace) -> dict[str, int]
 
 
 def tied_numel(program: Program) -> int:
-    """The elements that two segments deliver."""
+    """The number of elements whose gradients two segments deliver, because a parameter is tied."""
     return sum(b.numel for b in program.layout.buckets if len(b.deliveries) > 1)
 
 
@@ -111,14 +112,14 @@ def cpu_seconds() -> float:
 def step(
     program: Program, state: State, args: argparse.Namespace, n: int
 ) -> tuple[State, float, float, float]:
-    """The next state, the loss, and the seconds of the step and of all cores."""
+    """Train step `n`; returns the next State, the loss, wall-clock seconds and CPU seconds of all cores."""
     before = cpu_seconds()
     state, metrics = zfunc.train_step(program, state, batch_of(args, n))
     return state, metrics.loss, metrics.seconds, cpu_seconds() - before
 
 
 def alternating(args: argparse.Namespace) -> dict[str, Any]:
-    """Both trainings, a step each in turn."""
+    """Train with parameters on the device and, in turn, streamed from the host; returns ratios of seconds."""
     programs = [compiled(args), compiled(args, **STREAMED)]
     states = [zfunc.init(p) for p in programs]
     losses: list[list[float]] = [[], []]
@@ -144,7 +145,7 @@ def alternating(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_after_the_other(args: argparse.Namespace) -> dict[str, Any]:
-    """The training with everything on the device, and all of its memory; then the streamed one in little of it."""
+    """Train with all on the device, then streamed in `--memory-gib` of it; returns losses and peak bytes."""
     device, losses = pick_device(args.device), list[list[float]]()
     peaks, planned, programs = list[int](), list[int](), list[Program]()
     for settings in ({}, STREAMED):

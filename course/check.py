@@ -23,18 +23,18 @@ def solutions(number: int) -> list[Path]:
 
 
 def expected(solution: Path) -> list[str]:
-    """The names of the laws that a solution has to break, and no other."""
+    """The names of the laws that a solution's docstring says it breaks; [] for the solution that passes."""
     return re.findall(r"\w+", "".join(stated("Breaks", solution)))
 
 
 def stated(word: str, solution: Path) -> list[str]:
-    """What the lines of a solution's docstring say that begin with `word`."""
+    """The texts behind "`word`: " in the lines of a solution's docstring."""
     docstring = ast.get_docstring(ast.parse(solution.read_text(encoding="utf-8"))) or ""
     return re.findall(rf"^{word}: (.+)$", docstring, re.MULTILINE)
 
 
 def check(number: int, solution: Path) -> str:
-    """What is wrong with the grader of lab `number` on a solution; "" if it finds what it has to."""
+    """Text on how the grader of lab `number` misjudges a solution; "" if it finds the named laws broken."""
     report = grade(load_lab(number), solution)
     messages = "".join(f"\n  {x.law.name}: {explained(x, {})}" for x in report.results if not x.score)
     unsaid = [text for text in stated("Says", solution) if not _in(text, messages)]
@@ -47,12 +47,12 @@ def check(number: int, solution: Path) -> str:
 
 
 def _in(text: str, messages: str) -> bool:
-    """Whether messages have a text, however they are wrapped."""
+    """Whether `messages` contain `text`, with any white space between words."""
     return " ".join(text.split()) in " ".join(messages.split())
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the solutions of some labs, or of all; 1 if a grader is wrong."""
+    """Check the graders of the labs in `argv`, or all, on their solutions; returns 1 if a grader errs."""
     pairs = [(n, solution) for n in map(int, argv or numbers()) for solution in solutions(n)]
     with ThreadPoolExecutor(2) as pool:
         wrong = [said for said in pool.map(check, *zip(*pairs, strict=True)) if said]

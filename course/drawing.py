@@ -29,7 +29,7 @@ Row = Sequence[Cell | str]
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Row], gap: int = 2) -> Picture:
-    """Rows of cells under the names of their columns; in the text, columns are `gap` blanks apart."""
+    """A picture of `rows` of cells below column names `head`; in its text, `gap` blanks separate columns."""
     cells = [[x if isinstance(x, Cell) else Cell(x) for x in row] for row in rows]
     widths = [max(len(x[n].text) for x in [[*map(Cell, head)], *cells]) for n in range(len(head))]
     lines = [title, *(_line([x.text for x in row], widths, gap) for row in [[*map(Cell, head)], *cells])]

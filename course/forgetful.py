@@ -15,7 +15,7 @@ BLOCK = 512  # bytes of a sector, which is written whole or not at all
 
 
 def some(by: Random, keys: Sequence[int]) -> list[int]:
-    """Any subset of `keys`: none, all, those before or after one, those of some pages, or of some sectors."""
+    """A random subset of `keys`: none, all, a beginning, an end, all of random pages, or random sectors."""
     match by.randrange(6):
         case 0:
             return []
@@ -33,7 +33,8 @@ def some(by: Random, keys: Sequence[int]) -> list[int]:
 
 
 class Change(NamedTuple):
-    """A part of operation number `op` that a cut may lose: bytes of a sector of a file, or a change of names."""
+    """A change by operation number `op` that a power cut may lose: bytes of a file's sector, or file
+    names."""
 
     op: int
     file: int = -1  # that has the bytes; -1: names change
@@ -42,13 +43,13 @@ class Change(NamedTuple):
     names: tuple[tuple[str, int], ...] = ()  # and the file of each; -1: it goes
 
     def torn(self, first: int, end: int) -> "Change":
-        """Of the bytes only those from `first` to `end`."""
+        """This change with only the bytes from `first` to `end` written, as by a torn sector."""
         return self._replace(offset=self.offset + first, data=self.data[first:end])
 
 
 def survivors(changes: Sequence[Change], most: int) -> Iterator[list[Change]]:
-    """The subsets of `changes`, the largest first; if there are more than `most`, those that lose or keep few, and
-    some of `some`."""
+    """Yield subsets of `changes`, the largest first: all of them, or, if they are more than `most`, those
+    that lose or keep few changes, and random ones."""
     numbers = range(len(changes))
     if 1 << len(changes) <= most:
         sets = (kept for size in reversed(range(len(changes) + 1)) for kept in combinations(numbers, size))
@@ -64,13 +65,13 @@ def survivors(changes: Sequence[Change], most: int) -> Iterator[list[Change]]:
 
 @define
 class Contents:
-    """The bytes of each file by its number, and the file of each name."""
+    """What a drive holds: the bytes of each file, by its number, and the file's number, by name."""
 
     files: dict[int, bytes] = field(factory=dict[int, bytes])
     names: dict[str, int] = field(factory=dict[str, int])
 
     def make(self, change: Change) -> None:
-        """Make a change; bytes between the end of a file and what is written are 0."""
+        """Apply `change`; bytes between a file's end and the bytes written are 0."""
         if change.file >= 0:
             old = self.files.get(change.file, b"").ljust(change.offset, b"\0")
             self.files[change.file] = (
@@ -83,12 +84,12 @@ class Contents:
                 self.names[name] = file
 
     def copy(self) -> "Contents":
-        """A copy that changes alone."""
+        """A copy of the contents; changes of one do not change the other."""
         return Contents(dict(self.files), dict(self.names))
 
 
 class Moment(NamedTuple):
-    """A drive between two operations: what is on the disk, and the changes that no sync has waited for."""
+    """A drive between two operations: its contents on the disk, and changes that no sync has made lasting."""
 
     num_ops: int  # that have been done
     durable: Contents
@@ -97,7 +98,7 @@ class Moment(NamedTuple):
 
 @define(eq=False)
 class Drive:
-    """A drive with one folder and room for `sectors` sectors. What is synced is lasting."""
+    """A simulated drive with one folder and `sectors` sectors; only what is synced survives a power cut."""
 
     sectors: int = 1 << 20
     _durable: Contents = field(factory=Contents)
@@ -135,7 +136,7 @@ class Drive:
         self._do(f"write({name!r}, {offset}, {len(data)} bytes)", [Change(0, file, a, x) for a, x in parts])
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in the place of the file that had it."""
+        """Rename file `old` to `new`; a file that had the name `new` is replaced."""
         self._do(f"rename({old!r}, {new!r})", [Change(0, names=((old, -1), (new, self._file(old))))])
 
     def delete(self, name: str) -> None:
@@ -144,19 +145,19 @@ class Drive:
         self._do(f"delete({name!r})", [Change(0, names=((name, -1),))])
 
     def sync(self, name: str) -> None:
-        """Wait until the bytes of a file are lasting. Its name is not, by that."""
+        """Wait until the bytes of file `name` survive a power cut. Its name may still be lost."""
         file = self._file(name)
         self._do(f"sync({name!r})", [], [x for x in self._pending if x.file == file])
 
     def sync_names(self) -> None:
-        """Wait until the names, that is the folder, are lasting: files that were created, renamed and deleted."""
+        """Wait until the folder survives a power cut: every file's creation, renaming and deletion."""
         self._do("sync_names()", [], [x for x in self._pending if x.file < 0])
 
     # ---- what the grader does ---------------------------------------------------------------------------
 
     @property
     def said(self) -> list[str]:
-        """All operations so far, as text."""
+        """All operations on the drive so far, as lines of text."""
         return [*self._said]
 
     @property
@@ -165,12 +166,12 @@ class Drive:
         return [*self._past, self._moment()]
 
     def cuts(self, most: int = 256) -> Iterator["Drive"]:
-        """The drive as it may be after a power cut now, the fewest losses first; at most about `most`."""
+        """Yield the drives that a power cut now may leave, the fewest losses first; about `most` at most."""
         moment = self._moment()
         return (self.after(moment, kept) for kept in survivors(moment.pending, most))
 
     def after(self, moment: Moment, kept: Sequence[Change]) -> "Drive":
-        """The drive after a cut in a moment of its past that only the changes `kept` survive."""
+        """The drive after a power cut at `moment`, of whose changes without sync only `kept` survive."""
         found = moment.durable.copy()
         for change in kept:
             found.make(change)

@@ -20,7 +20,7 @@ AT_ONCE = 2  # students
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of the command."""
+    """The argument parser of the command `python -m course.grade`."""
     made = argparse.ArgumentParser(prog="python -m course.grade", description="Grade a lab by its laws.")
     made.add_argument("lab", type=int, help="the number of the lab")
     of = made.add_mutually_exclusive_group(required=True)
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Grade what the arguments name; the exit code."""
+    """Grade the files that the arguments name; returns the exit code."""
     arguments = parser().parse_args(argv)
     try:
         lab = load_lab(arguments.lab)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def grade_class(lab: Lab, folder: Path, csv: Path | None, out: Path | None, seed: str) -> int:
-    """Grade every student of a folder, two at a time; 0 if each one was graded, whatever the points."""
+    """Grade every student of `folder`, two at a time; returns 0 if each was graded, whatever their points."""
     if not folder.is_dir():
         return _refuse(f"got {folder}, which is no folder, expected one with NAME.py or NAME/adapters.py")
     files = submissions(folder)
@@ -80,7 +80,7 @@ def grade_class(lab: Lab, folder: Path, csv: Path | None, out: Path | None, seed
 
 
 def submissions(folder: Path) -> dict[str, Path]:
-    """The adapters file of each student of a folder, which need not be there, by the student's name."""
+    """The path of each student's adapters file in `folder`, by name of student; the file may be missing."""
     entries = [x for x in sorted(folder.iterdir()) if not x.name.startswith((".", "_"))]
     files = {x.stem: x for x in entries if x.suffix == ".py"}
     files |= {x.name: x / "adapters.py" for x in entries if x.is_dir()}

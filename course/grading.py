@@ -27,7 +27,7 @@ SHOWN = 2_000  # letters of what a student's functions print
 
 @frozen
 class Result:
-    """What was found of a law: the points, and why they are not all there."""
+    """The judgement of one law: the points, and why they are not all given."""
 
     law: Law
     score: int
@@ -54,12 +54,13 @@ class Report:
 
     @property
     def broken(self) -> list[str]:
-        """The names of the laws that are broken."""
+        """The names of the laws that the adapters file breaks."""
         return [x.law.name for x in self.results if not x.score]
 
     @property
     def unusable(self) -> str:
-        """What is wrong with the whole file, such as a syntax error: then that is the message of each law."""
+        """Text on an error of the whole adapters file, such as a syntax error, which breaks all laws; else
+        ""."""
         found = {x.law.name if x.picture else x.message for x in self.results}
         return found.pop() if len(found) == 1 < len(self.results) else ""
 
@@ -80,7 +81,8 @@ def grade(lab: Lab, adapters: Path, seed: str = "0") -> Report:
 
 
 def _judged(lab: Lab, adapters: Path, seed: str, first: int, limit: float) -> tuple[list[Result | str], str]:
-    """What one process found, from law `first` on: at least one result, or a text on why there can be none."""
+    """Judge laws from number `first` on in one process, for at most `limit` seconds each. Returns the
+    results, at least one, or texts on why a law has none; and what the process printed."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found"
         found.touch()
@@ -94,7 +96,8 @@ def _judged(lab: Lab, adapters: Path, seed: str, first: int, limit: float) -> tu
 def _process(
     number: int, adapters: Path, seed: str, first: int, found: Path
 ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The process that judges, and what it prints. All that it started ends with it, where the system can."""
+    """A context with a process that judges a file, and the list of what it prints. Its child processes end
+    with it, where the system can."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     env["PYTHONIOENCODING"] = "utf-8:replace"
@@ -126,7 +129,7 @@ def _process(
 
 
 def _read(stream: IO[str], printed: list[str]) -> None:
-    """Read all, keep the first SHOWN letters."""
+    """Read `stream` to its end and append the first SHOWN letters to `printed`."""
     room = SHOWN
     with stream:
         while text := stream.read(4096 if room else 1 << 20):
@@ -135,7 +138,7 @@ def _read(stream: IO[str], printed: list[str]) -> None:
 
 
 def _wait(process: "subprocess.Popen[str]", found: Path, limit: float) -> str:
-    """Wait until the process has ended; or why it was ended, or what it ended with."""
+    """Wait for `process` to end; returns why it failed, or took over `limit` seconds for a law, or ""."""
     size, since = 0, time.monotonic()
     while process.poll() is None:
         time.sleep(0.02)

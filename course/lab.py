@@ -30,12 +30,12 @@ class Lab:
 
 
 def numbers() -> list[int]:
-    """The numbers of the labs that are there."""
+    """The numbers of all labs that exist."""
     return sorted(int(folder.name[:2]) for folder in LABS.iterdir() if folder.name[:2].isdigit())
 
 
 def load_lab(number: int) -> Lab:
-    """Lab `number`. Raises ValueError if there is none."""
+    """Load lab `number`. Raises ValueError if no lab has this number."""
     found = sorted(LABS.glob(f"{number:02}_*"))
     if not found:
         raise ValueError(f"got lab {number}, expected one of {', '.join(map(str, numbers()))}")
@@ -45,14 +45,15 @@ def load_lab(number: int) -> Lab:
 
 
 def load_student(path: Path, lab: Lab) -> Student:
-    """The functions of the file `path`. Raises whatever it raises, and ImportError for what it may not import."""
+    """The functions that the file `path` defines. Raises its own errors, and ImportError by
+    `check_imports`."""
     check_imports(path, lab)
     sys.path.insert(0, str(path.parent))  # so it may import files beside it
     return Student(load(path, "adapters"), path)
 
 
 def check_imports(path: Path, lab: Lab) -> None:
-    """Raise ImportError if the file imports a package that it has to do without."""
+    """Raise ImportError if the file `path` imports a package that the lab forbids."""
     for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
@@ -65,7 +66,7 @@ def check_imports(path: Path, lab: Lab) -> None:
 
 
 def load(path: Path, name: str) -> ModuleType:
-    """The module of a file whose name need not be one that Python can import."""
+    """Load file `path` as a module called `name`; the file's own name need not be an identifier."""
     spec = spec_from_file_location(name, path)
     assert spec
     assert spec.loader

@@ -25,7 +25,7 @@ class Picture:
 
 
 class Broken(Exception):  # noqa: N818
-    """A law that a student's functions do not keep: what was got, what was expected, and a picture of it."""
+    """Raised for a law that a student's functions break: what was got, what was expected, and a picture."""
 
     def __init__(self, message: str, picture: Picture | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Broken(Exception):  # noqa: N818
 
 @frozen
 class Kept:
-    """What there is to show of a law that holds: a picture, and a measure for a leaderboard: less is better."""
+    """The result of a law that holds: a picture, and a number for the leaderboard, the less the better."""
 
     picture: Picture
     measure: float
@@ -52,7 +52,7 @@ class Law:
 
 
 def law(points: int) -> "Callable[[Callable[[Student, Random], object]], Law]":
-    """Make a Law of a function; the first line of its docstring is what a student reads."""
+    """Make a Law from a function; the first line of its docstring is the law's text for students."""
 
     def make(check: "Callable[[Student, Random], object]") -> Law:
         return Law(check.__name__, (check.__doc__ or "").strip().splitlines()[0], points, check)
@@ -61,7 +61,7 @@ def law(points: int) -> "Callable[[Callable[[Student, Random], object]], Law]":
 
 
 class Student:
-    """The functions of an adapters file. A call that raises is a `Broken` that names the line."""
+    """The functions of an adapters file. If a call raises an error, Broken names the line that raised it."""
 
     def __init__(self, module: ModuleType, path: Path) -> None:
         self._module, self._path = module, path
@@ -84,7 +84,7 @@ class Student:
         return call
 
     def raises(self, kind: type[Exception], name: str, *args: Any) -> bool:
-        """Whether function `name` raises `kind`; another error is Broken."""
+        """Whether the student's function `name` raises `kind`. Raises Broken for any other error."""
         try:
             getattr(self._module, name)(*args)
         except kind:
@@ -112,10 +112,10 @@ def raised(error: BaseException, path: Path) -> str:
 def smallest(
     case: Case, smaller: Callable[[Case], Iterable[Case]], check: Callable[[Case], object]
 ) -> Broken:
-    """The `Broken` of the smallest case found that breaks `check`, as `case` does.
+    """The `Broken` of the smallest case found on which `check` raises, beginning with `case`, which does.
 
-    `smaller` makes smaller cases of one; the first of them that breaks the check, too, takes its place, until none
-    does.
+    `smaller` yields smaller cases of a case; the first of them that also breaks the check replaces the case,
+    until none does.
     """
     found = broken_by(case, check)
     assert found
@@ -129,7 +129,7 @@ def smallest(
 
 
 def broken_by(case: Case, check: Callable[[Case], object]) -> Broken | None:
-    """What `check` raises of `case`; None if it keeps the law."""
+    """The Broken that `check` raises for `case`; None if it raises none."""
     try:
         check(case)
     except Broken as broken:
@@ -140,19 +140,20 @@ def broken_by(case: Case, check: Callable[[Case], object]) -> Broken | None:
 def every(
     cases: Iterable[Case], check: Callable[[Case], object], smaller: Callable[[Case], Iterable[Case]]
 ) -> None:
-    """Check each case; raise the `Broken` of the smallest counterexample that was found from the first."""
+    """Check each case; raises the Broken of the first counterexample after `smaller` has shrunk it."""
     for case in cases:
         if broken_by(case, check):
             raise smallest(case, smaller, check)
 
 
 def without_one(items: tuple[Case, ...]) -> Iterator[tuple[Case, ...]]:
-    """`items` without each of them."""
+    """Yield `items` with one item left out, for each item."""
     return (items[:n] + items[n + 1 :] for n in range(len(items)))
 
 
 def pairs_of(name: str, got: Any, num_ops: int) -> set[tuple[int, int]]:
-    """What function `name` returned, as a set of pairs of numbers of operations; Broken if it is none."""
+    """A student's pairs of operation numbers, checked, from function `name`. Raises Broken if they are
+    none."""
     expected = f"a set of pairs (i, j) of numbers of operations, 0 to {num_ops - 1}"
     try:
         pairs = {(i, j) for i, j in got}
@@ -165,7 +166,8 @@ def pairs_of(name: str, got: Any, num_ops: int) -> set[tuple[int, int]]:
 
 
 def sets_of(name: str, got: Any, num_ops: int) -> list[set[int]]:
-    """What function `name` returned, as a set of numbers of operations for each operation; Broken if it is none."""
+    """A student's set of operation numbers for each operation, from function `name`. Raises Broken if
+    none."""
     expected = f"a list of {num_ops} sets, one for each operation, of numbers of operations"
     try:
         sets = [set(some) for some in got]
@@ -180,7 +182,7 @@ def sets_of(name: str, got: Any, num_ops: int) -> list[set[int]]:
 
 
 def number_of(name: str, got: Any) -> float:
-    """What function `name` returned, as a finite number; Broken if it is none."""
+    """Check and return a student's finite number, from function `name`. Raises Broken otherwise."""
     if isinstance(got, bool) or not isinstance(got, int | float) or not abs(got) < float("inf"):
         raise Broken(f"{name}: got {got!r:.200}, expected a number")
     return float(got)

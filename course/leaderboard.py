@@ -26,12 +26,12 @@ Line = dict[str, Any]
 
 
 def laws() -> Any:
-    """The module of the laws of lab 4."""
+    """The module with the laws of lab 4, loaded."""
     return load(LABS / "04_schedules" / "laws.py", "course_lab_4")
 
 
 def line_of(name: str, number: int, plan: Plan) -> Line:
-    """A plan of puzzle `number` as a line: lanes, and the waits beside those that `build` derives of them."""
+    """A leaderboard line of a plan: lanes, waits that `build` would not add by itself, and its seconds."""
     lanes = {lane.name: [*lane.ops] for lane in plan.lanes}
     derived = build(plan.graph, lanes).waits
     pairs = zip(plan.waits, derived, strict=True)
@@ -41,26 +41,26 @@ def line_of(name: str, number: int, plan: Plan) -> Line:
 
 
 def plan_of(line: Line) -> Plan:
-    """The plan of a line. Raises what `build` raises."""
+    """The plan that a leaderboard line describes. Raises what `build` raises."""
     plan = build(laws().PUZZLES.puzzles()[line["puzzle"]].graph, line["lanes"])
     more = dict(line["waits"])
     return evolve(plan, waits=[(*some, *more.get(i, ())) for i, some in enumerate(plan.waits)])
 
 
 def score(line: Line) -> float:
-    """The seconds of the plan of a line. Raises Broken if it is wrong, too large or too slow."""
+    """The seconds of the plan of `line`. Raises Broken if the plan is wrong, too large or too slow."""
     return round(laws().judged(line["puzzle"], plan_of(line), Random(0)).measure, 9)
 
 
 def lines(path: Path = FILE) -> list[Line]:
-    """The lines of a leaderboard."""
+    """The lines of the leaderboard file `path`."""
     return (
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     )
 
 
 def table(board: list[Line]) -> str:
-    """The fastest plan of each name, puzzle by puzzle, the fastest name first."""
+    """A text table of the fastest plan of each name, for each puzzle, the fastest name first."""
     rows: list[str] = []
     for number, puzzle in laws().PUZZLES.puzzles().items():
         best: dict[str, float] = {}
@@ -76,7 +76,8 @@ def table(board: list[Line]) -> str:
 
 
 def measures(lab: Lab, code: str) -> dict[str, float]:
-    """What the laws of a lab measure of an adapters file, by the name of a law. Raises Broken if a law is."""
+    """What the laws of `lab` measure of adapters file text `code`, by law. Raises Broken if a law is
+    broken."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "adapters.py"
         path.write_text(code, encoding="utf-8")
@@ -89,7 +90,7 @@ def measures(lab: Lab, code: str) -> dict[str, float]:
 
 
 def table_of_files(board: list[Line]) -> str:
-    """The files of a leaderboard by what is measured of each, the best first."""
+    """A text table of the adapters files on a leaderboard, by each measured number, the best first."""
     rows: list[str] = []
     for name in board[0]["measures"] if board else ():
         found = sorted((line["measures"][name], line["name"]) for line in board)
@@ -98,7 +99,7 @@ def table_of_files(board: list[Line]) -> str:
 
 
 def add_plans(board: list[Line], path: Path, name: str) -> int:
-    """Add the plans of a file for lab 4; 1 if one did not pass."""
+    """Add the plans of a file for lab 4 to `board` under `name`; returns 1 if one did not pass, else 0."""
     student, left_out = load_student(path, load_lab(4)), 0
     for number, puzzle in laws().PUZZLES.puzzles().items():
         try:
@@ -110,7 +111,7 @@ def add_plans(board: list[Line], path: Path, name: str) -> int:
 
 
 def add_file(board: list[Line], path: Path, name: str, lab: Lab) -> int:
-    """Add a whole file; 1 if it did not pass."""
+    """Add a whole adapters file to `board` under `name`; returns 1 if it did not pass, else 0."""
     code = path.read_text(encoding="utf-8")
     try:
         board.append({"name": name, "measures": measures(lab, code), "code": code})
@@ -125,7 +126,7 @@ def _refuse(broken: Broken) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Add what passes, and print the table; 1 if something did not."""
+    """Add files that pass to the leaderboard, and print its table; returns 1 if a file did not pass."""
     parser = argparse.ArgumentParser(prog="python -m course.leaderboard", description="Leaderboards of labs.")
     parser.add_argument("--lab", type=int, default=4, help="by default 4")
     parser.add_argument(

@@ -18,7 +18,7 @@ SECONDS = {"update": 2.0}  # other operations take 1
 
 
 def lab_1() -> str:
-    """The step of step.py on its lanes, with the fewest waits."""
+    """The SVG of lab 1: the step of step.py on its lanes, with the fewest waits."""
     laws = load(LABS / "01_operations" / "laws.py", "course_lab_1")
     step = laws.step()
     ops: list[Op] = []
@@ -35,7 +35,7 @@ def lab_1() -> str:
 
 
 def lab_2() -> str:
-    """The step of example 00 with three segments, overlapped."""
+    """The SVG of lab 2: the step of example 00 with three segments, overlapped."""
     ops = example(3)
     lanes = {op.kind: [i for i, x in enumerate(ops) if x.kind == op.kind] for op in ops}
     plan = build(core_plan(Plan(ops, lanes, [set[int]()] * len(ops))).graph, lanes)
@@ -45,7 +45,7 @@ def lab_2() -> str:
 
 
 def lab_3() -> str:
-    """Job A, with eight of its layers."""
+    """The SVG of lab 3: the step of job A, with eight of its layers."""
     laws = load(LABS / "03_pencil" / "laws.py", "course_lab_3")
     plan = laws.plan_of(laws.JOBS["A"]._replace(layers=8))
     title = "Job A with 8 of its 24 layers, on the machine of the text"
@@ -53,7 +53,7 @@ def lab_3() -> str:
 
 
 def lab_4() -> str:
-    """Puzzle 3 before, and with three weights at a time."""
+    """The SVG of lab 4: puzzle 3, the plan to beat and one with three weights at a time."""
     laws = load(LABS / "04_schedules" / "laws.py", "course_lab_4")
     passes = load(LABS / "04_schedules" / "solutions" / "passes.py", "passes")
     puzzle = laws.PUZZLES.puzzles()[3]
@@ -61,7 +61,7 @@ def lab_4() -> str:
 
 
 def lab_5() -> str:
-    """One weight after one step, by the rule and by those that are nearly the rule."""
+    """The SVG of lab 5: one weight after one step, by the rule and by known mistakes."""
     laws = load(LABS / "05_adamw" / "laws.py", "course_lab_5")
     run, i = laws.random_run(Random(148), 1), 27  # there all differ
     rules = [("the rule", laws.rule), *((name.partition(":")[0], by) for name, by in laws.MISTAKES.items())]
@@ -79,7 +79,7 @@ def lab_5() -> str:
 
 
 def lab_6() -> str:
-    """Eight second moments of a page, from the smallest on, in plain int8 and by logarithm."""
+    """The SVG of lab 6: eight second moments of a page, smallest first, in plain int8 and by logarithm."""
     folder = LABS / "06_format"
     page = load(folder / "laws.py", "course_lab_6").random_page(Random(0))[1]
     ways = [load(folder / "solutions" / f"{x}.py", f"solution_6_{x}") for x in ("wrong_linear", "passes")]
@@ -94,7 +94,7 @@ def lab_6() -> str:
 
 
 def lab_7() -> str:
-    """A file that is renamed into place before its bytes are lasting, and the cut that shows it."""
+    """The SVG of lab 7: a file renamed into place before its bytes are lasting, and a cut that loses them."""
     laws = load(LABS / "07_commit" / "laws.py", "course_lab_7")
     path = LABS / "07_commit" / "solutions" / "wrong_rename_unsynced.py"
     student = Student(load(path, "wrong"), path)
@@ -108,13 +108,13 @@ def lab_7() -> str:
 
 
 def lab_8() -> str:
-    """1F1B with eight micro-batches on four devices."""
+    """The SVG of lab 8: 1F1B with eight micro-batches on four devices."""
     order = load(LABS / "08_pipelines" / "solutions" / "passes.py", "solution_8").one_f_one_b(4, 8)
     return pipelines.picture(f"1F1B: four devices idle for {pipelines.idle(order):.1%}", order).svg
 
 
 def pictures() -> Iterator[tuple[Path, str]]:
-    """The file and the text of each picture."""
+    """Yield the path and the SVG text of each picture."""
     yield LABS / "01_operations" / "step.svg", lab_1()
     yield LABS / "02_build" / "overlapped.svg", lab_2()
     yield LABS / "03_pencil" / "job_a.svg", lab_3()

@@ -31,7 +31,7 @@ def name_of(x: Pass) -> str:
 
 
 def order_of(name: str, got: Any, devices: int) -> list[list[Pass]]:
-    """What function `name` returned, as an order; Broken if it is none."""
+    """What the student's function `name` returned, as an order of passes. Raises Broken if it is none."""
     expected = (
         f"a list for each of {devices} devices, of its passes (way, micro-batch, stage), such as ('F', 0, 1)"
     )
@@ -53,7 +53,7 @@ def order_of(name: str, got: Any, devices: int) -> list[list[Pass]]:
 
 
 def before(x: Pass, order: Order) -> Iterator[Pass]:
-    """The passes of the order whose results pass `x` needs."""
+    """Yield the passes in `order` whose results pass `x` needs."""
     way, m, s = x
     needs = {"F": [("F", m, s - 1)], "W": [("I", m, s)]}
     found = needs.get(way, [("F", m, s), ("B", m, s + 1), ("I", m, s + 1)])
@@ -61,7 +61,7 @@ def before(x: Pass, order: Order) -> Iterator[Pass]:
 
 
 def waits_for(order: Order) -> dict[Pass, set[Pass]]:
-    """For each pass those that it waits for: what it needs, and the one before it on its device."""
+    """For each pass, the passes it waits for: whose results it needs, and the one before on its device."""
     found = {x: {*before(x, order)} for own in order for x in own}
     for own in order:
         for x, y in pairwise(own):
@@ -86,7 +86,7 @@ def times(order: Order, seconds: Mapping[str, float] = SECONDS) -> dict[Pass, tu
 
 
 def is_cycle(order: Order, cycle: Sequence[Pass]) -> bool:
-    """Whether each pass waits for the next, and the last for the first."""
+    """Whether each pass of `cycle` waits for the next one, and the last for the first."""
     waits = waits_for(order)
     return bool(cycle) and all(
         y in waits.get(x, ()) for x, y in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
@@ -94,7 +94,7 @@ def is_cycle(order: Order, cycle: Sequence[Pass]) -> bool:
 
 
 def a_cycle(order: Order) -> list[Pass]:
-    """Passes of which each waits for the next and the last for the first; none if all can run."""
+    """A cycle of passes, each waiting for the next and the last for the first; [] if all passes can run."""
     waits, can = waits_for(order), times(order).keys()
     stuck = [x for x in waits if x not in can]
     path = stuck[:1]
@@ -107,7 +107,7 @@ def a_cycle(order: Order) -> list[Pass]:
 
 
 def kept(own: Sequence[Pass]) -> int:
-    """The most micro-batches whose activations a device keeps: from forward until backward, or its W, is done."""
+    """The most micro-batches whose activations a device holds at once: from forward until backward or W."""
     now, most = 0, 0
     for way, _, _ in own:
         now += {"F": 1, "I": 0}.get(way, -1)
@@ -116,14 +116,15 @@ def kept(own: Sequence[Pass]) -> int:
 
 
 def idle(order: Order) -> float:
-    """The share of the time until the last pass has ended in which devices do nothing."""
+    """Share (0 to 1) of the devices' time, until the last pass ends, in which they are idle."""
     found = times(order)
     end = max(x[1] for x in found.values())
     return 1 - sum(b - a for a, b in found.values()) / (end * len(order))
 
 
 def check_whole(name: str, order: Order, micro_batches: int, ways: str) -> None:
-    """Raise Broken unless each pass is there once, micro-batches ascend, and no pass waits for ever."""
+    """Raise Broken unless each pass is in `order` once, micro-batches ascend, and no pass waits for
+    itself."""
     expected = [(way, m, s) for s in range(len(order)) for m in range(micro_batches) for way in ways]
     count = Counter(x for own in order for x in own)
     for x in (*expected, *count):
@@ -150,7 +151,7 @@ def check_whole(name: str, order: Order, micro_batches: int, ways: str) -> None:
 
 
 def picture_of_lists(title: str, order: Order, marked: Sequence[Pass]) -> Picture:
-    """The passes of each device, some of them marked."""
+    """A picture of the passes of each device in order, those in `marked` highlighted."""
     longest = max(map(len, order), default=0)
     rows: list[Row] = []
     for d, own in enumerate(order):
@@ -164,7 +165,7 @@ def picture_of_lists(title: str, order: Order, marked: Sequence[Pass]) -> Pictur
 
 
 def picture(title: str, order: Order, seconds: Mapping[str, float] = SECONDS) -> Picture:
-    """When each pass runs, a lane for each device."""
+    """A picture of when each pass runs, with a lane for each device."""
     passes = sorted(times(order, seconds).items(), key=lambda x: (x[0][2], x[1]))
 
     def timeline(verbs: Mapping[str, str]) -> Timeline:

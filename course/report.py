@@ -12,7 +12,7 @@ from course.lab import Lab
 
 
 def text(report: Report, drawn: dict[str, Path]) -> str:
-    """The report for a terminal; `drawn` are the files of pictures by the name of a law."""
+    """The report as text for a terminal; `drawn` has the file of each picture, by law."""
     lab = report.lab
     lines = [f"Lab {lab.number}: {lab.title}"]
     if report.unusable:
@@ -33,7 +33,7 @@ def text(report: Report, drawn: dict[str, Path]) -> str:
 
 
 def explained(result: Result, drawn: dict[str, Path]) -> str:
-    """Why a law is broken, and its picture."""
+    """Text on why a law is broken, with the path of its picture."""
     first, *others = result.message.splitlines() or [""]
     parts = [fill(first, 100), *others]
     if result.picture:
@@ -44,7 +44,7 @@ def explained(result: Result, drawn: dict[str, Path]) -> str:
 
 
 def draw(report: Report, folder: Path) -> dict[str, Path]:
-    """Write each picture as an SVG file; the files by the name of the law."""
+    """Write each picture of the report to `folder` as SVG; returns the files' paths, by law."""
     drawn: dict[str, Path] = {}
     for result in report.results:
         if result.picture:
@@ -84,7 +84,7 @@ def gradescope(report: Report) -> dict[str, Any]:
 
 
 def write(report: Report, folder: Path) -> str:
-    """Write results.json and the pictures to `folder`; the text of the report."""
+    """Write results.json and the pictures to `folder`; returns the report as text."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = draw(report, folder)
     results = json.dumps(gradescope(report), indent=2, ensure_ascii=False)
@@ -93,7 +93,7 @@ def write(report: Report, folder: Path) -> str:
 
 
 def write_csv(lab: Lab, rows: Iterable[tuple[str, Report | None]], path: Path) -> None:
-    """A line for each student, with the points of each law; without a report, a remark and 0 points."""
+    """Write a CSV line for each student: the points of each law; without a report a remark and 0 points."""
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(_lines(lab, rows))
 

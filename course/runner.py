@@ -19,7 +19,7 @@ MEMORY = 8 << 30  # bytes of addresses that it may use, where the system can lim
 
 
 def main() -> None:
-    """Judge, and leave without waiting for threads of the student's."""
+    """Judge the laws of the command line's lab, then exit without waiting for threads of the student."""
     number, adapters, first, found = sys.argv[1:]
     seed = sys.stdin.readline().strip()
     with Path(found).open("a", encoding="utf-8") as lines:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def limit_memory() -> None:
-    """An allocation beyond MEMORY raises MemoryError."""
+    """Limit this process's memory, so that an allocation beyond MEMORY raises MemoryError."""
     try:
         import resource
     except ImportError:  # Windows
@@ -54,7 +54,7 @@ def limit_memory() -> None:
 
 
 def importing(path: Path, lab: Lab) -> Student | str:
-    """A student's functions, or why their file cannot be imported."""
+    """Import a student's adapters file; returns its functions, or text on why it cannot be imported."""
     try:
         return load_student(path, lab)
     except BaseException as error:
@@ -62,7 +62,7 @@ def importing(path: Path, lab: Lab) -> Student | str:
 
 
 def judge(law: Law, student: Student, seed: str) -> dict[str, Any]:
-    """Why a law is broken, and its picture; without a message if it holds."""
+    """Check a law; returns for JSON the message and picture of a broken law, or a holding law's measure."""
     try:
         found = law.check(student, Random(seed))
     except Broken as broken:
@@ -79,7 +79,7 @@ def judge(law: Law, student: Student, seed: str) -> dict[str, Any]:
 
 
 def drawn(picture: Picture | None) -> dict[str, str]:
-    """A picture as text that goes into JSON."""
+    """A picture as text for JSON, its terminal text and its SVG; {} for None."""
     return {"text": picture.text, "svg": picture.svg} if picture else {}
 
 

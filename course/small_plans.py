@@ -29,7 +29,7 @@ APART = evolve(ROUND, handoff=0.0, shared={})  # lanes that share nothing
 
 
 class Op(NamedTuple):
-    """An operation: its name, the resource that it uses, the regions that it reads and writes."""
+    """An operation: its name, the resource it uses (as "gpu"), and the regions that it reads and writes."""
 
     verb: str
     index: tuple[int, ...]
@@ -39,7 +39,7 @@ class Op(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Operations, their numbers on each lane by its name, and for each those of other lanes that it waits for."""
+    """Operations; the numbers of each lane's operations; each one's waits for operations of other lanes."""
 
     ops: tuple[Op, ...]
     lanes: dict[str, list[int]]
@@ -48,7 +48,8 @@ class Plan(NamedTuple):
 
 @cache
 def example(segments: int) -> tuple[Op, ...]:
-    """The operations of a step of example 00, by its recipe `zero_offload`, in serial order."""
+    """The operations of a step of example 00 with so many segments, by its `zero_offload`, in serial
+    order."""
     names = {"MICRO_BATCHES", "zero_offload"}
     tree = ast.parse(EXAMPLE.read_text(encoding="utf-8"))
 
@@ -82,7 +83,7 @@ def random_ops(random: Random, most: int = 5) -> tuple[Op, ...]:
 
 
 def random_lanes(random: Random, num_ops: int) -> dict[str, list[int]]:
-    """The operations on up to three lanes, each in serial order."""
+    """Random lanes: `num_ops` operations on up to three lanes, each in serial order."""
     names = ("left", "middle", "right")[: random.randint(2, 3)]
     on = [random.choice(names) for _ in range(num_ops)]
     return {name: [i for i in range(num_ops) if on[i] == name] for name in names if name in on}
@@ -105,7 +106,7 @@ def random_plan(random: Random, most: int = 5) -> Plan:
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
-    """The plan without an operation, without a wait, without a region that an operation reads or writes."""
+    """Yield the plan without an operation, without a wait, or without a region that an operation touches."""
     for n in range(len(plan.ops)) if len(plan.ops) > 1 else ():
         number = {i: k for k, i in enumerate(x for x in range(len(plan.ops)) if x != n)}
         lanes = {name: [number[i] for i in lane if i != n] for name, lane in plan.lanes.items()}
@@ -136,7 +137,8 @@ def orders(plan: Plan, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
 
 
 def run(ops: tuple[Op, ...], order: Iterable[int]) -> dict[int, Any]:
-    """What each operation finds in the regions that it reads or writes: who wrote them last, having found what."""
+    """Run `ops` in `order`; by operation and region, the writer of what it finds there, and what the writer
+    had read."""
     memory: dict[Any, Any] = {}
     found: dict[int, Any] = {}
     for i in order:
@@ -148,12 +150,12 @@ def run(ops: tuple[Op, ...], order: Iterable[int]) -> dict[int, Any]:
 
 
 def is_serial(ops: tuple[Op, ...], order: Iterable[int]) -> bool:
-    """Whether every operation finds what it finds in serial order."""
+    """Whether every operation finds in its regions, in `order`, what it finds in serial order."""
     return run(ops, order) == run(ops, range(len(ops)))
 
 
 def swapped_conflicts(plan: Plan) -> set[tuple[int, int]]:
-    """The pairs (i, j) that conflict, of which some order of the plan runs j first."""
+    """The conflicting pairs (i, j), i < j, of which some order that the plan allows runs j first."""
     found = set[tuple[int, int]]()
     for order in orders(plan):
         at = {i: n for n, i in enumerate(order)}
@@ -165,12 +167,12 @@ def swapped_conflicts(plan: Plan) -> set[tuple[int, int]]:
 
 
 def name_of(op: Op) -> str:
-    """`to_host[1,0]`, as zfunc prints it."""
+    """The operation's name as zfunc prints it, such as `to_host[1,0]`."""
     return core.label(op.verb, op.index)
 
 
 def described(plan: Plan, *, lanes: bool = True, waits: bool = True) -> str:
-    """The operations of a plan with what they read and write; then its lanes; then its waits."""
+    """Text of a plan: its operations with what they read and write; its lanes; its waits."""
     names = [name_of(op) for op in plan.ops]
     width = max(map(len, names))
     lines = [
@@ -190,7 +192,7 @@ def _some(regions: Iterable[Any]) -> str:
 
 
 def core_plan(plan: Plan) -> CorePlan:
-    """The same plan as zfunc's own, of which `verify`, `simulate` and pictures exist."""
+    """The plan as a Plan of zfunc, for `verify`, `simulate` and pictures."""
     region = {
         x: core.Region(
             x if isinstance(x, str) else x[0], () if isinstance(x, str) else x[1:], lifetime="value"

@@ -32,7 +32,7 @@ CASES = 150  # random plans of a law
 
 
 def step() -> Any:
-    """The module step.py beside this file."""
+    """The module step.py in this folder, loaded."""
     spec = importlib.util.spec_from_file_location("step", Path(__file__).parent / "step.py")
     assert spec
     assert spec.loader
@@ -42,7 +42,7 @@ def step() -> Any:
 
 
 class Recorder(dict[str, float]):
-    """A memory that notes which regions are read and written."""
+    """A memory, value by region, that notes which regions are read and which are written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def fifty_plans(student: Student, random: Random) -> None:
 
 
 def found_races(student: Student, plan: Plan) -> set[tuple[int, int]]:
-    """The student's races of a plan, of which it gets a copy."""
+    """The pairs that the student's function `races` returns for a copy of `plan`."""
     own = plan._replace(
         lanes={name: [*x] for name, x in plan.lanes.items()}, waits=[{*x} for x in plan.waits]
     )
@@ -205,7 +205,7 @@ def found_races(student: Student, plan: Plan) -> set[tuple[int, int]]:
 
 
 def ordered(name: str, pairs: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The pairs of a student's function. Raises Broken for one that names the later operation first."""
+    """Check and return pairs that the student's function `name` found. Raises Broken for one with i >= j."""
     for i, j in sorted(pairs):
         if i >= j:
             raise Broken(f"{name}: got the pair ({i}, {j}), expected pairs (i, j) with i < j")
@@ -213,13 +213,13 @@ def ordered(name: str, pairs: set[tuple[int, int]]) -> set[tuple[int, int]]:
 
 
 def some_of(pairs: set[tuple[int, int]]) -> str:
-    """The first three of the pairs, and how many more there are."""
+    """Text of the first three of `pairs`, and how many more there are."""
     more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
     return ", ".join(map(str, sorted(pairs)[:3])) + more if pairs else "none"
 
 
 def check_found(plan: Plan, got: set[tuple[int, int]], which: str) -> None:
-    """Raise Broken for a race that is none, or one of zfunc's races that was not found."""
+    """Raise Broken if the races `got` include a pair that is no race of `plan`, or lack one of zfunc's."""
     own = core_plan(plan)
     true = {(i, j) for i, j, _ in races_of(own)}
     for i, j in sorted(got):
@@ -237,19 +237,19 @@ def check_found(plan: Plan, got: set[tuple[int, int]], which: str) -> None:
 
 
 def overlapped(ops: tuple[Op, ...]) -> Plan:
-    """A lane for each kind of operation, and the fewest waits."""
+    """The plan of `ops` with a lane for each kind of operation and the fewest waits."""
     lanes = {op.kind: [i for i, x in enumerate(ops) if x.kind == op.kind] for op in ops}
     built = build(core_plan(Plan(ops, lanes, [set()] * len(ops))).graph, lanes)
     return Plan(ops, lanes, [{*some} for some in built.waits])
 
 
 def with_lanes(random: Random) -> Plan:
-    """Operations on lanes, without waits."""
+    """A random plan of a few operations on lanes, without waits."""
     ops = random_ops(random)
     return Plan(ops, random_lanes(random, len(ops)), [set[int]()] * len(ops))
 
 
 def planned(student: Student, given: Plan) -> Plan:
-    """The plan with the student's waits."""
+    """The plan `given` with the waits that the student's function `waits` returns for it."""
     lanes = {name: [*lane] for name, lane in given.lanes.items()}
     return given._replace(waits=sets_of("waits", student.waits(given.ops, lanes), len(given.ops)))

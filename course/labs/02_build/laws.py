@@ -139,13 +139,13 @@ def quick(student: Student, random: Random) -> None:
 
 
 def on_lanes(random: Random) -> Plan:
-    """A few operations on lanes in serial order, without waits."""
+    """A random plan of a few operations on lanes, in serial order on each, without waits."""
     ops = random_ops(random)
     return Plan(ops, random_lanes(random, len(ops)), [set[int]()] * len(ops))
 
 
 def shuffled(random: Random) -> Plan:
-    """A few operations on lanes in any order, without waits."""
+    """A random plan of a few operations on lanes, in any order on each, without waits."""
     plan = on_lanes(random)
     for lane in plan.lanes.values():
         random.shuffle(lane)
@@ -153,13 +153,13 @@ def shuffled(random: Random) -> Plan:
 
 
 def all_waits(plan: Plan) -> list[set[int]]:
-    """For each operation, all earlier ones that it conflicts with."""
+    """For each operation, the set of all earlier operations that it conflicts with."""
     ops = plan.ops
     return [{i for i in range(j) if not is_serial((ops[i], ops[j]), (1, 0))} for j in range(len(ops))]
 
 
 def built(student: Student, given: Plan) -> Plan:
-    """The student's plan of these operations on these lanes."""
+    """The plan that the student's `build` returns for the operations and lanes of `given`."""
     lanes = {name: [*lane] for name, lane in given.lanes.items()}
     plan = plan_of("build", student.build(given.ops, lanes), given.ops)
     if plan.lanes != given.lanes:
@@ -168,7 +168,8 @@ def built(student: Student, given: Plan) -> Plan:
 
 
 def plan_of(name: str, got: Any, ops: tuple[Op, ...]) -> Plan:
-    """What function `name` returned, as a plan of all `ops`; Broken if it is none."""
+    """What the student's function `name` returned, as a checked Plan of all `ops`. Raises Broken if not
+    one."""
     try:
         lanes = {str(lane): [*some] for lane, some in got.lanes.items()}
         waits = got.waits

@@ -23,7 +23,7 @@ VARIATIONS = 12  # random jobs of a law, beside the three
 
 
 class Job(NamedTuple):
-    """A step of equal layers; adapters.py says what each field is."""
+    """A step of a model with equal layers: the arguments of lab 3, explained in adapters.py."""
 
     layers: int
     width: int
@@ -33,12 +33,12 @@ class Job(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """The parameters of a layer."""
+        """The number of parameters of one layer."""
         return 12 * self.width**2
 
 
 class Machine(NamedTuple):
-    """FLOP/s, and bytes a second; adapters.py says of what."""
+    """A machine's FLOP/s, and bytes per second of each transfer; adapters.py explains the fields."""
 
     flops: float = 100e12
     memory: float = 1e12
@@ -120,7 +120,7 @@ def seconds_with_a_drive(student: Student, random: Random) -> None:
 
 
 def cases(random: Random, names: str = "ABC") -> Iterator[tuple[Job, Machine]]:
-    """The jobs of these names on the machine of the text; then others like them on others like it."""
+    """Yield the jobs `names` on the machine of the text, then random similar jobs on similar machines."""
     yield from ((JOBS[name], Machine()) for name in names)
     for _ in range(VARIATIONS):
         job = JOBS[random.choice(names)]
@@ -135,7 +135,7 @@ def cases(random: Random, names: str = "ABC") -> Iterator[tuple[Job, Machine]]:
 
 
 def smaller(case: tuple[Job, Machine]) -> Iterator[tuple[Job, Machine]]:
-    """The job with fewer layers, narrower ones, fewer tokens; on the machine of the text."""
+    """Yield smaller cases: the machine of the text, fewer layers, narrower layers, or fewer tokens."""
     job, machine = case
     if machine != Machine():
         yield job, Machine()
@@ -149,21 +149,21 @@ def smaller(case: tuple[Job, Machine]) -> Iterator[tuple[Job, Machine]]:
 
 @cache
 def plan_of(job: Job) -> Plan:
-    """What zfunc plans for a job: a lane for each kind of operation, in serial order."""
+    """zfunc's plan of a step of `job`: a lane for each kind of operation, in serial order."""
     clip = 1.0 if job.clipping else None
     graph = step_graph(job.layers, job.parameters, job.tokens, clip_norm=clip, state_on=job.state)
     return Overlapped()(graph)
 
 
 def hardware(machine: Machine) -> Hardware:
-    """A machine as zfunc's simulator takes it."""
+    """`machine` as the Hardware that zfunc's simulator takes."""
     own = machine._asdict()
     rates: dict[Kind, float] = {kind: own.get(kind, machine.memory) for kind in KINDS}
     return Hardware("the lab's machine", own["flops"], rates, shared={"disk": {"read": 1.0, "write": 1.0}})
 
 
 def check_seconds(student: Student) -> Callable[[tuple[Job, Machine]], None]:
-    """A check of the seconds that a student's function gives for a job on a machine."""
+    """A check of a case (job, machine) that raises Broken if the student's `seconds` is over 15 % off."""
 
     def check(case: tuple[Job, Machine]) -> None:
         job, machine = case
@@ -181,7 +181,7 @@ def compare(
     in_words: Callable[[float], str],
     tiers: tuple[str, ...] = (),
 ) -> None:
-    """Raise Broken if a student's number is off by more than 15 %, with what zfunc's is made of."""
+    """Raise Broken, with a picture, if the student's number `got` is more than 15 % off the number `true`."""
     number = number_of(name, got)
     if abs(number - true) <= CLOSE * true:
         return
@@ -198,7 +198,7 @@ def compare(
 
 
 def step_picture(case: tuple[Job, Machine]) -> Picture:
-    """The step of a job on its machine."""
+    """A picture of the step of a job, simulated on its machine."""
     job, machine = case
     plan = plan_of(job)
     timeline = plan.simulate(hardware(machine))
@@ -206,7 +206,8 @@ def step_picture(case: tuple[Job, Machine]) -> Picture:
 
 
 def memory_picture(job: Job, tiers: tuple[str, ...]) -> Picture:
-    """The step of a job on the machine of the text; and as text, what is in the memory of `tiers` at its peak."""
+    """A picture of a job's step on the machine of the text; its text lists peak contents of memory
+    `tiers`."""
     found = [(buffer, size) for tier in tiers for buffer, size in peak_breakdown(plan_of(job))[tier].items()]
     most = max(size for _, size in found)
     rows = [

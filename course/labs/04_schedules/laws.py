@@ -33,7 +33,8 @@ def other_machine(random: Random) -> Hardware:
 
 
 def judged(number: int, got: Any, random: Random) -> Kept:
-    """What there is to show of a plan of puzzle `number`; Broken if it is wrong, too large or too slow."""
+    """A picture and the time of a right plan of puzzle `number`. Raises Broken if wrong, too large or
+    slow."""
     puzzle = PUZZLES.puzzles()[number]
     plan = right_plan(number, got)
     drawn = before_and_after(number, plan)
@@ -58,7 +59,8 @@ def judged(number: int, got: Any, random: Random) -> Kept:
 
 
 def right_plan(number: int, got: Any) -> Plan:
-    """What a function returned, as a plan of the puzzle's graph that zfunc verifies; Broken if it is none."""
+    """What function puzzle_`number` returned, as a verified Plan of the puzzle's graph. Raises Broken if
+    none."""
     try:
         check_is_plan(got)
         verify(got)
@@ -71,7 +73,7 @@ def right_plan(number: int, got: Any) -> Plan:
 
 
 def before_and_after(number: int, plan: Plan) -> Picture:
-    """The plan before and a student's, lane beside lane, on the machine of puzzles.py."""
+    """A picture of the puzzle's first plan above a student's plan, simulated on the machine of puzzles.py."""
     puzzle = PUZZLES.puzzles()[number]
     steps = [(puzzle.before.simulate(PUZZLES.MACHINE), "before"), (plan.simulate(PUZZLES.MACHINE), "yours")]
     timelines = tuple(evolve(timeline, source=source) for timeline, source in steps)
@@ -82,7 +84,7 @@ def before_and_after(number: int, plan: Plan) -> Picture:
 
 
 def beats(number: int) -> Law:
-    """The law of puzzle `number`."""
+    """Make the law of puzzle `number`: the student's plan is right and fast enough."""
     puzzle = PUZZLES.puzzles()[number]
     room = "" if puzzle.limit is None else f", in {format_bytes(puzzle.limit)}"
 

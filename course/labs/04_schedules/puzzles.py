@@ -19,8 +19,8 @@ MB = 10**6
 
 @frozen
 class Puzzle:
-    """A graph; `before`, the plan to beat; `ratio`, the share of its time that yours may take at most; and `limit`,
-    the bytes of device memory that there are, None where memory does not matter."""
+    """A puzzle of lab 4: a graph; `before`, the plan to beat; `ratio`, the most time a solution may take, as
+    a share of its time; and `limit`, the bytes of device memory (None: unlimited)."""
 
     title: str
     graph: Graph
@@ -30,7 +30,7 @@ class Puzzle:
 
 
 def puzzles() -> dict[int, Puzzle]:
-    """The puzzles by number."""
+    """All puzzles of lab 4, by number."""
     one, four, five = _step(1), _step(2), _step(4, clip=False)
     two, three, six = Graph(johnson()), Graph(three_at_a_time()), Graph(four_stages())
     return {
@@ -57,7 +57,7 @@ def by_kind(graph: Graph) -> Plan:
 
 
 def work(verb: str, n: int, kind: Kind, milliseconds: float, reads: str = "", writes: str = "") -> Op:
-    """Operation `verb[n]` of this time on MACHINE, on the regions of item n; a weight has 100 MB on the device."""
+    """Operation `verb[n]` of a puzzle, this long on MACHINE, on regions of item `n`; a weight has 100 MB."""
 
     def regions(names: str) -> tuple[Region, ...]:
         sizes = {"weight": 100 * MB}

@@ -15,35 +15,35 @@ def to_bf16(x):
 
 
 def start(weights, settings):
-    """A state before the first step, with a copy of `weights` [n] as its master."""
+    """A new state before the first step, with a copy of `weights` [n] as its fp32 master weights."""
     raise NotImplementedError
 
 
 def begin_step(state):
-    """A step begins. Its chunks follow: each element is in one of them. Changes `state`, returns nothing."""
+    """Begin a step, whose chunks follow: each element is in one of them. Changes `state`, returns nothing."""
     raise NotImplementedError
 
 
 def update_chunk(state, first, grad):
-    """Update the elements from number `first` on, as many as `grad` has. Changes `state`, returns nothing."""
+    """Update the elements from index `first` on, as many as `grad` has. Changes `state`, returns nothing."""
     raise NotImplementedError
 
 
 def master(state):
-    """The weights [n], float32."""
+    """The master weights of `state`, float32 [n]."""
     raise NotImplementedError
 
 
 def copy(state):
-    """What goes to the device: the weights [n] as the bits of bfloat16, uint16."""
+    """The weights that go to the device: bits of bfloat16, as uint16 [n]."""
     raise NotImplementedError
 
 
 def save(state) -> bytes:
-    """The state as bytes, between two steps."""
+    """Encode the state between two steps as bytes, for `load`."""
     raise NotImplementedError
 
 
 def load(data: bytes, settings):
-    """The state that `save` made bytes of. The settings are those of `start`."""
+    """Decode a state that `save` encoded. The settings are those of `start`."""
     raise NotImplementedError

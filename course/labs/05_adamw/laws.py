@@ -21,7 +21,7 @@ np: Any = numpy  # arrays of any dtype
 
 
 def f32(x: Any) -> Array:
-    """Numbers as float32."""
+    """`x` as a float32 array or scalar."""
     return np.array(x, np.float32)
 
 
@@ -36,14 +36,14 @@ class Settings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step: its gradients, and the first and last but one element of each chunk, in the order of updates."""
+    """A step: its gradients, and its chunks in the order of updates, as pairs (first element, end)."""
 
     grads: tuple[float, ...]
     chunks: tuple[tuple[int, int], ...]
 
 
 class Run(NamedTuple):
-    """Weights, and the steps that change them."""
+    """A training: initial weights, and the steps that change them."""
 
     settings: Settings
     weights: tuple[float, ...]
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 def rule(k: dict[str, Array], p: Array, m: Array, v: Array, g: Array) -> list[Array]:
-    """The new weights and moments, as the text of the lab says."""
+    """AdamW as the lab's text defines it, rounded after each operation: new weights p and moments m, v."""
     m = k["keep"] * m + k["add"] * g
     v = k["keep_sq"] * v + k["add_sq"] * (g * g)
     change = k["rate"] * (m / (np.sqrt(v) * k["root_scale"] + k["eps"]))
@@ -62,13 +62,13 @@ def rule(k: dict[str, Array], p: Array, m: Array, v: Array, g: Array) -> list[Ar
 
 
 def in_float64(k: dict[str, Array], *buffers: Array) -> list[Array]:
-    """The rule with one rounding, at its end."""
+    """The rule in float64, rounded to float32 once, at its end: a mistake that the grader knows."""
     wide = {name: np.float64(x) for name, x in k.items()}
     return [x.astype(np.float32) for x in rule(wide, *(x.astype(np.float64) for x in buffers))]
 
 
 def fused(k: dict[str, Array], p: Array, m: Array, v: Array, g: Array) -> list[Array]:
-    """The rule with fused multiply-adds."""
+    """The rule with fused multiply-adds: a mistake that the grader knows."""
 
     def fma(a: Array, b: Array, c: Array) -> Array:
         return (a.astype(np.float64) * b + c).astype(np.float32)
@@ -79,32 +79,32 @@ def fused(k: dict[str, Array], p: Array, m: Array, v: Array, g: Array) -> list[A
 
 
 def eps_inside(k: dict[str, Array], p: Array, m: Array, v: Array, g: Array) -> list[Array]:
-    """The rule with eps below the root."""
+    """The rule with eps below the root: a mistake that the grader knows."""
     _, m, v = rule(k, p, m, v, g)
     change = k["rate"] * (m / np.sqrt(v * k["root_scale"] * k["root_scale"] + k["eps"]))
     return [p - (change + k["decay"] * p), m, v]
 
 
 def eps_inside_unscaled(k: dict[str, Array], p: Array, m: Array, v: Array, g: Array) -> list[Array]:
-    """The rule with eps below the root, which is scaled afterwards."""
+    """The rule with eps below the root, scaled afterwards: a mistake that the grader knows."""
     _, m, v = rule(k, p, m, v, g)
     change = k["rate"] * (m / (np.sqrt(v + k["eps"]) * k["root_scale"]))
     return [p - (change + k["decay"] * p), m, v]
 
 
 def decay_after(k: dict[str, Array], *buffers: Array) -> list[Array]:
-    """The rule with decay of the updated weight."""
+    """The rule with weight decay of the updated weight: a mistake that the grader knows."""
     p, m, v = rule(k | {"decay": f32(0)}, *buffers)
     return [p - k["decay"] * p, m, v]
 
 
 def decay_before(k: dict[str, Array], p: Array, *others: Array) -> list[Array]:
-    """The rule of a weight that has decayed, as torch has it."""
+    """The rule with weight decay before the update, as torch has it: a mistake that the grader knows."""
     return rule(k | {"decay": f32(0)}, p * (f32(1) - k["decay"]), *others)
 
 
 def uncorrected(k: dict[str, Array], *buffers: Array) -> list[Array]:
-    """The rule without bias correction."""
+    """The rule without bias correction: a mistake that the grader knows."""
     return rule(k | {"rate": k["lr"], "root_scale": f32(1)}, *buffers)
 
 
@@ -120,7 +120,7 @@ MISTAKES: dict[str, Callable[..., list[Array]]] = {
 
 
 def factors(settings: Settings, step: int) -> dict[str, Array]:
-    """The scalars of a step: in float64, then rounded once."""
+    """The scalars of step number `step`, by name, computed in float64 and rounded to float32 once."""
     lr, beta1, beta2, eps, weight_decay = settings
     found = {"keep": beta1, "add": 1.0 - beta1, "keep_sq": beta2, "add_sq": 1.0 - beta2}
     found |= {"rate": lr / (1.0 - beta1**step), "root_scale": 1.0 / math.sqrt(1.0 - beta2**step)}
@@ -129,7 +129,7 @@ def factors(settings: Settings, step: int) -> dict[str, Array]:
 
 
 def reference(run: Run, by: Callable[..., list[Array]] = rule) -> list[Array]:
-    """The weights after each step."""
+    """The weights after each step of `run`, updated by the rule `by`."""
     state = [f32(run.weights), *np.zeros((2, len(run.weights)), np.float32)]
     found: list[Array] = []
     for n, step in enumerate(run.steps, start=1):
@@ -139,7 +139,7 @@ def reference(run: Run, by: Callable[..., list[Array]] = rule) -> list[Array]:
 
 
 def bf16(x: Array) -> Array:
-    """The bits of the nearest bfloat16, found by comparing the distances to both neighbours, in float64."""
+    """The bits of the bfloat16 nearest to each of `x`, found by the float64 distances to both neighbours."""
     low = x.view(np.uint32) >> 16
     with np.errstate(invalid="ignore"):
         wide, below, above = (
@@ -155,7 +155,8 @@ def bf16(x: Array) -> Array:
 
 
 def random_run(random: Random, steps: int, *, chunked: bool = False, shuffled: bool = False) -> Run:
-    """Some weights and steps, in one chunk each if not `chunked`, in their order if not `shuffled`."""
+    """Random weights and steps; a step is one chunk, or several if `chunked`, in random order if
+    `shuffled`."""
     n = random.randint(20, 60)
     settings = Settings(
         10 ** random.uniform(-4, -1),
@@ -177,7 +178,7 @@ def random_run(random: Random, steps: int, *, chunked: bool = False, shuffled: b
 
 
 def smaller(run: Run) -> Iterator[Run]:
-    """The run with fewer steps, elements or chunks."""
+    """Yield smaller runs: `run` with fewer steps, elements or chunks, or with rounder numbers."""
     n = len(run.weights)
     for k in reversed(range(1, len(run.steps))):
         yield run._replace(steps=run.steps[:k])
@@ -204,7 +205,7 @@ def smaller(run: Run) -> Iterator[Run]:
 
 
 def _of(run: Run, kept: Iterable[int]) -> Run:
-    """The run of some of its elements."""
+    """The part of `run` with the elements `kept` alone."""
     place = {i: n for n, i in enumerate(kept)}
 
     def step(x: Step) -> Step:
@@ -215,12 +216,13 @@ def _of(run: Run, kept: Iterable[int]) -> Run:
 
 
 def whole(run: Run) -> Run:
-    """The run with one chunk a step."""
+    """`run` with the chunks of each step joined into one."""
     return run._replace(steps=tuple(x._replace(chunks=((0, len(x.grads)),)) for x in run.steps))
 
 
 def array_of(name: str, got: Any, like: Array) -> Array:
-    """What a function returned, as an array of the shape and dtype of `like`; Broken if it is none."""
+    """What the student's function `name` returned, as an array shaped as `like`. Raises Broken if it is
+    none."""
     if not isinstance(got, np.ndarray) or got.shape != like.shape or got.dtype != like.dtype:
         what = f"an array {got.shape} of {got.dtype}" if isinstance(got, np.ndarray) else type(got).__name__
         raise Broken(f"{name}: got {what}, expected a NumPy array {like.shape} of {like.dtype}")
@@ -228,7 +230,7 @@ def array_of(name: str, got: Any, like: Array) -> Array:
 
 
 def step_of(student: Student, state: Any, step: Step) -> None:
-    """Let a student's state make a step."""
+    """Make a student's state do one step, chunk by chunk."""
     student.begin_step(state)
     grads = f32(step.grads)
     for first, end in step.chunks:
@@ -236,7 +238,7 @@ def step_of(student: Student, state: Any, step: Step) -> None:
 
 
 def student_run(student: Student, run: Run, saved: int = 0) -> list[Array]:
-    """The weights of a student's state after each step; after step `saved` it is saved, spoilt and loaded."""
+    """The student's weights after each step of `run`; after step `saved` the state is saved and loaded."""
     weights = f32(run.weights)
     state = student.start(weights.copy(), run.settings)
     if state is None:
@@ -272,12 +274,12 @@ def student_run(student: Student, run: Run, saved: int = 0) -> list[Array]:
 
 
 def hexed(x: Any) -> str:
-    """A float32 as its bits and its value."""
+    """Text of a float32: its bits and its value."""
     return f"{f32(x).view(np.uint32):08x} ({x:.9g})"
 
 
 def told(run: Run) -> str:
-    """A run as text, with at most some elements."""
+    """Text of a run, with some of its elements if it has many."""
     s = run.settings
     lines = [
         f"a buffer of {len(run.weights)}, settings lr={s.lr:.6g} beta1={s.beta1} beta2={s.beta2} eps={s.eps} "
@@ -295,7 +297,7 @@ def told(run: Run) -> str:
 
 
 def compare(run: Run, got: list[Array], expected: list[Array], why: str) -> None:
-    """Raise Broken at the first element whose bits differ."""
+    """Raise Broken, with `why`, at the first weight of any step whose bits in `got` and `expected` differ."""
     for n, (a, b) in enumerate(zip(got, expected, strict=True), start=1):
         differ = np.flatnonzero(a.view(np.uint32) != b.view(np.uint32))
         if len(differ):
@@ -307,7 +309,7 @@ def compare(run: Run, got: list[Array], expected: list[Array], why: str) -> None
 
 
 def bits_of(title: str, got: Any, expected: Any) -> Picture:
-    """Two float32 as their bits, and marks where they differ."""
+    """A picture of two float32 numbers as bits, with marks where they differ."""
     numbers = (expected, got)
     bits = [f"{f32(x).view(np.uint32):032b}" for x in numbers]
     bits.append("".join(" ^"[a != b] for a, b in zip(*bits, strict=True)))
@@ -322,8 +324,8 @@ def bits_of(title: str, got: Any, expected: Any) -> Picture:
 
 
 def mistaken(student: Student, run: Run, got: list[Array]) -> str:
-    """What a student's weights are instead, if that is a known mistake: also in a long run, because a short one may
-    have the same bits by chance."""
+    """Text on a known mistake that gives exactly the student's weights, also in a long run, as a short run
+    may agree by chance; else on rounding if the weights are close, or ""."""
     long = random_run(Random(0), 3)
     for name, by in MISTAKES.items():
         if same(got, reference(run, by)) and same(student_run(student, long), reference(long, by)):
@@ -334,7 +336,7 @@ def mistaken(student: Student, run: Run, got: list[Array]) -> str:
 
 
 def same(got: list[Array], expected: list[Array]) -> bool:
-    """Whether two runs have the same weights after each step."""
+    """Whether two lists of weights, one array a step, are equal to the bit."""
     return all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -364,7 +366,7 @@ def rounded(student: Student, random: Random) -> None:
 
 
 def against_reference(student: Student, random: Random, steps: int) -> None:
-    """Compare whole-buffer runs with the rule."""
+    """Compare a student's runs of `steps` steps, each in one chunk, with the rule. Raises Broken."""
 
     def check(run: Run) -> None:
         got = student_run(student, run)
@@ -386,7 +388,7 @@ def ten_steps(student: Student, random: Random) -> None:
 
 
 def chunking(student: Student, random: Random, *, shuffled: bool) -> None:
-    """Compare a student's runs in chunks with the same in one."""
+    """Compare a student's runs in chunks with the same in one chunk a step. Raises Broken if bits differ."""
 
     def check(run: Run) -> None:
         got, alone = student_run(student, run), student_run(student, whole(run))

@@ -10,10 +10,10 @@ import numpy as np  # noqa: F401
 
 
 def encode(values, signed: bool) -> bytes:
-    """A page [512] as at most 514 bytes: 8 bits an element, and 2 bits a block."""
+    """Encode the page `values` [512] in at most 514 bytes: 8 bits an element, and 2 bits a block."""
     raise NotImplementedError
 
 
 def decode(data: bytes, signed: bool):
-    """The page [512], float32, that `encode` made bytes of, as nearly as they tell."""
+    """Decode what `encode` returned: a page [512], float32, near the encoded values."""
     raise NotImplementedError

@@ -21,10 +21,11 @@ np: Any = numpy
 
 
 def random_page(random: Random, outlier: float = 1.0) -> tuple[Array, Array]:
-    """First and second moments of a page, as training makes them: both depend on the noise of a weight's gradient.
+    """Random first and second moments of a page, as training makes them: both depend on the noise of a
+    weight's gradient.
 
-    Its size is log-normal: from block to block, that is from a row of a matrix to another, within a decade or two,
-    and from weight to weight in a block. One element is `outlier` times as large.
+    The noise is log-normal: it varies within a decade or two from block to block, that is from a row of a
+    matrix to another, and from weight to weight in a block. One element is `outlier` times as large.
     """
     by = np.random.default_rng(random.getrandbits(32))
     noise = np.repeat(10 ** by.normal(-4, 1, BLOCKS), BLOCK) * np.exp(by.normal(0, 1.2, SIZE))
@@ -34,7 +35,7 @@ def random_page(random: Random, outlier: float = 1.0) -> tuple[Array, Array]:
 
 
 def round_trip(student: Student, page: Array, signed: bool) -> Array:
-    """The page after encode and decode; Broken where a result is of another kind."""
+    """The page [512] after the student's encode and decode, float32. Raises Broken for any other result."""
     data = encoded(student, page, signed)
     got = student.decode(data, signed)
     if not isinstance(got, np.ndarray) or got.shape != (SIZE,) or got.dtype != np.float32:
@@ -44,7 +45,7 @@ def round_trip(student: Student, page: Array, signed: bool) -> Array:
 
 
 def encoded(student: Student, page: Array, signed: bool) -> bytes:
-    """The page as bytes; Broken if they are none."""
+    """The bytes that the student's `encode` returns for a page. Raises Broken if it returns anything else."""
     data = student.encode(page.copy(), signed)
     if not isinstance(data, bytes):
         raise Broken(f"encode: got {type(data).__name__}, expected bytes")
@@ -52,8 +53,8 @@ def encoded(student: Student, page: Array, signed: bool) -> bytes:
 
 
 def error_of(got: Array, page: Array, second: Array, signed: bool) -> Array:
-    """The error of each element as an update has it, which is first / root(second): of a first moment beside the
-    root of the second, and of the root beside itself."""
+    """The error of each element in an update, first / root(second): of a first moment over the root of the
+    second; of a second moment the relative error of its root, at most 1."""
     root = np.sqrt(second.astype(np.float64))
     wide = got.astype(np.float64)
     return (
@@ -62,12 +63,13 @@ def error_of(got: Array, page: Array, second: Array, signed: bool) -> Array:
 
 
 def rms(x: Array) -> float:
-    """The root of the mean of squares."""
+    """The root mean square of `x`."""
     return float(np.sqrt(np.mean(x**2)))
 
 
 def drawn(title: str, page: Array, got: Array, marked: Array) -> Picture:
-    """Some elements of a page, before and after: at most eight of those whose numbers are in `marked`."""
+    """A picture of a page before and after the round trip: at most eight elements, of the indices
+    `marked`."""
     rows: list[Row] = [
         [str(i), str(i // BLOCK), f"{page[i]:.4g}", Cell(f"{got[i]:.4g}", "wrong")]
         for i in sorted(map(int, marked[:8]))
@@ -76,7 +78,7 @@ def drawn(title: str, page: Array, got: Array, marked: Array) -> Picture:
 
 
 def smaller(page: Array) -> Iterator[Array]:
-    """The page with fewer elements that are not 0, or rounder ones."""
+    """Yield the page with fewer elements that are not 0, and with rounder ones."""
     there = np.flatnonzero(page)
     halves = there[: len(there) // 2], there[len(there) // 2 :]
     for kept in (*halves, *(np.delete(there, i) for i in range(min(len(there), 8)))):
@@ -95,7 +97,8 @@ def over_pages(
     check: Callable[[Array, Array, bool], None],
     make: Callable[[bool], Array],
 ) -> None:
-    """Check the round trip of random pages of both kinds: `check(page, got, signed)`."""
+    """Call `check(page, got, signed)` for random pages of both kinds, from `make(signed)`, and round
+    trips."""
     for signed in (False, True):
 
         def one(page: Array, signed: bool = signed) -> None:
@@ -190,7 +193,7 @@ def monotone(student: Student, random: Random) -> None:
 
 
 def errors(student: Student, random: Random, signed: bool, outlier: float, bound: float) -> Kept:
-    """The mean error of random pages; Broken if it is above the bound."""
+    """The mean error on random pages, with a picture of the worst page. Raises Broken if above `bound`."""
     found: list[float] = []
     worst: tuple[float, Array, Array, Array] | None = None
     for _ in range(PAGES):

@@ -16,10 +16,10 @@ from course.forgetful import Drive
 
 
 def commit(drive: Drive, state: dict[str, bytes]) -> None:
-    """Store a state in the place of the one before. Once this has returned, no power cut takes it away."""
+    """Store `state` in place of the one before. Once this has returned, no power cut takes it away."""
     raise NotImplementedError
 
 
 def recover(drive: Drive) -> dict[str, bytes] | None:
-    """The state that is stored; None if there never was one. During a commit, that before or the new one."""
+    """The last committed state; None if there is none. After a cut in a commit: the one before or the new."""
     raise NotImplementedError

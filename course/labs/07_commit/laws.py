@@ -30,7 +30,7 @@ SERIES: tuple[tuple[State, ...], ...] = (  # from the smallest on; the last one 
 
 
 class Cut(NamedTuple):
-    """A power cut: the drive that made the operations, the moment, and the changes that survive."""
+    """A power cut: a drive with all its operations, the Moment of the cut, and the changes that survive."""
 
     drive: Drive
     moment: Moment
@@ -42,14 +42,15 @@ class Cut(NamedTuple):
 
 
 def runs(data: bytes) -> str:
-    """Bytes as text, those of more than eight in runs."""
+    """Text of `data`; of more than eight bytes, "n x byte" for each run of equal bytes, or only their
+    number."""
     found = [(bytes([x]), len([*some])) for x, some in groupby(data)]
     long = " + ".join(f"{n} x {x!r}" for x, n in found)
     return repr(data) if len(data) <= 8 else long if len(found) <= 4 else f"{len(data)} bytes"
 
 
 def shown(state: Any, beside: State = None) -> str:
-    """A state as text; of one with many parts those that differ from `beside`."""
+    """Text of a state; of one with many parts, only the parts that differ from `beside`."""
     if not isinstance(state, dict):
         return repr(state)[:200]
     parts: dict[Any, Any] = {**state}
@@ -61,7 +62,7 @@ def shown(state: Any, beside: State = None) -> str:
 
 
 def picture(cut: Cut) -> Picture:
-    """The operations, and what the cut has made of each."""
+    """A picture of the drive's operations, and what the cut has left of each."""
     rows: list[Row] = []
     said = cut.drive.said
     pending = {x.op for x in cut.moment.pending}
@@ -89,7 +90,7 @@ def picture(cut: Cut) -> Picture:
 def check_recovered(
     student: Student, drive: Drive, allowed: Sequence[State], cut: Cut | None = None
 ) -> State:
-    """What recover finds, if that is one of `allowed`."""
+    """The state that the student's `recover` finds on `drive`. Raises Broken if it is not in `allowed`."""
     drawn = picture(cut) if cut else None
     old, new = allowed[0], allowed[-1]
     if len(allowed) == 2:
@@ -106,20 +107,20 @@ def check_recovered(
 
 
 def committed(student: Student, drive: Drive, states: Iterable[State]) -> None:
-    """Commit states, one after the other; None is nothing to commit."""
+    """Commit `states` by the student's function, one after the other; None among them is skipped."""
     for state in states:
         if state is not None:
             student.commit(operations_of(drive), dict(state))
 
 
 def all_cuts(drive: Drive, moments: slice, most: int = EACH) -> Iterator[Cut]:
-    """Each cut in some moments: the earliest first, of these that which loses least."""
+    """Yield the possible cuts at `moments` of the drive, the earliest first, and the fewest losses first."""
     for moment in drive.past[moments]:
         yield from (Cut(drive, moment, kept) for kept in survivors(moment.pending, most))
 
 
 def over_series(check: Callable[[Drive, tuple[State, ...]], None], student: Student) -> None:
-    """Commit each series on a drive; check the drive, which made the last commit, and the series."""
+    """Commit each series of states on a drive, then call `check` with that drive and the states."""
     for states in SERIES:
         drive = Drive()
         committed(student, drive, states[:-1])
@@ -131,7 +132,7 @@ def over_series(check: Callable[[Drive, tuple[State, ...]], None], student: Stud
 
 
 def quiet(drive: Drive) -> Drive:
-    """The drive after so long a time that all is lasting."""
+    """The drive after a time so long that every change is lasting."""
     return drive.after(drive.past[-1], drive.past[-1].pending)
 
 
@@ -192,7 +193,7 @@ def goes_on(student: Student, random: Random) -> None:
 
 
 def torn_cuts(drive: Drive) -> Iterator[Cut]:
-    """Cuts that tear one sector: of what was written to it, the beginning or the end is there."""
+    """Yield cuts that tear one sector: only the beginning or the end of what was written to it survives."""
     for moment in drive.past:
         for kept in survivors(moment.pending, 8):
             for n, change in enumerate(kept):
@@ -214,13 +215,13 @@ def torn(student: Student, random: Random) -> None:
 
 
 def random_state(random: Random) -> dict[str, bytes]:
-    """One to three parts of up to three sectors, each of one letter."""
+    """A random state of one to three parts, each of up to three sectors filled with one letter."""
     parts = random.sample(("a", "b", "c", "d/e"), random.randint(1, 3))
     return {x: bytes([random.randrange(65, 91)]) * random.choice((0, 1, 9, 512, 513, 1_400)) for x in parts}
 
 
 def random_cut(random: Random, drive: Drive) -> Cut:
-    """Any moment, any survivors; one in three tears a sector."""
+    """A random cut: any moment, any survivors; one in three cuts tears a sector."""
     moment = random.choice(drive.past)
     kept = [moment.pending[n] for n in some(random, range(len(moment.pending)))]
     tearable = [n for n, x in enumerate(kept) if len(x.data) > 1]

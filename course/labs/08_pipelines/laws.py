@@ -35,7 +35,7 @@ BROKEN: Order = (  # the order of the text
 
 
 def random_order(random: Random, *, swaps: int) -> list[list[Pass]]:
-    """Passes of some devices in an order in which they can run, then with some of them swapped."""
+    """A random order in which all passes can run, then with `swaps` pairs of passes swapped."""
     devices, micro_batches = random.randint(1, 4), random.randint(1, 4)
     halves = random.random() < 0.5
     order = [
@@ -57,7 +57,7 @@ def random_order(random: Random, *, swaps: int) -> list[list[Pass]]:
 
 
 def smaller(order: Order) -> Iterator[Order]:
-    """The order without its last device, without a micro-batch, or with whole backwards."""
+    """Yield the order without its last device, without a micro-batch, or with unsplit backward passes."""
     if len(order) > 1:
         yield order[:-1]
     numbers = {m for own in order for _, m, _ in own}
@@ -66,17 +66,17 @@ def smaller(order: Order) -> Iterator[Order]:
 
 
 def told(order: Order) -> str:
-    """An order as text."""
+    """Text of an order, a line for each device."""
     return "\n".join(f"device {d}: {' '.join(map(name_of, own))}" for d, own in enumerate(order))
 
 
 def named(passes: Sequence[Pass]) -> str:
-    """Passes as text."""
+    """Text of `passes`, their names with blanks."""
     return " ".join(map(name_of, passes)) or "none"
 
 
 def copy_of(order: Order) -> list[list[Pass]]:
-    """The order as lists."""
+    """A copy of the order as lists, for a student's function to change."""
     return [[*own] for own in order]
 
 
@@ -136,7 +136,7 @@ def cycles(student: Student, random: Random) -> None:
 
 
 def over_sizes(student: Student, name: str, check: Callable[[Order, int, int], None]) -> None:
-    """Check the orders of function `name` from the smallest on."""
+    """Call `check(order, devices, micro_batches)` on orders by the student's function `name`, small first."""
     for n, m in SIZES:
         check(order_of(name, getattr(student, name)(n, m), n), n, m)
 

@@ -39,7 +39,7 @@ def races(plan):
             before[j].add(i)
 
     def ended(j):
-        """All that have surely ended when j begins."""
+        """The set of all operations that have surely ended when operation `j` begins."""
         found, new = set(), set(before[j])
         while new:
             found |= new

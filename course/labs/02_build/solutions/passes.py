@@ -8,7 +8,7 @@ Plan = namedtuple("Plan", "ops lanes waits")
 
 
 def direct_conflicts(ops):
-    """For each operation the last writer of what it touches, and for what it writes all that read it since then."""
+    """For each operation: the last writer of each region it touches; of regions it writes, later readers."""
     writer, readers = {}, {}
     for j, op in enumerate(ops):
         before = {writer[r] for r in op.reads | op.writes if r in writer}

@@ -43,5 +43,5 @@ def seconds(job, machine):
 
 
 def pipeline(n, *stages):
-    """Seconds of n items that go through stages one after another, each stage with one item at a time."""
+    """Seconds in which `n` items pass through `stages`, each so many seconds long, one item at a time."""
     return sum(stages) + (n - 1) * max(stages)

@@ -7,7 +7,7 @@ from zfunc.core.plan import build
 
 
 def ranks(graph):
-    """For each operation the seconds of the longest chain of operations that depends on it, its own among them."""
+    """For each operation, the seconds of the longest chain of operations that begins with it."""
     found = [ROUND.seconds(op) for op in graph]
     own = list(found)
     for j in reversed(range(len(graph))):
@@ -51,7 +51,8 @@ def by_rank(graph):
 
 
 def limited(graph, order, room):
-    """Items in this order; a fetch waits for the last reader of the weight whose room it takes."""
+    """A plan that runs items in `order`; each fetch waits until the weight that leaves room for it is
+    read."""
     position = {n: k for k, n in enumerate(order)}
     lanes = {}
     for i in sorted(range(len(graph)), key=lambda i: position[graph.ops[i].index[0]]):
@@ -90,7 +91,8 @@ def puzzle_5(graph):
 
 
 def puzzle_6(graph):
-    """An order of weights, and of those that differ from it in the place of one, again and again the fastest."""
+    """Find a fast order of the weights: move single weights to other places as long as the plan gets
+    faster."""
     order = sorted(range(8), key=lambda n: sum(ROUND.seconds(graph.ops[4 * n + k]) for k in (0, 1)))
     best = limited(graph, order, 4)
     improved = True

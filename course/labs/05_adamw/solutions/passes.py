@@ -33,7 +33,7 @@ def begin_step(state):
 
 
 def factors(settings, step):
-    """The scalars of a step: in float64, then rounded once."""
+    """The scalars of step number `step`, computed in float64 and rounded to float32 once."""
     found = {
         **{"keep": settings.beta1, "add": 1.0 - settings.beta1},
         **{"keep_sq": settings.beta2, "add_sq": 1.0 - settings.beta2},
@@ -46,7 +46,7 @@ def factors(settings, step):
 
 
 def updated(k, p, m, v, g):
-    """The new weights and moments; each operation is rounded to float32."""
+    """The new weights and moments by AdamW; each operation is rounded to float32."""
     m = k.keep * m + k.add * g
     v = k.keep_sq * v + k.add_sq * (g * g)
     change = k.rate * (m / (np.sqrt(v) * k.root_scale + k.eps))

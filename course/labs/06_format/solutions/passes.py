@@ -7,7 +7,7 @@ import numpy as np
 
 
 def bounds(size, signed):
-    """The powers of two that the codes reach from and to."""
+    """The least and the greatest power of two that the codes represent."""
     there = size[size > 0]
     if not len(there):
         return -1, 0

@@ -10,7 +10,7 @@ RECORD, NEXT = "record", "record.next"
 
 
 def record_of(drive):
-    """The number of the last commit, and the file of each part."""
+    """The number of the last commit on the drive, and the name of the file of each part."""
     return json.loads(drive.read(RECORD)) if RECORD in drive.names() else {"number": 0, "files": {}}
 
 

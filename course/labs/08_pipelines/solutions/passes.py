@@ -4,7 +4,7 @@ from itertools import pairwise
 
 
 def waits_for(order):
-    """For each pass those that it waits for: what it needs, and the one before it on its device."""
+    """For each pass, the passes it waits for: whose results it needs, and the one before on its device."""
     there = {x for own in order for x in own}
     found = {}
     for way, m, s in there:
@@ -18,7 +18,7 @@ def waits_for(order):
 
 
 def ended(waits, seconds=None):
-    """When the passes that can run begin and end."""
+    """The times of each pass that can run: when it begins and ends, in seconds."""
     found, left = {}, dict(waits)
     while ready := [x for x, before in left.items() if before <= found.keys()]:
         for x in ready:
