@@ -46,11 +46,12 @@ __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "Sha
 
 
 def make_order(order: str | int | Order) -> Order:
-    """The order of passes for setting `order`: a class of this package by its name, as "GPipe"; "by-device", the
-    usual one of several devices; a file whose name ends in .csv; "horizontal", "vertical" or a number, for
-    micro-batches in groups on one device. An order object is returned as it is.
+    """The order of pipeline passes that the setting `order` means: a class of this package by name, such as
+    "GPipe"; "by-device", the default for several devices; the path of a .csv file; for one device
+    "horizontal", "vertical" or the number of micro-batches in a group. An order object is returned unchanged.
 
-    A name may have a colon and the numbers of segments of the stages behind it, for RoundPipe as forward/backward.
+    After a colon, a name may be followed by the number of segments of each stage; for RoundPipe
+    forward/backward.
 
     >>> make_order("OneFOneB:5,4"), make_order("RoundPipe:2,2/1,2,2").backward
     (OneFOneB(cut=(5, 4)), (1, 2, 2))
@@ -78,7 +79,8 @@ def make_order(order: str | int | Order) -> Order:
 
 
 def order_name(order: str | int | Order) -> str:
-    """Text of an order of passes: the one from which `make_order` makes the same order, if there is one.
+    """Text for an order of passes, such as "OneFOneB:5,4", of which `make_order` makes the same order; where
+    there is none, the function's name or the object's repr.
 
     >>> order_name(OneFOneB((5, 4))), order_name(ZeroBubble(2))
     ('OneFOneB:5,4', 'ZeroBubble(stages=2, cut=())')

@@ -28,16 +28,19 @@ from .plain import Interleaved, Overlapped
 
 @frozen
 class CriticalPath:
-    """A schedule: a lane for each kind of operation and device, where those that begin the longest chains go first.
+    """A schedule with a lane for each kind of operation and device. Operations that begin the longest chains
+    of dependent operations come first on their lane.
 
-    List scheduling by upward rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). On `hardware` the plan is at least
-    as fast as `Overlapped` and `Interleaved`, and needs on no tier more memory than the larger of the two.
+    List scheduling by upward rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). By simulation on `hardware`
+    the plan is at least as fast as `Overlapped` and `Interleaved`, and needs on no tier more memory than the
+    larger of the two.
     """
 
     hardware: Hardware = ROUND
 
     def __call__(self, graph: Graph) -> Plan:
-        """The plan of `graph` by list scheduling, or by Overlapped or Interleaved where that plan is better."""
+        """The fastest plan of `graph`: by list scheduling, if that needs no more memory, or one of the
+        others."""
         greedy = build(graph, _ListScheduler(graph, self.hardware).lanes())
         plain = [Overlapped()(graph), Interleaved()(graph)]
         plans = [greedy, *plain] if _no_larger(greedy, plain) else plain
@@ -66,7 +69,7 @@ def upward_ranks(graph: Graph, seconds: list[float], handoff: float = 0.0) -> li
 
 
 def _in_order(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Position pairs (earlier, later) of a device's compute on transient memory, whose order is kept."""
+    """Yield pairs (earlier, later) of compute operations whose order is kept: they use temporary memory."""
     last: dict[int, int] = {}
     for i, op in enumerate(graph):
         if op.kind == "compute" and not all(r.kept for r in op.regions):
@@ -77,7 +80,7 @@ def _in_order(graph: Graph) -> Iterator[tuple[int, int]]:
 
 @define
 class _ListScheduler:
-    """A step simulated for list scheduling: ready operations of each lane, times of future ends and hand-offs."""
+    """A simulated step in which a free lane takes the ready operation with the longest chain behind it."""
 
     graph: Graph
     hardware: Hardware
@@ -103,7 +106,7 @@ class _ListScheduler:
                 self.unlocks[n].append(i)
 
     def lanes(self) -> dict[str, list[int]]:
-        """Run the simulated step; returns, by lane, the positions of its operations in the order they started."""
+        """Simulate the step; returns, by lane, its operations' positions in the graph, in order of start."""
         lanes: dict[str, list[int]] = {op.resource: [] for op in self.graph}
         for i, left in enumerate(self.pending):
             if not left:

@@ -24,7 +24,8 @@ CELL = re.compile(rf"|{PASS}|\({PASS}(;{PASS})*\)OVERLAP_F_B|{DERIVED}")
 
 @frozen
 class FromCSV:
-    """The order of passes in the CSV file `path`, as `_dump_csv` of torch.distributed.pipelining writes it.
+    """The order of pipeline passes in the CSV file `path`, in the format of torch.distributed.pipelining's
+    `_dump_csv`.
 
     `cut` has the number of segments of each stage; without it, stages are as equal as possible.
     """
@@ -33,7 +34,7 @@ class FromCSV:
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, _devices: int, segments: int, _micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in the order of the file."""
+        """Each device's passes in the file's order, as (kind such as "F" or "B", micro-batch, segment)."""
         try:
             rows = [*csv.reader(Path(self.path).read_text().splitlines())]
         except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +55,8 @@ class FromCSV:
 
 
 def write_csv(path: str | os.PathLike[str], order: Sequence[Passes], stages: Sequence[range] = ()) -> None:
-    """Write each device's passes to the CSV file `path`; `stages` are ranges of segments, by default of one."""
+    """Write a pipeline's `order`, each device's passes as (kind, micro-batch, segment), to the CSV file
+    `path`. `stages` are ranges of segments; by default each segment is a stage."""
     stages = stages or [range(s, s + 1) for s in range(1 + max(s for own in order for _, _, s in own))]
     begin = {F: {own[0]: k for k, own in enumerate(stages)}}
     last = {own[-1]: k for k, own in enumerate(stages)}

@@ -24,7 +24,7 @@ class DualPipeV:
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in DualPipeV's order."""
+        """Each device's passes in DualPipeV's order, as (kind such as "F" or "B", micro-batch, segment)."""
         order = [_passes_of(d, devices, max(micro_batches, 2 * devices)) for d in range(devices)]
         order = [[x for x in own if x[1] < micro_batches] for own in order]
         return of_segments(order, cut_in_stages(segments, 2 * devices, self.cut))

@@ -20,7 +20,7 @@ class GPipe:
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in GPipe's order."""
+        """Each device's passes in GPipe's order, as (kind "F" or "B", micro-batch, segment)."""
         stages = cut_in_stages(segments, devices, self.cut)
         order = ([(way, m, d) for way in (F, B) for m in range(micro_batches)] for d in range(devices))
         return of_segments(order, stages)

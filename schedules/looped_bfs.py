@@ -13,17 +13,18 @@ from .stages import Passes, cut_in_stages, of_segments
 
 @frozen
 class LoopedBFS:
-    """Looped BFS: `stages` stages on each device, dealt in turn; all micro-batches pass a stage before the next.
+    """Looped BFS, an order of pipeline passes: each device has `stages` stages, dealt in turn, and all
+    micro-batches pass a stage before the first passes the next.
 
-    Weights that are fetched for a stage serve all micro-batches. `cut` has the number of segments of each stage;
-    where `cut` is given, its length is the number of stages on all devices, and `stages` is ignored.
+    Weights fetched for a stage so serve all micro-batches. `cut` has the number of segments of each stage on
+    all devices; if it is given, `stages` is ignored.
     """
 
     stages: int = field(default=2, converter=partial(whole, "LoopedBFS: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in the order of looped BFS."""
+        """Each device's passes in the order of looped BFS, as (kind "F" or "B", micro-batch, segment)."""
         order: list[Passes] = []
         stages = len(self.cut) // devices or self.stages
         for d in range(devices):

@@ -14,16 +14,17 @@ from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
 @frozen
 class OneFOneB:
-    """1F1B: a stage of consecutive segments on each device, which makes as many forwards ahead as stages follow it.
+    """1F1B, an order of pipeline passes: one stage of consecutive segments per device. A device starts with
+    as many forwards as stages follow its own, then alternates forward and backward.
 
-    `cut` has the number of segments of each stage; without it, stages are as equal as possible. No device keeps
-    activations of more micro-batches than there are stages.
+    `cut` has the number of segments of each stage; without it, stages are as equal as possible. No device
+    holds activations of more micro-batches than there are stages.
     """
 
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in the order of 1F1B."""
+        """Each device's passes in the order of 1F1B, as (kind "F" or "B", micro-batch, segment)."""
         order: list[Passes] = []
         for d in range(devices):
             forwards, backwards = ([(way, m, d) for m in range(micro_batches)] for way in (F, B))
@@ -33,18 +34,19 @@ class OneFOneB:
 
 @frozen
 class Interleaved1F1B:
-    """1F1B with `stages` stages on each device, dealt in turn: less waiting for the first micro-batch, more copies.
+    """Interleaved 1F1B: `stages` stages on each device, dealt in turn. Devices wait less for the first
+    micro-batch, and copy more activations.
 
-    Micro-batches pass the stages of a device in rounds of as many as there are devices, so the number of
-    micro-batches is a multiple of the number of devices, or smaller. `cut` has the number of segments of each
-    stage; where it is given, its length is the number of stages on all devices, and `stages` is ignored.
+    Micro-batches pass the stages of a device in rounds of one per device, so their number is a multiple of
+    the number of devices, or smaller. `cut` has the number of segments of each stage on all devices; if it is
+    given, `stages` is ignored.
     """
 
     stages: int = field(default=2, converter=partial(whole, "Interleaved1F1B: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in the order of interleaved 1F1B."""
+        """Each device's passes in interleaved 1F1B, as (kind "F" or "B", micro-batch, segment)."""
         stages = len(self.cut) // devices or self.stages
         size, order = min(devices, micro_batches), list[Passes]()
         for d in range(devices):

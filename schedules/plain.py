@@ -11,7 +11,7 @@ WAITING: tuple[Kind, ...] = ("network", "read", "write")
 
 
 def _by(lane: Callable[[Op], str], graph: Graph) -> dict[str, list[int]]:
-    """Positions of the graph's operations by lane, in the graph's order; `lane` names the lane of an operation."""
+    """By lane, the positions of the operations of `graph`, in its order; `lane(op)` is the lane of `op`."""
     lanes: dict[str, list[int]] = {}
     for i, op in enumerate(graph):
         lanes.setdefault(lane(op), []).append(i)
@@ -20,7 +20,7 @@ def _by(lane: Callable[[Op], str], graph: Graph) -> dict[str, list[int]]:
 
 @frozen
 class Serial:
-    """A schedule: all operations on one lane, in the graph's order, the reference for all other schedules."""
+    """A schedule with one lane: all operations in the graph's order. The reference for the others."""
 
     def __call__(self, graph: Graph) -> Plan:
         """The plan of `graph` with all operations on the lane "serial"."""
@@ -29,9 +29,11 @@ class Serial:
 
 @frozen
 class Overlapped:
-    """A schedule: one lane for each kind of operation, of each device, in graph order.
+    """A schedule with one lane for each kind of operation (compute, copies each way, host, ...) on each
+    device, in the graph's order.
 
-    Backward, copies to the host, Adam and copies to the device run concurrently, as far as dependencies allow.
+    Backward, copies to the host, Adam and copies to the device run concurrently, as far as dependencies
+    allow.
     """
 
     def __call__(self, graph: Graph) -> Plan:
@@ -41,10 +43,12 @@ class Overlapped:
 
 @frozen
 class TwoThreads:
-    """A schedule: the lanes of `schedule`; the host's thread issues copies to the device, compute's those back.
+    """A schedule with the lanes of `schedule`, but fewer threads: the thread of the host lane also issues
+    copies to the device, and the thread of the compute lane copies to the host.
 
-    For steps so small that Python bounds them: a thread need not wake another for what it issues itself. But a copy
-    to the device is issued behind the update before it. Ranks of a pipeline keep a thread for each lane.
+    For steps so short that Python's overhead dominates: threads wake each other less often. But a copy to the
+    device cannot be issued before the update ahead of it. A pipeline over ranks keeps one thread for each
+    lane.
     """
 
     schedule: Callable[[Graph], Plan] = Overlapped()
@@ -65,11 +69,12 @@ class TwoThreads:
 
 @frozen
 class SharedCores:
-    """A schedule: compute, copies and optimizer on one lane; the network, reads and writes on lanes of their own.
+    """A schedule for a CPU, where it is the default: compute, copies and optimizer on one lane; network, disk
+    reads and disk writes on lanes of their own.
 
-    The default on a CPU. There compute, copies and optimizer share the cores: separate lanes would not be faster,
-    each brings a team of OpenMP threads, and every barrier of a team waits for a thread whose core another team
-    uses. Operations that wait for other ranks or for drives leave the cores free meanwhile.
+    Compute, copies and optimizer share the cores: separate lanes would not be faster, as each has a team of
+    OpenMP threads, and teams would wait for each other's cores at every barrier. Operations that wait for
+    other ranks or for drives leave the cores free.
     """
 
     def __call__(self, graph: Graph) -> Plan:
@@ -84,17 +89,18 @@ class SharedCores:
 
 @frozen
 class Interleaved:
-    """A schedule: a lane for each kind of operation, compute in graph order, other lanes by depth: how long a chain
-    of operations comes before each.
+    """A schedule with a lane for each kind of operation and device: compute in the graph's order, all other
+    lanes sorted by depth, the length of the longest chain of dependencies that leads to an operation (host
+    operations count twice).
 
-    On a FIFO lane in graph order, the all_gather of one bucket, which waits for its Adam, blocks the reduce_scatter
-    of the next, which is ready. Depth is the length of the longest such chain of dependencies, host operations
-    counted twice. So reduces and copies to the host precede the gathers and copies to the device, which wait for
-    the host. Depth grows along every dependency, so no order by depth can deadlock.
+    In the graph's order, the all_gather of one bucket, which waits for its Adam, would block the
+    reduce_scatter of the next, which is ready. Sorted by depth, reduces and copies to the host come first.
+    Depth grows along every dependency, so this order cannot deadlock.
     """
 
     def __call__(self, graph: Graph) -> Plan:
-        """The plan of `graph` with a lane for each kind of operation, all lanes but compute sorted by depth."""
+        """The plan of `graph`: a lane for each kind of operation and device; compute in the graph's order,
+        other lanes by the length of the longest chain of operations that leads to each operation."""
         depth: list[int] = []
         computed: dict[int, int] = {}  # the last operation of compute of each device
         for i, op in enumerate(graph):

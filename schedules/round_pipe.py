@@ -15,20 +15,20 @@ from .stages import Passes, cut_in_stages
 
 @frozen
 class RoundPipe:
-    """RoundPipe: stages of forward, then backward, dealt to devices in turn; one micro-batch per device a round.
+    """RoundPipe, an order of pipeline passes: the stages of forward, then those of backward, are dealt to the
+    devices in turn. A round has one micro-batch for each device.
 
-    `forward` and `backward` have the number of segments of each stage, both from the first segment on; the last
-    stage of forward and the first of backward begin at one segment, as the last segment goes both ways on one
-    device. Without them each segment is a stage, and the last segment a stage of both ways. A stage is recomputed
-    before its gradient arrives. Weights and activations come from the host: params_on="host",
-    activations_on="host".
+    `forward` and `backward` have the number of segments of each stage, counted from the first segment. The
+    last segment makes forward and backward together in the first stage of backward, so `forward` ends before
+    it. Without them each segment is a stage. Segments are recomputed before their gradient arrives. Needs
+    params_on="host" and activations_on="host".
     """
 
     forward: Sequence[int] = field(default=(), converter=tuple[int, ...])
     backward: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> Sequence[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in RoundPipe's order."""
+        """Each device's passes, as (kind "F", "B" or "R", which recomputes, micro-batch, segment)."""
         there = cut_in_stages(segments - 1, len(self.forward) or segments - 1, self.forward)
         back = cut_in_stages(segments, len(self.backward) or segments, self.backward)
         dealt, order = len(there) + len(back), [list[tuple[str, int, int]]() for _ in range(devices)]

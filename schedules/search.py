@@ -20,20 +20,21 @@ from .plain import Interleaved, Overlapped, Serial
 
 @frozen
 class Search:
-    """A schedule: the fastest of `schedules`, by simulation, whose plan fits into the memory of `hardware`.
+    """A schedule that simulates the plans of `schedules` on `hardware` and takes the fastest that fits its
+    memory; if none fits, the one that exceeds the memory by fewest bytes.
 
-    By default schedules for an accelerator are tried. If none fits, the plan that exceeds memory by fewest bytes.
+    Without `schedules` those for an accelerator are tried.
     """
 
     hardware: Hardware = ROUND
     schedules: tuple[Callable[[Graph], Plan], ...] = field(default=(), converter=tuple)
 
     def __call__(self, graph: Graph) -> Plan:
-        """The best plan of `graph` by simulation of all schedules; of equal ones, that of the first schedule."""
+        """The best plan of `graph` among those of all schedules, by simulation; the first of equal ones."""
         usual = (Serial(), Overlapped(), Interleaved(), CriticalPath(self.hardware))
         return min((schedule(graph) for schedule in self.schedules or usual), key=self._cost)
 
     def _cost(self, plan: Plan) -> tuple[int, float]:
-        """Cost of `plan`, compared as a tuple: bytes that exceed the hardware's memory, then simulated seconds."""
+        """The cost of `plan`, lower is better: first bytes beyond the hardware's memory, then seconds."""
         lacking = self.hardware.lacking({tier: peak.nbytes for tier, peak in peak_memory(plan).items()})
         return sum(lacking.values()), simulate(plan, self.hardware).seconds

@@ -16,7 +16,8 @@ Passes = Sequence[tuple[str, int, int]]
 
 
 def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) -> list[range]:
-    """The range of segments of each of `count` stages: as long as `lengths` says, or as equal as possible.
+    """Divide `num_segments` segments into `count` pipeline stages; returns the range of segments of each.
+    Stages have the `lengths` given, or are as equal as possible.
 
     >>> cut_in_stages(5, 2), cut_in_stages(5, 2, (4, 1))
     ([range(0, 2), range(2, 5)], [range(0, 4), range(4, 5)])
@@ -32,8 +33,9 @@ def cut_in_stages(num_segments: int, count: int, lengths: Sequence[int] = ()) ->
 
 
 def cuts_by_cost(costs: Sequence[float]) -> Iterator[list[int]]:
-    """For 1 stage, 2 and so on, the number of segments of each stage such that the most expensive stage costs
-    least; ties go to the least sum of squares. `costs` are those of the segments, in any unit.
+    """Yield, for 1 stage, 2 stages and so on, the number of segments of each stage for which the most
+    expensive stage costs least (ties: the least sum of squares). `costs` are those of the segments, in any
+    unit.
 
     >>> [*cuts_by_cost([0, 1, 1, 1, 1, 1, 2])][:3]
     [[7], [4, 3], [3, 2, 2]]
@@ -50,8 +52,9 @@ def cuts_by_cost(costs: Sequence[float]) -> Iterator[list[int]]:
 
 
 def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -> Passes:
-    """The passes `(way, micro-batch, stage)` of device `d` forward or backward (`way`), with `stages` stages on
-    each device, dealt in turn; in rounds of as many micro-batches as there are devices.
+    """The passes of device `d`, as (`way`, micro-batch, stage), in one direction: `way` is "F" (forward) or
+    "B". Each device has `stages` stages, dealt in turn; a round has as many micro-batches as there are
+    devices.
 
     >>> in_rounds("B", 0, 2, 2, 3)
     [('B', 0, 2), ('B', 1, 2), ('B', 0, 0), ('B', 1, 0), ('B', 2, 2), ('B', 2, 0)]
@@ -62,15 +65,16 @@ def in_rounds(way: str, d: int, devices: int, stages: int, micro_batches: int) -
 
 
 def of_segments(order: Iterable[Passes], stages: Sequence[range]) -> list[Passes]:
-    """Each device's passes of segments, given `order`, its passes of stages, and `stages`, ranges of segments."""
+    """Replace the stages in `order`, each device's passes as (kind, micro-batch, stage), by their segments,
+    in the direction of the pass; `stages` has each stage's range of segments."""
     down = [own[::-1] for own in stages]
     return [[(way, m, s) for way, m, k in own for s in (stages if way == F else down)[k]] for own in order]
 
 
 @frozen
 class RecomputeAhead:
-    """The order of passes `order` with a recomputation (R) of each segment just before its backward, to be made
-    while the device waits for the gradient.
+    """The order of pipeline passes `order` with a recomputation ("R") of each segment just before its
+    backward, which the device can make while it waits for the gradient.
 
     >>> RecomputeAhead(lambda *_: [[("F", 0, 0), ("B", 0, 0)]])(1, 1, 1)
     [[('F', 0, 0), ('R', 0, 0), ('B', 0, 0)]]
@@ -79,6 +83,6 @@ class RecomputeAhead:
     order: Order
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, recomputation included."""
+        """Each device's passes with recomputations, as (kind such as "R", micro-batch, segment)."""
         order = self.order(devices, segments, micro_batches)
         return [[y for x in own for y in ((R, *x[1:]), x)[x[0] not in (B, I) :]] for own in order]

@@ -13,17 +13,19 @@ from .stages import Passes, cut_in_stages, in_rounds, of_segments
 
 @frozen
 class ZeroBubble:
-    """The order ZB-H1 (Qi et al., 2401.10241), in the memory of 1F1B; interleaved if devices have several `stages`.
+    """The order of pipeline passes ZB-H1 (Qi et al., 2401.10241), with as much memory as 1F1B; interleaved if
+    devices have several `stages`.
 
-    A device is as many forwards ahead as devices follow it, half of what interleaved 1F1B has, and as many
-    gradients of weights behind as devices precede it. `cut` has the number of segments of each stage.
+    A device starts with as many forwards as devices follow it, and makes the gradients of weights as many
+    backwards later as devices precede it. `cut` has the number of segments of each stage.
     """
 
     stages: int = field(default=1, converter=partial(whole, "ZeroBubble: stages", least=1))
     cut: Sequence[int] = field(default=(), converter=tuple[int, ...])
 
     def __call__(self, devices: int, segments: int, micro_batches: int) -> list[Passes]:
-        """The passes `(way, micro-batch, segment)` of each device, in ZB-H1's order, with backward split."""
+        """Each device's passes in ZB-H1's order, as (kind, micro-batch, segment): "F" forward, "I" gradient
+        of the input, "W" gradients of weights."""
         stages, order = len(self.cut) // devices or self.stages, list[Passes]()
         for d in range(devices):
             forwards, inputs = (in_rounds(way, d, devices, stages, micro_batches) for way in (F, I))

@@ -178,8 +178,8 @@ def _without_fused(
     weights: Mapping[str, ForeignTensor],
     head_dim: int | None,
 ) -> dict[str, dict[str, ForeignTensor]]:
-    """`moments` by the names of `weights`: those of torchtitan's `wqkv`, one tensor of rows of groups of heads, are
-    divided into `wq`, `wk` and `wv`, as torchtitan saves the weight."""
+    """`moments` under the names in `weights`. torchtitan's moments of `wqkv`, one tensor whose rows alternate
+    by head, are split into those of `wq`, `wk` and `wv`, as it saves the weights."""
     found: dict[str, dict[str, ForeignTensor]] = {}
     for name, own in moments.items():
         m = _FUSED.fullmatch(name)
@@ -210,8 +210,8 @@ def _part_of_fused(n: int, heads: int, head_dim: int, fused: ForeignTensor) -> T
 
 
 def _prefix(folder: Path, weights: set[str], named: set[str]) -> str:
-    """The prefix before the model's parameter names in the keys of weights: "model.", or else the shortest, with
-    which every name of a moment in `named` becomes the key of a weight. Raises CheckpointError if there is none."""
+    """The prefix before parameter names in the keys `weights`: "model.", or else the shortest that makes
+    every name of a moment in `named` the key of a weight. Raises CheckpointError if there is none."""
     first = min(named, default="")
     ends = {x.removesuffix(first) for x in weights if first and (x == first or x.endswith(f".{first}"))}
     fits = sorted(
@@ -248,7 +248,7 @@ def export_dcp(source: Path, out: Path) -> ExportedWeights:
         state = {key: x if isinstance(x, Tensor) else x[0] for key, x in reads.items()}
 
         class Planner(dcp.DefaultSavePlanner):
-            """Save planner that plans with meta tensors, and reads each tensor only when it is written."""
+            """A DCP save planner for meta tensors, whose values are read only when they are written."""
 
             def lookup_object(self, index: Any) -> Any:
                 found = reads[index.fqn]
@@ -268,7 +268,7 @@ def export_dcp(source: Path, out: Path) -> ExportedWeights:
 
 
 def _saved(reader: CheckpointReader, entry: ParameterEntry) -> Iterator[tuple[str, Any]]:
-    """Yield the DCP keys of a parameter, each with its tensor, or with a meta tensor and a function to read it."""
+    """Yield a parameter's DCP keys, each with its value, or a meta tensor and a function to read it."""
     name, numel, own = entry.name, entry.numel, reader.manifest.format_of(entry)
     if not entry.trainable:
         kind = BUFFER if BUFFER in entry.pieces else FROZEN

@@ -49,7 +49,7 @@ Parts = Sequence[
 
 @frozen(eq=False)
 class _Shard:
-    """One rank's ZeRO partition: of the fp32 weights and of each moment, a flat tensor for each parameter group."""
+    """One rank's ZeRO partition: fp32 weights and moments, each a flat tensor for every parameter group."""
 
     flat: Mapping[str, Sequence[Tensor]]
     steps: Sequence[float]
@@ -96,8 +96,8 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
-    """The files of `kind`, "model" or "optim", in the order of their ranks. CheckpointError if one is missing, or
-    tensor parallelism was used."""
+    """The paths of the files of `kind`, "model" or "optim", in the order of their ranks. Raises
+    CheckpointError if a file is missing, or if tensor parallelism was used."""
     found = {x: m for x in folder.iterdir() if (m := _RANK.fullmatch(x.name)) and m[3] == kind}
     if not found:
         reject(folder, f"no file *mp_rank_00_{kind}_states.pt", "those of all ranks", COPY_AGAIN)
@@ -122,8 +122,8 @@ def _load(file: Path, allow_pickle: bool) -> Any:
 def _zero(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], world: int | None, allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """From the ZeRO files of `world` ranks (None: what the files say): pairs ("rank N", step), one for each
-    parameter group of each rank; the parts of each parameter on all ranks, by kind of state, then by name."""
+    """Read the ZeRO files of `world` ranks (None: as many as the files say). Returns pairs ("rank N", step),
+    for each parameter group of a rank; and the ranks' parts by kind of state ("exp_avg") and parameter."""
     files = _files(folder, "optim")
     shards = [_shard(x, _load(x, allow_pickle)["optimizer_state_dict"]) for x in files]
     world = world or shards[0].ranks
@@ -178,8 +178,8 @@ def _shard(file: Path, saved: Any) -> _Shard:
 def _universal(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], allow_pickle: bool
 ) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
-    """From a universal checkpoint: pairs (name, step), one for each parameter with a step; each parameter's values,
-    as one part, by kind of state, then by name."""
+    """Read a universal checkpoint. Returns pairs (parameter name, step), one for each parameter with a step;
+    and by kind of state ("exp_avg", say), then parameter name, the values, as a single part."""
     steps: list[tuple[str, float]] = []
     parts: dict[str, dict[str, Parts]] = {kind: {} for kind in (FP32, *MOMENTS)}
     for name in shapes:
@@ -200,7 +200,7 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Fo
 
 
 def _joined(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Tensor:
-    """Join all ranks' parts of parameter `name`, without the padding at the end, to a tensor of `shape`."""
+    """Join the ranks' `parts` of parameter `name`, without padding at the end, to a tensor of `shape`."""
     flat, numel = (
         torch.cat([*map(_cut, *zip(*parts, strict=True))] if parts else [torch.empty(0)]),
         prod(shape),
@@ -211,7 +211,7 @@ def _joined(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Te
 
 
 def _cut(flat: Sequence[Tensor], start: int, numel: int) -> Tensor:
-    """The `numel` elements from `start` on, as far as they exist, of the `flat` tensors, as if concatenated."""
+    """`numel` elements from `start` on, fewer at the end, of the tensors in `flat`, as if concatenated."""
     found: list[Tensor] = []
     for x in flat:
         found.append(x[max(start, 0) : max(start + numel, 0)])

@@ -37,10 +37,11 @@ log = logging.getLogger("zfunc")
 
 @define(eq=False)
 class UnfinishedCheckpoint:
-    """A checkpoint being written: its shards go into `path`; publish it or abandon it.
+    """A checkpoint that is being written to the temporary folder `path`; end it by `publish_checkpoint` or
+    `abandon_checkpoint`.
 
-    An interrupt may come between any two lines of its writer, so `path` is deleted with this object, unless
-    publishing has renamed `path` by then.
+    The folder is also deleted when this object is, unless it was published: an interrupt may come at any
+    line.
     """
 
     folder: Path
@@ -52,7 +53,7 @@ class UnfinishedCheckpoint:
         weakref.finalize(self, _delete, self.path, os.getpid())
 
     def hold(self, lock: int) -> None:
-        """Own `lock`, the open file descriptor that holds the folder's lock, until `release`."""
+        """Keep `lock`, an open file descriptor that holds the folder's lock, until `release`."""
         self._lock = lock
 
     def release(self) -> None:
@@ -77,10 +78,11 @@ def shard_name(rank: int, world: int) -> str:
 
 
 def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
-    """Make a folder for a new checkpoint in `folder`, which is created if it does not exist.
+    """Make a temporary folder for a new checkpoint of step number `step` in `folder`, which is created if
+    missing.
 
-    One process begins and publishes; others may write shards into the returned `path`. Raises CheckpointError,
-    naming the folder, if it cannot be written.
+    One process begins and publishes the checkpoint; others may write shards to `path` of the result. Raises
+    CheckpointError, naming the folder, if it cannot be written.
     """
     with disk.os_errors_as(folder, "making a folder for checkpoints"):
         new = not folder.exists()
@@ -98,12 +100,12 @@ def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
 def publish_checkpoint(
     pending: UnfinishedCheckpoint, manifest: Manifest, *, keep: int = 2, spare: str = ""
 ) -> Path:
-    """Give a checkpoint whose shards are complete its name, and return its folder.
+    """Give the complete checkpoint `pending` its final name, and return its folder.
 
-    Everything is on the disk before it is named, and the name before `latest` changes. Then all but the newest
-    `keep` complete checkpoints and the one named `spare` are deleted, and what killed writers left. Raises
-    CheckpointError if a shard is missing or does not match the manifest, or the disk fails; older checkpoints are
-    unchanged then.
+    All files are on the disk before the folder is renamed, and the new name before the file `latest` changes.
+    Then all checkpoints but the newest `keep` and the one named `spare` are deleted, and folders left by
+    killed writers. Raises CheckpointError if a shard is missing or contradicts the manifest, or the disk
+    fails; older checkpoints are unchanged then.
     """
     _check_files(pending.path, manifest)
     for shard in manifest.shards:
@@ -128,7 +130,8 @@ def publish_checkpoint(
 
 
 def abandon_checkpoint(pending: UnfinishedCheckpoint) -> None:
-    """Delete a checkpoint that will not be finished; if that fails, the next `publish_checkpoint` does."""
+    """Delete the temporary folder of a checkpoint that will not be finished; if that fails, the next
+    `publish_checkpoint` deletes it."""
     shutil.rmtree(pending.path, ignore_errors=True)
     pending.release()
 
@@ -150,9 +153,10 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
-    """All complete checkpoints in `folder`, the newest first; the errors of the others are appended to `refused`.
+    """Yield the complete checkpoints in `folder`, the newest first; errors of incomplete ones are added to
+    `refused`.
 
-    `load` goes on to the next one if the data of the newest is damaged.
+    For callers that go on to the next one if the data of the newest turns out to be damaged.
     """
     for path in _steps(folder):
         try:
@@ -216,7 +220,7 @@ def _steps(folder: Path, names: re.Pattern[str] = _STEP) -> list[Path]:
 
 
 def _order(name: re.Match[str]) -> tuple[int, int]:
-    """The sort key of a checkpoint's folder name: how often training went back to an older step, then the step."""
+    """The sort key of a checkpoint's folder name: how often training went back to an older step; step."""
     return int(name[2] or 0), int(name[1])
 
 
@@ -232,8 +236,9 @@ def _free(folder: Path, step: int) -> Path:
 
 
 def _set_aside(folder: Path, keep: int, spare: str) -> list[Path]:
-    """Rename all checkpoints but the newest `keep`, with the one just published, and the one named `spare`. Return
-    the folders to delete: the renamed ones, and those that killed writers left unfinished."""
+    """Rename those checkpoints in `folder` that are to be deleted: all but the newest `keep`, the one just
+    published and the one named `spare`. Returns the folders to delete, with those that killed writers left.
+    """
     obsolete: list[Path] = []
     try:
         newest = [x.path for _, x in zip(range(keep), complete_checkpoints(folder, []), strict=False)]

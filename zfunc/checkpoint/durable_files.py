@@ -30,7 +30,7 @@ _NEXT = {
 
 
 def reject(where: object, got: str, expected: str, do: str = USE_ANOTHER) -> NoReturn:
-    """Raise CheckpointError with the place, what was got and expected there, and what to do."""
+    """Raise CheckpointError: `where`, what was `got` there, what was `expected`, and what to `do`."""
     refuse(str(where), got, expected, do, CheckpointError)
 
 
@@ -43,7 +43,7 @@ def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
 
 @define(eq=False)
 class Opened:
-    """A file open for reading, closed when nothing refers to this object, so never during one of its reads."""
+    """A file open for reading, closed with the last reference to this object, so never during a read."""
 
     fd: int = -1  # of a closed one
     path: Path = Path()
@@ -54,7 +54,8 @@ class Opened:
             os.close(self.fd)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` of the file from byte `offset` on. CheckpointError, before allocating, for a shorter file."""
+        """The `nbytes` bytes of the file from byte `offset` on. Raises CheckpointError if the file is
+        shorter, before any memory is allocated."""
         with os_errors_as(self.path, f"reading bytes {offset} to {offset + nbytes}"):
             if offset + nbytes > self.size:
                 raise OSError(errno.EIO, "the file ended early")
@@ -110,10 +111,11 @@ def read_small(path: Path, limit: int) -> bytes:
 def atomic_replace(
     path: Path, *, mode: int = 0o666, partial: Path | None = None
 ) -> Generator[BinaryIO, None, None]:
-    """A new file that replaces `path` at the end of the block, when its bytes are on the disk. Raises OSError.
+    """A context that yields a new file, which replaces `path` at the end of the block, once its bytes are on
+    the disk. Raises OSError.
 
-    Readers see the old file or the complete new one, also after a crash; after an error they see the old one. Until
-    then the file is named `partial`, by default a unique name that `is_partial` recognizes.
+    Readers see the old file or the complete new one, also after a crash; after an error they see the old one.
+    Until then the new file is named `partial`, by default a unique name that `is_partial` recognizes.
     """
     partial = partial or path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     partial.unlink(missing_ok=True)
@@ -131,7 +133,7 @@ def atomic_replace(
 
 
 def is_partial(path: Path) -> bool:
-    """Whether the name is that of an unfinished `atomic_replace`, whose process may have been killed.
+    """Whether `path` has the name of an `atomic_replace` in progress, whose process may have been killed.
 
     >>> is_partial(Path("run/.config.json.0a1b2c3d.partial"))
     True
@@ -140,7 +142,7 @@ def is_partial(path: Path) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a text file atomically. Follows links, and writes to a device or pipe. Raises OSError."""
+    """Replace a text file atomically; follows a link, and writes to a device or pipe. Raises OSError."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -150,7 +152,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace checkpoint file `path` by `data`, and wait until data and name are on the disk. For one writer."""
+    """Replace checkpoint file `path` by `data`, and wait until it is on the disk. For a single writer."""
     partial = path.with_name(f"{UNFINISHED}{path.name}")
     with os_errors_as(path, "writing it"), atomic_replace(path, mode=0o600, partial=partial) as file:
         file.write(data)
@@ -168,10 +170,11 @@ def sync(path: Path) -> None:
 
 
 def lock(path: Path, *, wait: bool = True) -> int:
-    """A descriptor that holds the lock on a folder or file until it is closed or its process ends.
+    """Lock a folder or file against other processes; returns a file descriptor, which holds the lock until it
+    is closed or its process ends.
 
-    If another process has the lock, waits for it, or without `wait` raises BlockingIOError. On a file system
-    without locks, logs a warning and locks nothing.
+    If another process has the lock, waits for it, or, unless `wait`, raises BlockingIOError. On a file system
+    without locks a warning is logged, and nothing is locked.
     """
     with os_errors_as(path, "locking it"):
         fd = system_calls.open_to_lock(path)
@@ -192,7 +195,7 @@ def lock(path: Path, *, wait: bool = True) -> int:
 
 
 def unlock(fd: int) -> None:
-    """Release a lock, also if a child process has inherited the descriptor."""
+    """Release the lock that descriptor `fd` of `lock` holds, also if a child process has inherited `fd`."""
     with suppress(OSError):
         system_calls.unlock_descriptor(fd)
     os.close(fd)
@@ -209,7 +212,7 @@ def locked(path: Path) -> Generator[None, None, None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a folder's or file's lock: True if unknown, False on a system without file locks."""
+    """Whether a process holds the lock of a folder or file; True if unknown, False without file locks."""
     if not system_calls.has_locks():
         return False
     try:
@@ -221,7 +224,7 @@ def is_locked(path: Path) -> bool:
 
 
 def check_folders(folders: Sequence[Path]) -> None:
-    """Raise CheckpointError, in one line, for a folder that is missing, in memory (tmpfs, say), or given twice."""
+    """Raise CheckpointError, in one line, for a folder that is missing, on a tmpfs, or given twice."""
     from zfunc.runtime.direct_io import file_system_of  # here: `zfunc --help` needs none of it
 
     if not folders:

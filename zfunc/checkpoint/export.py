@@ -105,12 +105,12 @@ def _stored_type(manifest: Manifest, entry: ParameterEntry) -> str:
 
 
 def _stored_kind(entry: ParameterEntry) -> str:
-    """The kind of state that has the values of a module's buffer, or of a frozen parameter."""
+    """The kind of state under which a checkpoint has a module buffer's or frozen parameter's values."""
     return BUFFER if BUFFER in entry.pieces else FROZEN
 
 
 def _kept_as_stored(manifest: Manifest, entry: ParameterEntry) -> bool:
-    """Whether an export copies the elements of an entry unchanged: of a module's buffer, or of encoded weights."""
+    """Whether an export copies the values of `entry` unchanged: a module buffer, or encoded weights."""
     encoded = FROZEN in entry.pieces and _stored_type(manifest, entry) == DTYPES["uint8"].safetensors
     return BUFFER in entry.pieces or encoded
 
@@ -123,7 +123,8 @@ def check_averages(checkpoint: Checkpoint) -> None:
 
 
 def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> None:
-    """Write a parameter's weights, rounded piece by piece. Raises ValueError for a weight too large for `dtype`."""
+    """Write the weights of parameter `name` from `values`, rounded to `dtype` piece by piece. Raises
+    ValueError for a weight too large for `dtype`."""
     for start, piece in zip(range(0, len(values), PIECE), values.split(PIECE), strict=False):
         rounded = piece.to(TORCH_DTYPES[dtype])
         if (became := piece.isfinite() & rounded.isinf()).any():
@@ -133,7 +134,7 @@ def _write(writer: ShardWriter, name: str, values: Tensor, dtype: Precision) -> 
 
 
 def _partial_path(out: Path) -> Path:
-    """The name of an exported file until it is complete. Raises ValueError if `out` cannot be a new file."""
+    """The path of the export `out` until it is complete. Raises ValueError if `out` cannot be a new file."""
     if out.suffix != SUFFIX:
         refuse("out", str(out), f"the name of a file that ends in {SUFFIX}", "add that")
     if os.path.lexists(out):

@@ -38,11 +38,12 @@ class ForeignTensor:
 
 @frozen(eq=False)
 class ForeignRun:
-    """A checkpoint of Adam or AdamW in another program's files, by the names of the model's parameters.
+    """A checkpoint of another program that trained with Adam or AdamW, under the model's names of parameters.
 
-    `weights` includes module buffers; `moments` has exp_avg and exp_avg_sq by parameter, where the files have them.
-    `frozen` names parameters known to be untrained; `tied` maps each further name of a tied tensor to its name in
-    `weights`. `step` counts updates, `sequences` is None if unknown.
+    `weights` includes module buffers; `moments` has exp_avg and exp_avg_sq of each parameter for which the
+    files have them. `frozen` names the parameters known to be untrained; `tied` maps each further name of a
+    tied tensor to its name in `weights`. `step` counts updates; `sequences`, the number trained on, is None
+    if unknown.
     """
 
     place: Path
@@ -55,7 +56,7 @@ class ForeignRun:
 
     @property
     def adapters(self) -> bool:
-        """Whether weights of this run are adapters of peft, whose base may be missing."""
+        """Whether the run's weights are adapters of peft, whose base weights may be missing in its files."""
         return any(is_adapter(x) for x in self.weights)
 
 
@@ -65,7 +66,8 @@ def is_adapter(name: str) -> bool:
 
 
 def own_name(name: str) -> str:
-    """The model's own name of a parameter, without what wrappers add; for adapters, the name in peft's files.
+    """The model's own name of a parameter, without the parts that wrappers of PyTorch add; for adapters, the
+    name in files of peft.
 
     >>> own_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
     'layers.0.weight'
@@ -76,7 +78,8 @@ def own_name(name: str) -> str:
 
 
 def one_step(place: Path, steps: Iterable[tuple[str, float]]) -> int:
-    """The one step in `steps`, pairs of a name and its step. CheckpointError where two differ, or there is none."""
+    """The step that all of `steps`, pairs (name, step), agree on. Raises CheckpointError if two differ or
+    there is none; errors name `place`."""
     first: tuple[str, float] | None = None
     for name, step in steps:
         first = first or (name, step)
@@ -104,8 +107,8 @@ def reading_pickle(file: Path) -> Generator[None, None, None]:
 
 
 def load_pickle(file: Path, *, allow_pickle: bool, classes: Sequence[Any] = ()) -> Any:
-    """The object that torch.save wrote to `file`, its tensors memory-mapped. Unless `allow_pickle`, CheckpointError
-    for a pickle of more than tensors, numbers, texts and `classes`."""
+    """Load the object that torch.save wrote to `file`, with its tensors memory-mapped. Unless `allow_pickle`,
+    raises CheckpointError for a pickle of anything but tensors, numbers, texts and `classes`."""
     with reading_pickle(file), torch.serialization.safe_globals([] if allow_pickle else [*classes]):
         return torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
 

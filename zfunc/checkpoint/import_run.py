@@ -51,7 +51,7 @@ class ImportedRun:
 
 @frozen(eq=False)
 class _Entry:
-    """A parameter, or a module's buffer, of the checkpoint to be written: its tensors by kind of state."""
+    """A parameter or module buffer to write: its tensors by kind of state, such as "exp_avg"."""
 
     name: str
     trainable: bool
@@ -65,8 +65,8 @@ def open_run(
     head_dim: int | None = None,
     allow_pickle: bool = False,
 ) -> ForeignRun:
-    """Open the DCP, or the checkpoint of DeepSpeed or Trainer, in a folder: `import_run` says what `groups` and
-    `head_dim` are. Raises CheckpointError, with what to do."""
+    """Open the checkpoint in folder `source`: a DCP, or one of DeepSpeed or Trainer. `groups`, `head_dim` and
+    `allow_pickle` have the meaning that `import_run` gives them. Raises CheckpointError, with what to do."""
     if any((source / x / METADATA).exists() for x in ("", *PARTS)):
         return open_dcp(source, head_dim=head_dim)
     for pointer in (source / x for x in _POINTERS if (source / x).is_file()):
@@ -82,7 +82,7 @@ def open_run(
 
 
 def check_places(source: Path, out: Path) -> None:
-    """Raise CheckpointError unless `source` is a folder, and ValueError if `out` holds anything."""
+    """Raise CheckpointError unless `source` is a folder, and ValueError if the folder `out` is not empty."""
     if not source.is_dir():
         reject(source, "no such folder", EXPECTED, "check the path")
     if out.exists() and any(out.iterdir()):
@@ -136,7 +136,7 @@ def import_run(
 
 
 def _of_all(run: ForeignRun) -> list[_Entry]:
-    """Entries of all weights of `run`, where no model is named: trained unless in `run.frozen`, tied ones once."""
+    """The entries to write without a model: all weights, tied ones once; trained unless in `run.frozen`."""
     owners = {x: x if x in run.frozen else _owner(run, x) for x in run.weights}
     _log_tied({x: owner for x, owner in owners.items() if x != owner})
     own = {x: run.weights[x] for x, owner in owners.items() if x == owner}
@@ -144,7 +144,8 @@ def _of_all(run: ForeignRun) -> list[_Entry]:
 
 
 def _of_model(run: ForeignRun, segments: Sequence[Any]) -> list[_Entry]:
-    """The entries of all parameters and buffers of `segments`. CheckpointError where the run has another model."""
+    """The entries to write of the model `segments`: all its parameters and buffers, from `run`. Raises
+    CheckpointError where `run` has those of another model."""
     wanted = {p.name: p for s in segments for p in s.parameters}
     buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
     constants = {s.buffer_name(x) for s in segments for x in s.constants}
@@ -171,7 +172,7 @@ def _of_model(run: ForeignRun, segments: Sequence[Any]) -> list[_Entry]:
 
 
 def _base(segments: Sequence[Any]) -> dict[str, _Entry]:
-    """Entries, by name, of the frozen parameters of segments with their initial values: the base of adapters."""
+    """The entries, by name, of the frozen parameters of `segments`, with initial values: adapters' base."""
 
     @lru_cache(maxsize=1)  # of one segment: what it encodes it has in memory
     def first(n: int) -> Mapping[str, Tensor]:
@@ -196,14 +197,14 @@ def _log_tied(owners: Mapping[str, str]) -> None:
 
 
 def _named(run: ForeignRun, name: str) -> str:
-    """The name that `run` gives the model's tensor `name`: its owner's where `run` lists it as tied."""
+    """The name in `run` of the model's tensor `name`; if `run` lists it as tied, that of its owner."""
     there = own_name(name)
     return there if there in run.weights else run.tied.get(there, there)
 
 
 def _owner(run: ForeignRun, name: str, apart: Set[str] = frozenset()) -> str:
-    """The name under which `run` has the moments of trained tensor `name`: its own, or if it has none, that of a
-    tensor with the same bits, to which it is tied; not one in `apart`, the names that the model does not tie."""
+    """The name under which `run` has the moments of the trained tensor `name`: its own, or, if that has none,
+    the name of a tensor with the same bits, so tied to it. `apart` are names that the model does not tie."""
     there = _named(run, name)
     if there not in run.weights or run.moments.get(there):
         return there
@@ -212,7 +213,8 @@ def _owner(run: ForeignRun, name: str, apart: Set[str] = frozenset()) -> str:
 
 
 def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:
-    """The first of `others` with the same bits as weight `name`, so tied to it; None if `name` has own moments."""
+    """The first of `others` whose weight in `run` has the same bits as weight `name`: a tied tensor. None if
+    there is none, or if `name` has moments of its own."""
     own = run.weights[name]
     if run.moments.get(name):
         return None
@@ -221,7 +223,7 @@ def _twin(run: ForeignRun, name: str, others: Iterable[str]) -> str | None:
 
 
 def _entry(run: ForeignRun, name: str, there: str, shape: tuple[int, ...], *, trainable: bool) -> _Entry:
-    """The entry of parameter `name`, in `run` under the name `there`; with moments if it is `trainable`."""
+    """The entry to write for parameter `name`, in `run` called `there`; with moments if `trainable`."""
     weight = _weight(run, name, there, shape)
     if weight.dtype not in _EXACT:
         got = f"{name!r} in {str(weight.dtype).removeprefix('torch.')}"

@@ -56,12 +56,12 @@ Format = Annotated[str, known(lambda: {_written(name): name for name in STATE_FO
 
 
 def _written(state_format: str) -> str:
-    """The name of `state_format` in a manifest's file: "8bit-2" for "8bit", for any other its own."""
+    """The name of `state_format` in a manifest's file: "8bit-2" for "8bit", the same name for any other."""
     return _FORMAT_NAMES.get(state_format, state_format)
 
 
 def _loss_scale(value: Any) -> LossScale:
-    """Decode a LossScale from JSON, in which every field is required."""
+    """Decode a LossScale from the JSON `value`; unlike in Python, no field may be left out."""
     given = decoded(value, dict)
     for name in (x.name for x in fields(LossScale) if x.name not in given):
         raise Refusal("none", f"a field named {name!r}")
@@ -69,7 +69,8 @@ def _loss_scale(value: Any) -> LossScale:
 
 
 class StateSlice(NamedTuple):
-    """Elements `start` to `stop` of one kind of a parameter's state, in a shard's `tensor` at element `offset`."""
+    """Where a part of a parameter's state is stored: elements `start` to `stop` of one kind, such as
+    "exp_avg", from element `offset` of `tensor` in shard file number `shard`."""
 
     start: int
     stop: int
@@ -84,9 +85,10 @@ def _state_slice(value: Any) -> StateSlice:
 
 @frozen
 class ParameterEntry:
-    """A parameter of a checkpoint, or a module's buffer, and the slices of its state by kind, in ascending order.
+    """What a manifest has of one parameter or module buffer: name, shape, and, by kind of state such as
+    "exp_avg", the slices that store it, in ascending order.
 
-    `state_format` is None if the parameter has the manifest's format.
+    `state_format` is None if it is the manifest's.
     """
 
     name: Text
@@ -103,7 +105,7 @@ class ParameterEntry:
 
 @frozen
 class TrainingPosition:
-    """The counters, seed and loss scale of a training State: beside its tensors, all that an exact resume needs."""
+    """What an exact resume needs beside a State's tensors: counters, random seed, loss scale."""
 
     step: Count
     batches: Count
@@ -114,10 +116,12 @@ class TrainingPosition:
 
 @frozen
 class Manifest:
-    """The description of a checkpoint; `world` is the number of ranks that wrote it, which readers need not match.
+    """The description of a checkpoint, stored beside its shards. `world` is the number of ranks that wrote
+    it; any number of ranks may read it.
 
-    `state_format` is that of every parameter whose entry names none. `optimizer` and `extra` are dicts of JSON's
-    own types. Raises CheckpointError if the parts do not fit together.
+    `state_format` is the optimizer state's format for parameters whose entry names none. `optimizer` (its
+    settings) and `extra` (the user's data) are dicts of JSON's own types. Raises CheckpointError if the
+    fields contradict each other.
     """
 
     world: Annotated[int, Within(int, 1, 1 << 20)]
@@ -163,7 +167,8 @@ class Manifest:
         return entry.state_format or self.state_format
 
     def kinds(self, entry: ParameterEntry) -> dict[str, tuple[int, tuple[str, ...]]]:
-        """Each kind of a parameter's state, with its number of elements and the safetensors dtypes it may have."""
+        """The kinds of state, such as "exp_avg", that a checkpoint has of a parameter: by name, (number of
+        elements, the safetensors dtypes allowed)."""
         if BUFFER in entry.pieces:
             return {BUFFER: (entry.numel, tuple(BYTES))}
         kinds: dict[str, tuple[int, tuple[str, ...]]] = {FROZEN: (entry.numel, _FROZEN)}
@@ -177,9 +182,9 @@ class Manifest:
 
 @frozen
 class Checkpoint:
-    """A complete checkpoint: its folder and manifest. The data is checked when it is read.
+    """A complete checkpoint: its folder and its manifest. The tensors are checked only when they are read.
 
-    `elsewhere` has the paths of files that are not in the folder, by their names.
+    `elsewhere` has the paths of files that are in other folders, by file name.
     """
 
     path: Path
@@ -187,17 +192,17 @@ class Checkpoint:
     elsewhere: Mapping[str, Path] = field(factory=dict[str, Path])
 
     def file(self, n: int) -> Path:
-        """The file of shard number `n`."""
+        """The path of shard file number `n` of the checkpoint."""
         name = self.manifest.shards[n].file
         return self.elsewhere.get(name, self.path / name)
 
 
 def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: bool = True) -> None:
-    """Raise CheckpointError, naming the first differences, unless the checkpoint is of these parameters, in any
-    order.
+    """Raise CheckpointError, naming the first differences, unless the checkpoint has exactly these
+    parameters, in any order.
 
-    Tied parameters may be repeated. Unless `strict`, trained parameters may be frozen in the checkpoint, and frozen
-    ones trained.
+    Tied parameters may be repeated. Unless `strict`, a parameter may be trained in the model and frozen in
+    the checkpoint, or the reverse.
     """
     wanted = {p.name: p for p in parameters}
     entries = manifest.by_name
@@ -242,8 +247,8 @@ def _check_shard(shard: Shard) -> None:
 def _check_pieces(
     manifest: Manifest, entry: ParameterEntry, used: dict[tuple[int, str], list[tuple[int, int]]]
 ) -> None:
-    """Raise CheckpointError unless an entry's slices tile each kind, in one dtype. Adds to `used`, by (shard, name
-    of the tensor), the ranges of elements that the slices take of a tensor."""
+    """Raise CheckpointError unless the slices of `entry` cover every kind of its state once, in one dtype.
+    Adds to `used`, by (shard, tensor name), the ranges of elements that they take."""
     kinds = manifest.kinds(entry)
     if set(entry.pieces) != set(kinds):
         reject(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
@@ -266,7 +271,8 @@ def _check_pieces(
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
-    """What is wrong, in words, with `ranges`, which should tile 0 to `numel`, but for gaps with `gaps`; or ""."""
+    """Words for what is wrong with `ranges`, which should cover 0 to `numel` without overlap (and, unless
+    `gaps`, without gaps); "" if nothing is."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
@@ -329,7 +335,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _checksum(named: Mapping[str, Any]) -> int:
-    """The CRC-32 of the JSON of a manifest's fields, `named` as in the file, without the checksum itself."""
+    """The CRC-32 of a manifest's JSON with the fields `named`, the checksum itself left out."""
     return zlib.crc32(strict_json.render(named))
 
 
@@ -338,10 +344,11 @@ def _checksum(named: Mapping[str, Any]) -> int:
 
 @frozen
 class Slice:
-    """Elements `start` to `stop` of one kind of a parameter's state that one rank holds and writes.
+    """Elements `start` to `stop` of one kind of a parameter's state, such as "exp_avg", that one rank holds
+    in memory and writes to a checkpoint.
 
-    In memory they begin at element `at` of the rank's buffer of that kind and bucket. In the rank's shard they are
-    the tensor `stored`, in the parameter's shape if the slice is complete.
+    In memory the slice begins at element `at` of the rank's buffer of this kind for the bucket. In the rank's
+    shard file it is the tensor `stored`, in the parameter's shape if the slice is the whole parameter.
     """
 
     parameter: str
@@ -359,8 +366,9 @@ Kinds = Mapping[int, Sequence[StateBuffer]]  # what is kept of the parameters of
 def stored_kinds(
     layout: Layout, frozen: Mapping[int, Dtype], *, ema: bool = False, averaged: Collection[int] = ()
 ) -> dict[int, list[StateBuffer]]:
-    """The kinds of state that a checkpoint stores, by bucket. `frozen` has the dtype of each frozen bucket's
-    values. `ema` adds moving averages to the trained buckets; `averaged` are frozen buckets that have averages."""
+    """The kinds of state, such as "exp_avg", that a checkpoint stores of each bucket, by index. `frozen` has
+    the dtype of each frozen bucket's values. `ema` adds the moving average to trained buckets; `averaged` are
+    the frozen buckets that have one."""
     averages = [EMA] if ema else []
     kinds = {x.index: [*STATE_FORMATS[x.state_format], *averages] for x in layout.buckets}
     return kinds | {
@@ -369,7 +377,8 @@ def stored_kinds(
 
 
 def slices_of(layout: Layout, kinds: Kinds, rank: int, world: int) -> Iterator[Slice]:
-    """One rank's slices of every parameter's state, by bucket; `kinds` has the kinds of state of each bucket."""
+    """Yield what rank `rank` of `world` stores of every parameter in the buckets of `kinds`, which has the
+    kinds of state to store, by bucket index."""
     for bucket in layout.all_buckets:
         for span in bucket.spans if bucket.index in kinds else ():
             piece = layout.piece(span, rank, world)
@@ -392,7 +401,8 @@ def _in_own_shard(rank: int, x: Slice) -> Iterator[StateSlice]:
 
 @frozen
 class Snapshot:
-    """The description of a State about to be saved: all that a checkpoint's manifest needs, without tensor data."""
+    """What a checkpoint's manifest says of a State that is about to be saved, without tensor data:
+    parameters, kinds of state, position, settings."""
 
     layout: Layout
     kinds: Kinds
@@ -404,7 +414,8 @@ class Snapshot:
     pp: int = 1
 
     def slices(self, rank: int, world: int) -> list[Slice]:
-        """One rank's slices, of frozen parameters too; the first rank of a stage also writes module buffers."""
+        """What rank `rank` of `world` writes to its shard file: its slices of parameters, trained or frozen;
+        on the first rank of each pipeline stage also module buffers."""
         world //= self.pp
         stage, own = divmod(rank, world)
         kinds = {b: kind for b, kind in self.kinds.items() if self.homes.get(b, stage) == stage}
@@ -422,8 +433,8 @@ class Snapshot:
         extra: Mapping[str, Any],
         places: Callable[[int, Slice], Iterable[StateSlice]] = _in_own_shard,
     ) -> Manifest:
-        """The manifest, with the caller's `extra`, of `shards` of `world` ranks; `places(rank, slice)` gives the
-        parts of a rank's slice and where they are in `shards`, by default whole in the rank's own shard."""
+        """The manifest of a checkpoint in the files `shards` of `world` ranks, with the caller's `extra`.
+        `places(rank, slice)` yields where a rank's slice is stored, by default whole in its own shard."""
         pieces: dict[str, dict[str, tuple[StateSlice, ...]]] = {}  # by name and kind
         for rank in range(world):
             for x in self.slices(rank, world):

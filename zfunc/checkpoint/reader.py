@@ -27,7 +27,8 @@ MAX_OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in me
 
 @frozen
 class WantedSlice:
-    """Elements `start` to `stop` of one kind of a parameter's flattened state, wanted from a checkpoint."""
+    """Elements `start` to `stop`, to be read from a checkpoint, of one kind (such as "exp_avg") of a
+    parameter's flattened state."""
 
     kind: str
     parameter: str
@@ -55,7 +56,7 @@ class CheckpointReader:
         return self.checkpoint.manifest
 
     def dtype(self, parameter: str, kind: str) -> Dtype:
-        """The dtype of the stored elements of a parameter's state of one kind; "fp32" if no elements are stored."""
+        """The dtype of `parameter`'s stored state of `kind`, such as "exp_avg"; "fp32" if it is empty."""
         pieces = self.manifest.by_name[parameter].pieces[kind]
         return _DTYPES[self.manifest.tensor(pieces[0]).dtype] if pieces else "fp32"
 
@@ -72,7 +73,7 @@ class CheckpointReader:
             in_parallel(self._shard(n).read_into, calls)
 
     def tensors(self, wanted: Iterable[WantedSlice]) -> dict[str, Tensor]:
-        """Read slices of different kinds of state into new host tensors, by kind."""
+        """Read `wanted`, slices of different kinds of state, into new host tensors; returns them by kind."""
         typed = ((x, TORCH_DTYPES[self.dtype(x.parameter, x.kind)]) for x in wanted)
         values = {x: torch.empty(x.stop - x.start, dtype=dtype, device="cpu") for x, dtype in typed}
         self.read([(x, as_bytes(own)) for x, own in values.items()])
@@ -91,9 +92,10 @@ class CheckpointReader:
     def _reads(
         self, wanted: WantedSlice, data: memoryview
     ) -> Iterator[tuple[int, int, str, int, int, memoryview]]:
-        """The reads of `wanted` into `data`, one chunk each, so that there is work for several threads.
+        """Yield the reads of `wanted` into `data`, divided where a file's checksum chunks meet, as work for
+        several threads.
 
-        Of each read: shard number, first byte in the file, then `read_into`'s name, start, stop and buffer.
+        Of each: shard number, first byte in the file, then the arguments of `ShardReader.read_into`.
         """
         pieces = self.manifest.by_name[wanted.parameter].pieces[wanted.kind]
         numel = pieces[-1].stop if pieces else 0

@@ -66,8 +66,8 @@ Shape = Annotated[tuple[int, ...], shape]
 
 @frozen
 class TensorInfo:
-    """A tensor of a safetensors file: name, dtype by its name there ("F32"), shape; once written, its chunks'
-    checksums."""
+    """A tensor in a safetensors file: name, dtype as the format calls it ("F32"), shape; after writing also
+    the checksums of its chunks."""
 
     name: Text = field(validator=_NAME)
     dtype: Annotated[str, known(lambda: {x: x for x in BYTES})] = field(validator=validators.in_(BYTES))
@@ -87,11 +87,12 @@ class TensorInfo:
 
 @frozen
 class Shard:
-    """A file of a checkpoint as the manifest describes it: `size` bytes, a header, then the tensors in this order.
+    """A shard file of a checkpoint as the manifest describes it: `size` in bytes, and the tensors, in the
+    order in which they follow the header.
 
-    `header` is the CRC-32 of the header; a tensor's checksums are of chunks of `chunk` bytes, except the last. For
-    a file of another format, such as a swap file, `places` has the byte at which each tensor begins, with gaps
-    between and in tensors, and `checksum` is the function that sums a chunk.
+    `header` is the CRC-32 of the header; a tensor has a checksum for every `chunk` bytes. For a file of
+    another format, such as a swap file, `places` has the byte at which each tensor begins, and `checksum` is
+    the function that sums a chunk.
     """
 
     file: Annotated[str, Within(str, 1, 200)]
@@ -110,7 +111,7 @@ class Shard:
 
     @property
     def header_size(self) -> int:
-        """The bytes of the file before its first tensor: the length of the header, and the header."""
+        """Bytes of the file before its first tensor: the header's length field and the header."""
         return self.size - sum(t.nbytes for t in self.tensors)
 
     @cached_property
@@ -133,19 +134,20 @@ def num_chunks(nbytes: int, chunk: int) -> int:
 
 
 def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
-    """The range of bytes `start` to `stop` of a tensor, cut where chunks of `chunk` bytes meet."""
+    """Divide bytes `start` to `stop` of a tensor into ranges (start, stop) at multiples of `chunk`."""
     edges = [start, *range((start // chunk + 1) * chunk, stop, chunk), stop]
     return [(a, b) for a, b in pairwise(edges) if a < b]
 
 
 def cut_elements(start: int, stop: int, item: int, chunk: int) -> list[tuple[int, int]]:
-    """The elements `start` to `stop` of a tensor, `item` bytes each, cut where chunks of `chunk` bytes meet."""
+    """Divide elements `start` to `stop` of a tensor, of `item` bytes each, into ranges (start, stop) at the
+    multiples of `chunk` bytes."""
     return [(a // item, b // item) for a, b in cut(start * item, stop * item, chunk)]
 
 
 @define(eq=False)
 class ShardWriter:
-    """A safetensors file being written: call `write_at` from any thread, in any order, then `finish`."""
+    """Writes a safetensors file: call `write_at` for all elements, from any threads, then `finish`."""
 
     path: Path
     shard: Shard  # without checksums
@@ -236,7 +238,8 @@ def create_shard(
 
 @define(eq=False)
 class ShardReader:
-    """A checked shard of a checkpoint, open for reading until `close`. Any thread may read."""
+    """A shard file of a checkpoint, open for reading until `close`; every read is compared with the
+    checksums. Any thread may read."""
 
     path: Path
     shard: Shard
@@ -291,8 +294,8 @@ class ShardReader:
 
 
 def open_shard(path: Path, shard: Shard) -> ShardReader:
-    """Open the file that `shard` describes. Raises CheckpointError for another size or header; a swap file may be
-    longer."""
+    """Open the file at `path` that `shard` describes. Raises CheckpointError for another size or header; a
+    swap file may be larger than described."""
     file = disk.open_file(path)
     if file.size < shard.size or (file.size > shard.size and shard.places is None):
         do = f"the file is truncated or another one; {USE_ANOTHER}"

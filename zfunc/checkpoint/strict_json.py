@@ -50,7 +50,8 @@ def _reason(error: Exception) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A parser's `object_pairs_hook`. Raises ValueError for a name that an object has twice.
+    """An `object_pairs_hook` for json.loads: returns the pairs of an object as a dict, or raises ValueError
+    for a name that occurs twice.
 
     >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys)
     Traceback (most recent call last):
@@ -85,7 +86,8 @@ _loads = partial(json.loads, parse_int=_integer, parse_float=_number, parse_cons
 
 @define
 class Refusal(Exception):  # noqa: N818
-    """Raised for a JSON value that is not as expected; decoders of the enclosing objects add the value's place."""
+    """Raised by a decoder for a JSON value that it does not accept; the decoders of the enclosing objects add
+    where in the file the value is."""
 
     got: str
     expected: str
@@ -94,7 +96,7 @@ class Refusal(Exception):  # noqa: N818
 
 @frozen
 class Within:
-    """A decoder of numbers of `type` from `low` to `high`, or of texts of `low` to `high` characters."""
+    """A decoder of numbers of `type` from `low` to `high`, or of texts with as many characters."""
 
     type: type[int] | type[float] | type[str]
     low: float
@@ -113,9 +115,9 @@ class Within:
 def known(
     names: Callable[[], Mapping[str, Any]], former: Mapping[str, str] | None = None
 ) -> Callable[[Any], Any]:
-    """A decoder of JSON texts: a key of `names()`, which is called anew each time, becomes that key's value.
+    """A decoder of JSON texts: returns what the dict `names()`, made anew at each call, has under the text.
 
-    Raises Refusal for any other text. `former` maps keys of older versions to what the error says of them.
+    Raises Refusal for any other text. `former` maps texts of older versions to what the error says of them.
     """
 
     def meaning(value: Any) -> Any:
@@ -143,7 +145,8 @@ _PLAIN: dict[Any, str] = {
 
 
 def decoded(value: Any, hint: Any) -> Any:
-    """Decode JSON `value` as annotation `hint` says (see `JsonNode.read`). Raises Refusal for any other value."""
+    """Decode the JSON `value` into the type of annotation `hint`, by the rules of `JsonNode.read`. Raises
+    Refusal for any other value."""
     origin, of = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return of[1](value)
@@ -193,14 +196,15 @@ def _object(given: dict[str, Any], cls: Any) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """The fields of attrs class `cls` that files store, by alias: the annotation, and whether it is required."""
+    """Those fields of attrs class `cls` that are stored in files, by their name there: (type annotation,
+    whether the field must be present)."""
     hints = get_type_hints(cls, include_extras=True)
     own = [x for x in fields(cls) if x.metadata != IN_MEMORY]
     return {x.alias: (hints[x.name], x.default is NOTHING) for x in own}
 
 
 def to_plain(value: Any) -> Any:
-    """An attrs instance as JSON's own types, without fields that are None; `decoded` makes an equal one of them."""
+    """Convert an attrs instance to JSON's own types, without fields that are None; `decoded` reverts it."""
     cls: Any = value.__class__
     if has(cls):
         own = [x for x in fields(cls) if x.metadata != IN_MEMORY]
@@ -217,7 +221,7 @@ def to_plain(value: Any) -> Any:
 
 @frozen
 class JsonNode:
-    """A value parsed from a JSON file, and `where` in the file, which errors name."""
+    """A value parsed from a JSON file, together with `where` in the file it is, for error messages."""
 
     value: Any
     where: str
@@ -225,7 +229,7 @@ class JsonNode:
     def refuse(
         self, expected: str, got: str = "", place: str = "", cause: Exception | None = None
     ) -> NoReturn:
-        """Raise CheckpointError, from `cause`: this JSON value, or `got` at `place` in it, is not `expected`."""
+        """Raise CheckpointError, from `cause`: `expected`, but got this value, or `got` at `place` in it."""
         found, do = (
             got or _short.repr(self.value),
             f"the file is damaged or not one of zfunc's; {USE_ANOTHER}",

@@ -44,11 +44,12 @@ _Format: TypeAlias = Annotated[str, known(lambda: {x: x for x in STATE_FORMATS})
 
 @frozen
 class SwapIdentity:
-    """What the bytes of a swap space mean: its buckets and parameters; frozen ones are stored in `precision`.
+    """What is stored in a swap space (files of training state on disk): the buckets and their parameters;
+    frozen ones are in `precision`.
 
-    `state_formats` has the state format of each bucket, if they differ; `in_fp32` the numbers of buckets whose
-    parameters are fp32 in any precision; `in_bytes` the numbers of buckets of encoded weights, which are uint8;
-    `pp` the number of pipeline stages, if above 1.
+    `state_formats` has the state format of each bucket, if they differ; `in_fp32` the indices of buckets
+    whose parameters are fp32 in any precision; `in_bytes` those of encoded weights, in uint8; `pp` the number
+    of pipeline stages, if above 1.
     """
 
     state_format: _Format
@@ -63,7 +64,7 @@ class SwapIdentity:
     in_bytes: tuple[Count, ...] | None = None
 
     def layout(self) -> Layout:
-        """The Layout rebuilt from this identity: only the buckets and spans that slices of state need."""
+        """The Layout of the stored parameters, as far as slices of their state need it: buckets and spans."""
         formats = self.state_formats or (self.state_format,) * len(self.buckets)
         if len(formats) != len(self.buckets):
             disk.reject("swap space", "formats of other buckets than it has", "one for each")
@@ -80,7 +81,7 @@ class SwapIdentity:
 
 @frozen
 class CommitMetadata:
-    """The metadata of a swap space's commit: training position, optimizer settings, and the caller's `extra`."""
+    """What a commit to a swap space stores beside tensors: position, optimizer settings, user's `extra`."""
 
     position: TrainingPosition
     optimizer: Mapping[str, Any]
@@ -110,10 +111,11 @@ def has_swap_files(folder: Path) -> bool:
 
 
 def open_swap_checkpoint(folder: Path) -> Checkpoint:
-    """The newest commit that all ranks of a swap space have, as a checkpoint; `folder` is any folder of the space.
+    """Open the newest commit that all ranks of a swap space (files of training state on disk) have, as a
+    checkpoint; `folder` is any of its folders.
 
-    Raises CheckpointError, naming the file, if a file is missing, damaged, in use or of another run, or nothing was
-    committed.
+    Raises CheckpointError, naming the file, if a file is missing, damaged, in use or of another run, or
+    nothing was committed.
     """
     some = swap_files(folder)[0]
     header, _ = read_space(some)
@@ -139,8 +141,8 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _there(header: SwapHeader, n: int, folder: Path, number: int) -> Path:
-    """The path of swap file `n`: in `folder` if `n` is `number`, else in the header's folder `n`. CheckpointError
-    if the file is missing."""
+    """The path of a rank's swap file number `n`: in `folder`, which is folder number `number`, if that is
+    `n`; else in the header's folder `n`. Raises CheckpointError if the file is missing."""
     path = folder / header.paths[n].name if n == number else header.paths[n]
     if not path.exists():
         do = "if another host has it, copy it here, or resume on those hosts with the same ranks and folders"
@@ -165,7 +167,7 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     snapshot = Snapshot(layout, kinds, said.position, said.optimizer, homes=homes, pp=pp)
 
     def places(rank: int, x: Slice) -> Iterator[StateSlice]:
-        """The parts of slice `x` in tensors of swap files, cut where stripes of the slice's buffer meet."""
+        """Yield where slice `x` of `rank` is stored: one part for each swap file that has a part of it."""
         item, part = BYTES[x.stored.dtype], MASTER if x.bucket in in_fp32 else x.kind
         on = x.start - x.at  # from the buffer's elements to the parameter's
         for stripe in _parts(headers[rank], x.bucket).get(part, ()):
@@ -183,15 +185,16 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
 
 
 def _parts(header: SwapHeader, b: int) -> Stripes:
-    """The stripes of each buffer of bucket `b` in its first generation; every generation is cut alike."""
+    """The stripes (ranges in swap files) of each buffer of bucket `b`, by name; those of its first copy, as
+    all copies are divided alike."""
     return header.stripes.get(b, ({},))[0]
 
 
 def _shards(
     header: SwapHeader, commit: CommitRecord, dtypes: Mapping[int, Mapping[str, Dtype]]
 ) -> Iterator[Shard]:
-    """A Shard for each of a rank's swap files, with a tensor of `dtypes[bucket][kind]` for each stripe of a buffer
-    in the generation of `commit`."""
+    """Yield a Shard for each of a rank's swap files, whose tensors are the stripes of buffers in the copies
+    that `commit` made valid. `dtypes[bucket][kind]` is a buffer's dtype."""
     tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
     places: list[dict[str, int]] = [{} for _ in header.folders]
     for b, g in zip(header.extents, commit.generations, strict=True):

@@ -44,7 +44,8 @@ _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
 
 
 def swap_file_name(rank: int, world: int, folder: int) -> str:
-    """The name of one rank's swap file in folder number `folder`.
+    """The file name of one rank's swap file, which stores training state, in folder number `folder` of its
+    swap space.
 
     >>> swap_file_name(0, 2, 1)
     'rank-00000-of-00002-folder-1.swap'
@@ -57,10 +58,10 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
 
 @frozen
 class Stripe:
-    """Bytes `start` to `stop` of a buffer in swap file number `file`, from byte `place` of the file on.
+    """A part of a buffer that is stored in one swap file: bytes `start` to `stop` of the buffer, from byte
+    `place` of file number `file` on.
 
-    Every 4 MiB of the stripe, and the remainder, have a checksum; `first` is the number of the first one among the
-    checksums of all buffers.
+    Every 4 MiB of it have a checksum; `first` is the number of the first one, counted over all buffers.
     """
 
     file: int
@@ -71,7 +72,7 @@ class Stripe:
 
     @property
     def last(self) -> int:
-        """The number after that of the stripe's last checksum, counted over the checksums of all buffers."""
+        """How many checksums, counted over all buffers, there are up to the end of this stripe."""
         return self.first + num_chunks(self.stop - self.start, SUMMED)
 
 
@@ -79,8 +80,9 @@ Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 
 
 def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int], first: int = 0) -> tuple[Stripe, ...]:
-    """Lay out a buffer of `nbytes` bytes as a stripe in each swap file, in proportion to `shares`, at the files'
-    `ends` in bytes, which are advanced; checksums are numbered from `first` on."""
+    """Divide a buffer of `nbytes` bytes into a stripe for each swap file, in the ratio `shares`. A stripe is
+    placed at byte `ends[n]`, the end of file n, which then moves behind it. Its checksums are numbered from
+    `first` on."""
     stripes: list[Stripe] = []
     for n, (start, stop) in enumerate(cut_in_shares(nbytes, shares)):
         if start < stop:
@@ -90,16 +92,17 @@ def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int], first: int 
 
 
 def num_checksums(stripes: Sequence[Stripe]) -> int:
-    """The number after that of the last checksum of a buffer with these stripes; 0 for a buffer without bytes."""
+    """How many checksums, counted over all buffers, there are up to the end of a buffer with `stripes`; 0 if
+    the buffer is empty."""
     return stripes[-1].last if stripes else 0
 
 
 @frozen(eq=False)
 class StripedBuffer:
-    """A page-aligned buffer in memory, in whole blocks, and its stripes in swap files; `name` is for errors.
+    """A page-aligned buffer in memory, in whole disk blocks, with its `stripes` in swap files; `name` is for
+    errors.
 
-    `checksums` are those of all buffers in one generation: `write_striped` sets this buffer's checksums in it,
-    `read_striped` compares them with the bytes read.
+    `checksums` has those of all buffers: `write_striped` sets this buffer's, `read_striped` compares them.
     """
 
     name: str
@@ -110,7 +113,8 @@ class StripedBuffer:
 
 @frozen
 class _Chunk:
-    """The bytes of a buffer under checksum `number`: `data`, in whole blocks, at byte `place` of a swap file."""
+    """A part of a buffer that has one checksum, of number `number`: the memory `data`, in whole disk blocks,
+    and the byte `place` in the swap file where it is stored."""
 
     buffer: StripedBuffer
     number: int
@@ -127,12 +131,13 @@ class _Chunk:
 
 
 def write_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
-    """Write buffers to their stripes in `files`, and set their checksums. Raises DiskError."""
+    """Write buffers to their stripes in the swap files `files`; sets their checksums. Raises DiskError."""
     _transfer(_write, files, buffers)
 
 
 def read_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
-    """Read buffers from their stripes in `files`. Raises DiskError, and CheckpointError for wrong checksums."""
+    """Read buffers into memory from their stripes in the swap files `files`. Raises DiskError, and
+    CheckpointError for a wrong checksum."""
     _transfer(_read, files, buffers)
 
 
@@ -207,7 +212,7 @@ def block_checksum(data: memoryview) -> int:
 
 
 def _extents(value: Any) -> dict[int, Extent]:
-    """Decode extents by bucket from JSON: a list of [bucket, number of generations, bytes of buffers by name]."""
+    """Decode extents by bucket index from a JSON list of [bucket, number of copies, bytes by buffer]."""
     each = decoded(value, tuple[tuple[Count, Annotated[int, Within(int, 1, 2)], Mapping[str, Count]], ...])
     extents = {b: Extent.of(sizes.items(), generations=n) for b, n, sizes in each}
     if len(extents) < len(each):
@@ -217,11 +222,12 @@ def _extents(value: Any) -> dict[int, Extent]:
 
 @frozen
 class SwapHeader:
-    """The header of one rank's swap files, which differ only in `folder`, the number of the file's own folder.
+    """The header of each of one rank's swap files (training state on disk); in the files of one space it
+    differs only in `folder`, the number of the file's own folder.
 
-    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart. Folder n has
-    a stripe of every buffer, in proportion to `shares[n]`: all equal, but older versions of zfunc made shares
-    follow the speed of drives. `extents` are by bucket.
+    `identity` says what the bytes mean, in JSON's own types; `run` tells apart spaces with the same identity.
+    Folder n has a part of every buffer, in the ratio `shares[n]`, today all equal. `extents` has the buffers
+    of each bucket.
     """
 
     identity: Mapping[str, Any]
@@ -246,7 +252,7 @@ class SwapHeader:
 
     @property
     def paths(self) -> list[Path]:
-        """The paths of the swap space's files, in the order of its folders."""
+        """The paths of this rank's swap files, in the order of their folders."""
         return [Path(x) / swap_file_name(self.rank, self.world, n) for n, x in enumerate(self.folders)]
 
     def of(self, folder: int) -> "SwapHeader":
@@ -255,8 +261,9 @@ class SwapHeader:
 
     @cached_property
     def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int], int, list[int]]:
-        """The stripes by bucket and generation; by file, the byte at which the stripes before the commit records
-        end; the number of checksums in a commit; and by file, the byte at which all stripes end."""
+        """Lay out all files. Returns stripes by bucket and copy; for each file, the byte where the first
+        copies' stripes end; the number of checksums in a commit; for each file, the byte where all stripes
+        end."""
         ends, firsts = [len(self.of(n).raw) for n in range(len(self.folders))], dict[int, int]()
         stripes, last = dict[int, tuple[Stripes, ...]](), 0
 
@@ -280,13 +287,13 @@ class SwapHeader:
 
     @property
     def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
-        """By bucket, for each generation, the stripes of each buffer by name; all generations have the same
-        checksum numbers."""
+        """By bucket index, for each copy (generation) of the bucket, the stripes of each buffer by name. The
+        copies have the same checksum numbers."""
         return self._laid[0]
 
     @property
     def num_checksums(self) -> int:
-        """The number of checksums in a commit record, over all buffers of all buckets."""
+        """The number of checksums that a commit record has, those of all buffers of all buckets."""
         return self._laid[2]
 
     @property
@@ -302,11 +309,12 @@ class SwapHeader:
 
     @property
     def sizes_of_two(self) -> list[int]:
-        """The size in bytes of each folder's swap file once every extent has two generations."""
+        """The size in bytes of each folder's swap file once every bucket has two copies (generations)."""
         return self._laid[3]
 
     def record_at(self, number: int) -> int:
-        """The byte offset of the record of commit `number` in the first swap file, where two places alternate."""
+        """The byte in the first swap file of commit `number`'s record: even and odd ones have a place
+        each."""
         return self._laid[1][0] + number % 2 * self.record_size
 
 
@@ -319,7 +327,7 @@ def new_header(
     rank: int = 0,
     world: int = 1,
 ) -> SwapHeader:
-    """The header of a new swap space in which each folder gets an equal part of every buffer."""
+    """The header of a new swap space of one rank, with equal parts of every buffer in all `folders`."""
     names = tuple(str(x.absolute()) for x in folders)
     return SwapHeader(identity, run, rank, world, names, (1,) * len(names), dict(extents), 0)
 
@@ -357,8 +365,8 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
 
 
 def check_header(path: Path, header: SwapHeader, first: SwapHeader, expected: SwapHeader) -> None:
-    """Raise CheckpointError unless swap file `path` has the `expected` identity, extents and rank, and belongs to
-    the space whose first file has header `first`."""
+    """Raise CheckpointError unless the `header` of swap file `path` has the identity, extents and rank of
+    `expected`, and belongs to the space whose first file has the header `first`."""
     both = header, expected
     pairs = {key: [x.identity.get(key) for x in both] for key in {**header.identity, **expected.identity}}
     pairs |= {key: [getattr(x, key) for x in both] for key in ("rank", "world")}
@@ -380,10 +388,10 @@ def check_header(path: Path, header: SwapHeader, first: SwapHeader, expected: Sw
 
 @frozen
 class CommitRecord:
-    """A commit of a swap space: the committed generation of each extent, metadata, number, and checksums.
+    """A commit of a swap space, which makes written state valid: for each extent the number of its valid copy
+    (generation), the metadata, the commit's number, and the checksums of all buffers, in order.
 
-    The checksums are those of the chunks of all buffers of all extents, in order. Number 0 is the record of a new
-    space, in which no generation is committed, without metadata.
+    Number 0 is the record of a new space: no copy is valid, and there is no metadata.
     """
 
     generations: tuple[Annotated[int, Within(int, 0, 1)], ...]
@@ -392,7 +400,8 @@ class CommitRecord:
     checksums: Sequence[int] = field(default=(), repr=False, metadata=IN_MEMORY)
 
     def written_again(self, header: SwapHeader) -> bool:
-        """Whether the commit has the second generation of an extent that had one generation at first."""
+        """Whether the valid copy of some extent is the second one of an extent that began with a single
+        one."""
         pairs = zip(self.generations, header.extents.values(), strict=False)
         return any(g == x.generations for g, x in pairs)
 
@@ -414,7 +423,7 @@ def frame_record(number: int, text: bytes, checksums: Sequence[int]) -> bytes:
 
 
 def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, CommitRecord]:
-    """The commits in the first file of a swap space, by number. Raises CheckpointError if there is none."""
+    """The commit records in a swap space's first file, by number. Raises CheckpointError if there is none."""
     records: dict[int, CommitRecord] = {}
     for slot in (0, 1):
         at = header.record_at(slot)
@@ -431,7 +440,7 @@ def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, Commit
 
 
 def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | None:
-    """The commit record in `raw`, or None if it is torn or of another number of extents than `header` has."""
+    """The commit record in `raw`; None if it is incomplete, or its number of extents is not the header's."""
     _, number, length, size, checksum = _RECORD.unpack_from(raw)
     body = raw[_RECORD.size : _RECORD.size + length + size]
     if zlib.crc32(body, zlib.crc32(raw[: _RECORD.size - 4])) != checksum or size != 4 * header.num_checksums:
@@ -443,9 +452,9 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
 
 
 def read_space(path: Path) -> tuple[SwapHeader, dict[int, CommitRecord]]:
-    """The header of the swap file `path`, and the commit records of its swap space by commit number.
+    """The header in the swap file `path`, and the commit records of its swap space, by commit number.
 
-    A swap space is a file in each of its folders; the file in the first folder alone has records, others {}.
+    Only the file in the space's first folder has records; for another file they are {}.
     """
     file = disk.open_file(path)
     header = read_header(file.read, str(path))

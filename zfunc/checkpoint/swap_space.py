@@ -52,7 +52,8 @@ log = logging.getLogger("zfunc")
 
 @define(eq=False)
 class _Bucket:
-    """A bucket's stripes, the committed one of its two generations (-1: none), and the buffers written since."""
+    """The state of a bucket in a swap space: the stripes of its copies, which of its two copies is committed
+    (-1: none), and which buffers were written since."""
 
     sizes: dict[str, int]  # of its buffers, in bytes
     stripes: tuple[Stripes, ...]  # of the generations
@@ -61,24 +62,26 @@ class _Bucket:
 
     @property
     def other(self) -> int:
-        """The generation of the bucket that the next write goes to: the uncommitted one."""
+        """The number of the bucket's copy that the next write goes to: the one that is not committed."""
         return 0 if self.committed < 0 else 1 - self.committed
 
     def newest(self, name: str) -> int:
-        """The generation of buffer `name` to read: the uncommitted one if written to since, else the committed."""
+        """The number of the copy from which to read buffer `name`: the uncommitted one if it was written
+        since the last commit, else the committed one."""
         return self.other if name in self.written else self.committed
 
     @property
     def missing(self) -> list[str]:
-        """Names of the bucket's buffers still to be written before a commit: it commits all buffers or none."""
+        """Names of the bucket's buffers still to be written before a commit, which takes all of them or
+        none."""
         changed = self.committed < 0 or self.written
         return [x for x in self.sizes if changed and x not in self.written]
 
 
 @define(eq=False)
 class SwapSpace:
-    """The optimizer state of one rank in preallocated files, one a folder, open for reading and writing. Any thread
-    may read and write; calls for one bucket, and `commit`, must come in order."""
+    """One rank's training state in preallocated files, one in each folder, open for reading and writing. Any
+    thread may read and write, but calls for one bucket, and `commit`, have to be made one after another."""
 
     header: SwapHeader
     _files: list[DirectFile]
@@ -103,13 +106,12 @@ class SwapSpace:
 
     @classmethod
     def create(cls, header: SwapHeader) -> "SwapSpace":
-        """Reserve the files of a new space, one in each folder, and open it. Nothing is in it before `commit`.
+        """Reserve the files of a new swap space, one in each folder, and open it. `header.run` is a text that
+        all ranks share and no other run has.
 
-        The header's `run` is a text that all ranks share and no other run has.
-
-        Raises CheckpointError, in one line, for a folder that is missing, in memory, cannot be written, is full, is
-        given twice, or has the state of another run. Then nothing is left, and what was in the folders stays as it
-        was, but for spaces without a commit.
+        Raises CheckpointError, in one line, for a folder that is missing, in memory, not writable, full,
+        given twice, or has the state of another run. Nothing is left then; the folders are unchanged, except
+        that spaces without a commit are deleted.
         """
         check_plain(header.identity, "identity")
         paths = header.paths
@@ -152,13 +154,14 @@ class SwapSpace:
     def open(
         cls, expected: SwapHeader, *, instead: Mapping[int, Extent] | None = None, at: int | None = None
     ) -> "SwapSpace":
-        """Open the existing swap space with header `expected`, of any run, at its last commit.
+        """Open an existing swap space, which must have the header `expected` (but for the run), at its last
+        commit.
 
-        With `at` the space is opened at the commit of that number, and a later commit is deleted. `instead`
-        has, by bucket, extents that the space may have in place of the expected ones.
+        With `at`, open it at the commit of that number, and delete a later one. `instead` has, by bucket
+        index, other extents that the space may have instead of the expected ones.
 
-        Raises CheckpointError, in one line, for a space that is missing, in use, damaged, of another identity,
-        world or extents, or without a commit of that number.
+        Raises CheckpointError, in one line, for a space that is missing, in use, damaged, of another
+        identity, world or extents, or without a commit of that number.
         """
         paths = expected.paths
         disk.check_folders([path.parent for path in paths])
@@ -199,11 +202,12 @@ class SwapSpace:
             raise
 
     def lose(self, why: str) -> None:
-        """Refuse every further read, write and commit of this swap space, with `why` as the reason."""
+        """Make every later read, write and commit of this swap space raise an error with the reason `why`."""
         self._lost = self._lost or why
 
     def close(self) -> None:
-        """Close the files and release the locks; what was written since the last commit is gone. Idempotent."""
+        """Close the files and release the locks; what was written since the last commit is lost.
+        Idempotent."""
         self.lose("it is closed")
         self._close()
 
@@ -213,7 +217,7 @@ class SwapSpace:
         return max(self._records)
 
     def record(self) -> Mapping[str, Any] | None:
-        """The metadata of the last commit, as its caller passed it; None before the first."""
+        """The metadata of the last commit, as given to `commit`; None before the first commit."""
         return self._records[self.number].metadata if self.number else None
 
     def is_written(self, b: int) -> bool:
@@ -221,22 +225,24 @@ class SwapSpace:
         return self._buckets[b].committed >= 0 or bool(self._buckets[b].written)
 
     def missing(self, b: int) -> list[str]:
-        """Names of buffers of bucket `b` still to be written before `commit`, which takes all of `b` or none."""
+        """Names of bucket `b`'s buffers still to be written before `commit`, which takes all of them or
+        none."""
         return self._buckets[b].missing
 
     def make_room(self) -> None:
-        """Reserve a second generation for each extent with one, so that the extent can be written after a commit.
-        Raises DiskError where the drive has no room; the space can still be used."""
+        """Reserve room on the drive for a second copy of each extent that has one, so that it can be written
+        after a commit. Raises DiskError if the drive is full; the space can still be used."""
         self._check_not_lost()
         for file, nbytes in zip(self._files, self.header.sizes_of_two, strict=True):
             file.extend(nbytes)
 
     def read(self, b: int, names: Sequence[str], into: Sequence[memoryview]) -> None:
-        """Read the newest bytes of buffers `names` of bucket `b`, committed or not, into views `into`, and check
-        their checksums.
+        """Read buffers `names` of bucket `b` from the files into the memory `into`, their newest bytes
+        whether committed or not, and compare checksums.
 
-        A view begins at a page, with its buffer's size in whole blocks of 4,096 bytes; adjacent buffers share a
-        request. Raises CheckpointError, with file and bucket, for bytes that are not what was written.
+        Each view in `into` begins at a page and has the buffer's size in whole blocks of 4,096 bytes;
+        adjacent buffers are read together. Raises CheckpointError, with file and bucket, for bytes that are
+        not what was written.
         """
         bucket = self._usable(b, names, into)
         for name in (x for x in names if bucket.newest(x) < 0):
@@ -244,10 +250,11 @@ class SwapSpace:
         read_striped(self._files, self._buffers(b, names, into, bucket.newest))
 
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
-        """Write buffers `names` of bucket `b`, from views as for `read`, to the generation that is not committed.
+        """Write buffers `names` of bucket `b`, from memory as for `read`, to the bucket's copy that is not
+        committed.
 
-        After a failed write the space cannot be used: the bytes to be replaced are lost. Raises ValueError for a
-        committed bucket of one generation, unless `make_room` was called.
+        After a failed write the space cannot be used, because bytes are lost. Raises ValueError for a
+        committed bucket with a single copy, unless `make_room` was called.
         """
         bucket = self._usable(b, names, data)
         again = bucket.other == self.header.extents[b].generations
@@ -261,11 +268,12 @@ class SwapSpace:
         bucket.written.update(names)
 
     def commit(self, record: Mapping[str, Any]) -> None:
-        """Make the newest bytes of all buffers, with `record`, a dict of JSON's own types, the state that `open`
-        finds.
+        """Make the newest bytes of all buffers, and `record` (a dict of JSON's own types), the state that the
+        next `open` finds.
 
-        Raises CheckpointError for a bucket written in part, and before the first commit for one not written; the
-        space can still be used, but not after any other error: the disk has this commit or the one before, whole.
+        Raises CheckpointError for a bucket of which only some buffers were written, and before the first
+        commit for one without any; the space can be used further. After any other error it cannot: the disk
+        then has this commit or the one before, complete.
         """
         self._check_not_lost()
         check_plain(record, "record")
@@ -297,8 +305,8 @@ class SwapSpace:
     def _buffers(
         self, b: int, names: Sequence[str], views: Sequence[memoryview], of: Callable[[str], int]
     ) -> list[StripedBuffer]:
-        """A StripedBuffer for each of buffers `names` of bucket `b`: its view, and its stripes in generation
-        `of(name)`."""
+        """A StripedBuffer for each buffer in `names` of bucket `b`: its memory in `views`, and its stripes in
+        the bucket's copy number `of(name)`."""
         stripes = self._buckets[b].stripes
         return [
             StripedBuffer(f"bucket {b}, {name!r}", view, stripes[g][name], self._checksums[g])
@@ -323,7 +331,7 @@ class SwapSpace:
         return bucket
 
     def _retire_older(self) -> None:
-        """Make the record of the commit before the last invalid, as a write will overwrite that commit's data."""
+        """Make the record of the last commit but one invalid, as the next write overwrites its data."""
         with self._lock, self._lost_if_it_fails("retiring a record"):
             for number in sorted(self._records)[:-1]:
                 _retire(self._files[0], self.header, self._records[number])
@@ -331,7 +339,8 @@ class SwapSpace:
 
     @contextmanager
     def _lost_if_it_fails(self, doing: str) -> Generator[None, None, None]:
-        """A context that refuses further use of the space if its body fails: what the disk has is unknown then."""
+        """A context in which an error makes the space unusable, because the content of the disk is unknown
+        then; `doing` describes the action."""
         try:
             yield
         except BaseException as error:  # which other threads, that find it lost, may tell first
@@ -340,7 +349,7 @@ class SwapSpace:
 
 
 def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
-    """Overwrite a commit's record with an invalid one, and wait until that is on the disk."""
+    """Overwrite the record of a commit in `file` with an invalid one, and wait until that is on the disk."""
     _write(file, bytes(BLOCK), header.record_at(record.number), f"the record of commit {record.number}")
     file.sync()
 
@@ -373,7 +382,7 @@ def _reads(file: DirectFile) -> Read:
 
 
 def _close(files: list[DirectFile], locks: list[int]) -> None:
-    """Close swap files, and release `locks` unless a write to a hanging drive is still under way."""
+    """Close swap `files`, and release `locks` unless a write to a hanging drive is still in progress."""
     closed = [file.close() for file in files]
     if all(closed):
         while locks:
@@ -414,7 +423,7 @@ def _refuse_others(path: Path, run: str) -> None:
 
 
 def _delete_uncommitted(folder: Path, run: str) -> None:
-    """Delete swap spaces in `folder` of runs other than `run` that ended before a commit; these hold no state."""
+    """Delete from `folder` the swap spaces of other runs than `run` that ended before their first commit."""
     for first in swap_files(folder):
         with suppress(BlockingIOError):
             fd = disk.lock(first, wait=False)
@@ -429,7 +438,8 @@ def _delete_uncommitted(folder: Path, run: str) -> None:
 
 
 def _delete_unfinished(folder: Path) -> None:
-    """Delete unfinished files of swap spaces whose process was killed: they have no lock.
+    """Delete from `folder` incomplete swap files whose process was killed, which shows in that they are not
+    locked.
 
     The caller must hold the folder's lock, under which other processes make and lock their files.
     """

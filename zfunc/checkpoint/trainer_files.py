@@ -37,17 +37,18 @@ def is_trainer(folder: Path) -> bool:
 
 
 def adapters_in(folder: Path) -> Path | None:
-    """`folder` if it has adapters of peft, for the argument `lora` of `zfunc.hf.load`; else None."""
+    """`folder` itself if it has adapters of peft, as argument `lora` of `zfunc.hf.load`; else None."""
     return folder if (folder / _CONFIG).is_file() else None
 
 
 def open_trainer(
     folder: Path, groups: Sequence[Sequence[str]] = (), *, allow_pickle: bool = False
 ) -> ForeignRun:
-    """Open the Trainer's checkpoint in a folder such as checkpoint-500. Raises CheckpointError, with what to do.
+    """Open a checkpoint of Hugging Face's Trainer in a folder such as checkpoint-500. Raises CheckpointError,
+    with what to do.
 
-    `groups` are the names of the trained parameters in each group of the optimizer, in its order: the optimizer
-    state of one process has numbers in place of names.
+    `groups` are the names of the trained parameters in each group of the optimizer, in its order: the saved
+    optimizer state may have numbers in place of names.
     """
     file = next(folder / x for x in OPTIMIZERS if (folder / x).is_file())
     saved = load_pickle(file, allow_pickle=allow_pickle)
@@ -66,7 +67,7 @@ def open_trainer(
 
 
 def _is_state(saved: Any) -> bool:
-    """Whether a value has the form of an optimizer's state, and its moments are tensors."""
+    """Whether `saved` has the form of an optimizer's state dict whose moments are tensors."""
     try:
         states, lists = [*saved["state"].values()], [x["params"] for x in saved["param_groups"]]
         moments = [own[k] for own in states for k in MOMENTS if k in own]
@@ -77,7 +78,8 @@ def _is_state(saved: Any) -> bool:
 
 
 def _by_name(file: Path, saved: Any, groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """The optimizer state of each parameter by name. CheckpointError for numbers that `groups` does not name."""
+    """The saved optimizer state of each parameter, by name; `groups` names parameters that have only a
+    number. Raises CheckpointError where it does not fit."""
     state: Mapping[Any, Any] = saved["state"]
     if all(isinstance(x, str) for x in state):
         return state

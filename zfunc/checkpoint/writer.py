@@ -47,9 +47,10 @@ def _folder(path: Any) -> Path:
 
 @frozen
 class Save:
-    """Where to save checkpoints: each gets a folder in `folder`; the newest `keep` and the one named `spare` stay.
+    """Where a step saves a checkpoint: in a new folder inside `folder`, in which the newest `keep`
+    checkpoints and the one named `spare` remain.
 
-    `extra`, a dict of JSON's own types, is saved with each checkpoint. Raises ValueError for a `keep` below 1, and
+    `extra`, a dict of JSON's own types, is saved with it. Raises ValueError for a `keep` below 1,
     CheckpointError for an `extra` that JSON cannot hold.
     """
 
@@ -65,7 +66,7 @@ class Save:
 
 @frozen
 class SaveResult:
-    """The result of a save: the folder of the published checkpoint, or why there is none."""
+    """The result of a save: the folder of the published checkpoint, or the reason why there is none."""
 
     path: Path | None
     failure: str = ""
@@ -86,8 +87,8 @@ class CheckpointWriter:
     _failure: str = ""
 
     def write(self, bucket: int, buffers: Mapping[str, Tensor]) -> None:
-        """Write this rank's slices of `bucket` from the bucket's `buffers` by kind of state; for a frozen bucket,
-        the fp32 tensors that the rank keeps replace those of the device.
+        """Write this rank's slices of bucket `bucket` from `buffers`, by kind of state such as "exp_avg". Of
+        a frozen bucket, fp32 tensors that the rank keeps are written instead of the device's rounded ones.
 
         A failure does not stop the step: `publish` reports it.
         """
@@ -106,7 +107,7 @@ class CheckpointWriter:
             self._failure = _message(error)
 
     def _write_chunk(self, buffers: Mapping[str, Tensor], x: Slice, start: int, stop: int) -> None:
-        """Write elements `start` to `stop` of slice `x`, one checksum's chunk, from `buffers[x.kind]`."""
+        """Write elements `start` to `stop` of slice `x`, which have one checksum, from `buffers[x.kind]`."""
         values = buffers[x.kind][x.at + start : x.at + stop]
         data, number = as_bytes(values.cpu()), start * values.element_size() // self._writer.shard.chunk
         self._checksums[x.stored.name][number] = zlib.crc32(data)
@@ -130,7 +131,7 @@ class CheckpointWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Delete what was written, unless it was published. A second call does nothing."""
+        """Delete the checkpoint's files, unless it was published. A second call does nothing."""
         self._writer.close()
         if self._unfinished is not None:
             checkpoints.abandon_checkpoint(self._unfinished)
@@ -143,7 +144,8 @@ class CheckpointWriter:
         return self._writer.shard.summed(self._checksums)
 
     def _publish(self, texts: list[str]) -> Path | None:
-        """On rank 0, publish the shards that `texts` describe, and return the checkpoint's folder; else None."""
+        """On rank 0, publish the checkpoint whose shards the ranks describe in `texts`, and return its
+        folder; on other ranks return None."""
         if self._unfinished is None:
             return None
         shards = [strict_json.parse_json(text.encode(), "a rank's shard").read(Shard) for text in texts]
@@ -159,9 +161,9 @@ def begin_writing(
     ranks: RankGroup,
     kept_of_frozen: Callable[[int], Mapping[str, Tensor]] = lambda _: {},
 ) -> CheckpointWriter:
-    """Reserve the disk space of a checkpoint: on every rank, or on none.
+    """Begin a checkpoint of the State that `snapshot` describes: reserve disk space on all ranks, or on none.
 
-    `kept_of_frozen(bucket)` returns by kind the fp32 tensors that a rank keeps of a frozen bucket: values, average.
+    `kept_of_frozen(bucket)` returns, by kind of state, the fp32 tensors that a rank keeps of a frozen bucket.
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
@@ -187,10 +189,8 @@ def begin_writing(
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
-    """Call `function` on every rank; return this rank's result. If it raises on one rank, all ranks raise.
-
-    They raise CheckpointError, except that a rank whose own `function` raised another error raises that error.
-    """
+    """Call `function` on every rank; return this rank's result. If it raises on one rank, all ranks raise:
+    CheckpointError, or the error of the rank's own call."""
     ranks, result, mine = ranks.job, None, None
     try:
         result = function()

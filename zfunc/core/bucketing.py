@@ -20,10 +20,11 @@ def lay_out(
     world: int,
     known: dict[Any, Layout] | None = None,
 ) -> Layout:
-    """The layout of `parameters`, given by segment, in buckets of `settings.bucket_size` elements (by default
-    `default_bucket_size(world)`), smaller for partial offload. `known` caches these parameters' layouts by options.
+    """Lay out the `parameters` of each segment in buckets of at most `settings.bucket_size` elements
+    (default: `default_bucket_size(world)`; less where the optimizer state is divided between device and
+    host). `known` is a cache of layouts of these parameters, which this call reads and fills.
 
-    Raises ValueError where each of several ranks would keep all of its parameters off the device.
+    Raises ValueError for parameters off the device on several ranks unless `stage` is 3.
     """
     if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
         got = f"{settings.params_on!r} with {setting('stage', settings.stage)} on {world} ranks"
@@ -95,7 +96,8 @@ def fp32_names(parameters: Sequence[Sequence[Parameter]], settings: StepSettings
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
-    """StepSpec arguments by name: layout, settings, buckets with state on the device (resident), disk (paged)."""
+    """The arguments of `StepSpec` that depend on `layout` and `settings`, by name: both of these, and the
+    indices of the buckets whose optimizer state is on the device ("resident") and on the disk ("paged")."""
     late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
     on_device, on_disk = (settings.share_of_state(place) for place in ("device", DISK))
     return {

@@ -19,10 +19,12 @@ Bound = Kind | Literal["waiting"]
 
 @frozen
 class Link:
-    """An operation of a critical path. `idle`: seconds from the end of the link before to the operation's start;
-    `ran`: seconds from its start to its end (without an overlap, if clocks disagree).
+    """One operation of a critical path, with times in seconds. `ran`: from its start to its end; `idle`:
+    between the end of the link before and this start. Where clocks of two lanes disagree, times that overlap
+    count once.
 
-    `after`: why the operation follows the link before: same "lane", a "wait", same "thread"; "" for the first.
+    `after`: why the operation follows the link before: same "lane", a "wait", same "thread"; "" for the
+    first.
     """
 
     event: Event
@@ -53,10 +55,11 @@ def events_of(plan: Plan, timeline: Timeline) -> tuple[Event, ...]:
 
 
 def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
-    """For each operation, the position of the one that held it up, by ending last of those it follows; -1 for none.
+    """For each operation of `plan`, the position of the last to end among the operations that it had to
+    follow; -1 if there were none. `events` are those of `events_of`.
 
-    An operation follows the one before it on its lane, its waits, and what its thread waited for; of two that end
-    together, the one on its lane counts. `events` are those of `events_of`.
+    An operation follows the operation before it on its lane, those that it waits for, and those that its
+    thread had waited for. If two end together, the operation on the same lane counts.
     """
     before: list[int] = []
     behind = plan.behind()

@@ -10,12 +10,13 @@ from zfunc.core.graph import Graph, Op
 
 @frozen
 class StepDecision:
-    """What a step decides about its update: all that the update needs beside the gradient, also if it is deferred.
+    """What a step has decided about its update of the parameters; with deferred updates the next step applies
+    the decision.
 
-    `skip`: nothing is updated, because of an fp16 overflow. `grad_scale` multiplies every gradient: unscaling and
-    clipping in one factor. `number` is that of the update, from 1, `factors` the optimizer's values for it. For
-    metrics: the mean `loss`, and means of auxiliary outputs, `aux`. `unused` names parameters that no path from the
-    loss leads to, which an update leaves alone.
+    `skip`: nothing is updated, because of an fp16 overflow. `grad_scale`: the factor of every gradient, for
+    unscaling and clipping. `number`: the update's number, from 1. `factors`: the optimizer's values for this
+    update, such as the learning rate. `loss` and `aux`: the mean loss and mean auxiliary outputs, for
+    metrics. `unused`: the names of parameters on which the loss does not depend; they are not updated.
     """
 
     skip: bool

@@ -28,12 +28,13 @@ NAMED = 4  # groups of operations or waits that a line of the text names
 
 @frozen
 class Explanation:
-    """A comparison of two plans, a and b, of one graph on one machine, as text by `str`; pairs are (of a, of b).
+    """A comparison of two plans, a and b, of one graph on one machine; `str` gives its text. Pairs are (of a,
+    of b).
 
-    `timelines` are the simulated steps, `paths` their critical paths, `only` the links of operations that are on
-    one path alone, `waits` the waits that the other plan lacks, counted by the verbs of the operation that waits
-    and of the one waited for. `least` are the seconds of the longest chain of dependencies, `machine` is the
-    hardware's name.
+    `timelines` are the simulated steps, `paths` their critical paths, `only` the links of operations on one
+    of the paths alone. `waits` counts the waits that the other plan lacks, by the verbs of the waiting
+    operation and of the awaited one. `least` is the duration in seconds of the longest chain of dependencies,
+    `machine` the hardware's name.
     """
 
     machine: str
@@ -51,7 +52,8 @@ class Explanation:
 
     @property
     def bounds(self) -> tuple[dict[Bound, float], dict[Bound, float]]:
-        """For each plan, its critical path's seconds by kind of operation or "waiting"; they add up to the step."""
+        """For plan a and plan b, the seconds of the critical path by kind of operation or "waiting"; they add
+        up to the step's duration."""
         a, b = map(bound_seconds, self.paths)
         return a, b
 
@@ -148,7 +150,8 @@ def _counted(plan: Plan, waits: Iterable[tuple[int, int]]) -> dict[tuple[str, st
 
 
 def _by_verb(links: Iterable[Link]) -> str:
-    """Text with the number and the seconds of operations in `links` by verb, the longest first."""
+    """Text that lists the verbs of the operations in `links`, each with its number of operations and their
+    total time; the longest time comes first."""
     number, seconds = Counter[str](), Counter[str]()
     for link in links:
         verb = link.event.op.partition("[")[0]

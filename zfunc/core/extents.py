@@ -31,7 +31,8 @@ def record_bytes(num_extents: int, num_checksums: int) -> int:
 
 
 def cut_in_shares(nbytes: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(start, stop) in bytes of each drive's part of `nbytes`, in the ratio `shares`: whole blocks, but the last.
+    """Divide a buffer of `nbytes` bytes among drives in the ratio `shares`. Returns (start, stop) in bytes of
+    each drive's part; every part but the last is a multiple of the disk block of 4096 bytes.
 
     >>> cut_in_shares(5 * BLOCK + 1, [2, 1])
     ((0, 16384), (16384, 20481))
@@ -57,10 +58,11 @@ class ExtentPart:
 
 @frozen
 class Extent:
-    """The optimizer state of one bucket on the disk, buffer by buffer; each update moves the first `moved` buffers.
+    """The place on disk of one bucket's optimizer state, buffer after buffer; each update reads and writes
+    the first `moved` buffers.
 
-    Equality leaves out `moved`, which the header of a swap space does not have. Buffers that each commit writes
-    anew need two `generations`, copies in turn; buffers that no step changes need one.
+    `generations` is the number of copies: 2 if each commit writes the buffers anew, to the older copy; 1 for
+    buffers that no step changes. Equality ignores `moved`, which files do not store.
 
     >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
     >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes
@@ -75,7 +77,8 @@ class Extent:
     def of(
         cls, moved: Iterable[tuple[str, int]], others: Iterable[tuple[str, int]] = (), *, generations: int = 2
     ) -> "Extent":
-        """An extent, in `generations` copies, of the buffers `moved`, then `others`, given as (name, bytes)."""
+        """An extent with `generations` copies of these buffers, given as (name, bytes): first the buffers
+        `moved` by every update, then the `others`."""
         moved = list(moved)
         sizes = [*moved, *others]
         starts = accumulate((whole_blocks(nbytes) for _, nbytes in sizes), initial=0)
@@ -89,5 +92,5 @@ class Extent:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of the parts of the extent that every update moves, in whole blocks."""
+        """Bytes, in whole disk blocks, of the buffers that every update reads from this extent and writes."""
         return self.parts[self.moved - 1].stop if self.moved else 0

@@ -110,7 +110,8 @@ class Region:
 
     @property
     def place(self) -> Tier:
-        """The region's tier, with its device ("device:1") or pipeline stage ("host@1") if that is not number 0."""
+        """The name of the memory that has the region: its tier, with the device ("device:1") or pipeline
+        stage ("host@1") unless that is number 0."""
         mark = "@" if self.of_rank else ":"
         return cast("Tier", f"{self.tier}{mark}{self.device}") if self.device else self.tier
 
@@ -121,7 +122,8 @@ class Region:
 
     @property
     def trained(self) -> bool:
-        """Whether steps update the region, a part of a State: the first write to it destroys the old State."""
+        """Whether steps update this region as a part of the training State, so that the first write in a step
+        makes the State from before the step unusable."""
         return self.lifetime == "state" and self.role in ("params", "state", "module_buffers", "ema")
 
     def __str__(self) -> str:
@@ -129,7 +131,8 @@ class Region:
 
 
 def of_stage(regions: Iterable[Region], stage: int | None) -> Iterator[Region]:
-    """The `regions` of pipeline stage `stage`, with device number 0; all of them, unchanged, if `stage` is None."""
+    """Yield those of `regions` that belong to pipeline stage `stage`, with 0 as their device number; if
+    `stage` is None, all of them, unchanged."""
     return (
         r if stage is None else evolve(r, device=0, of_rank=False)
         for r in regions
@@ -199,12 +202,13 @@ class Op:
 
     @property
     def _of_ranks(self) -> bool:
-        """Whether the operation's regions belong to ranks of a pipeline, which have no memory in common."""
+        """Whether the operation is part of a pipeline whose stages run on different ranks, so that its
+        regions are in the memory of single ranks."""
         return any(getattr(r, "of_rank", False) for r in (*self.reads, *self.writes))
 
     @property
     def joint(self) -> bool:
-        """Whether all ranks of a pipeline execute the operation together, as each has a copy of what it writes."""
+        """Whether all ranks of a pipeline execute this operation together, and each gets its results."""
         return any(getattr(r, "device", 0) == EVERY for r in self.writes)
 
     def __attrs_post_init__(self) -> None:
@@ -252,7 +256,7 @@ class Op:
 
 
 def _some(regions: tuple[Region, ...]) -> str:
-    """Text with the first of some regions, and how many more there are."""
+    """Text that names the first of `regions` and says how many more there are."""
     names = ", ".join(map(str, regions[:SHOWN]))
     return f"{names} and {counted(len(regions) - SHOWN, 'region')} more" if regions[SHOWN:] else names
 
@@ -273,7 +277,8 @@ class Conflict(NamedTuple):
 
 
 def _operations(ops: Any) -> tuple[Any, ...]:
-    """An attrs converter of what a recipe returned to a tuple of operations, which `Graph` checks one by one."""
+    """An attrs converter to a tuple of operations from whatever a recipe returned. Raises PlanError for a
+    value that cannot be iterated; `Graph` checks the items."""
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         got = f"{ops!r:.200}"
         refuse("recipe", got, "operations", f"{_instead(ops)}, or return a list of them", PlanError)
@@ -281,7 +286,7 @@ def _operations(ops: Any) -> tuple[Any, ...]:
 
 
 def _instead(got: Any) -> str:
-    """Text of advice for a recipe that returned something other than operations."""
+    """Advice for an error message: what to write where a recipe yielded `got`, which is not an operation."""
     if isinstance(got, Op):
         return "yield it"
     if isinstance(got, Iterator):
@@ -309,7 +314,8 @@ class Graph:
 
     @_numbered.default  # pyright: ignore
     def _check(self) -> tuple[tuple[Region, ...], tuple[Access, ...]]:
-        """Check the operations; return the graph's regions, and the accesses of each operation by region number."""
+        """Check all operations, or raise PlanError. Returns the distinct regions in order of first use, and
+        each operation's reads and writes as positions in that tuple."""
         seen: set[str] = set()
         words: set[str] = set()
         number: dict[Region, int] = {}
@@ -367,15 +373,16 @@ class Graph:
 
     @property
     def accesses(self) -> tuple[Access, ...]:
-        """Each operation's reads and writes, by position in `regions`: numbers are faster keys than regions."""
+        """For each operation, the regions it reads and writes, as positions in `regions` (faster as keys)."""
         return self._numbered[1]
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
-        """The conflicting pairs of operations from which all other pairs follow by transitivity.
+        """Pairs of operations that conflict over a region (one writes it): only the pairs from which all
+        other conflicting pairs follow by transitivity.
 
-        A read follows the last write; a write follows the last write and every read since. Linear in the number of
-        operations times the regions of each.
+        A read follows the last write of its region; a write follows the last write and every read since.
+        Takes time linear in the number of operations times the regions of each.
         """
         return tuple(_conflicts(self))
 

@@ -204,8 +204,8 @@ class Hardware:
         return own + op.launches * self.launch if own else 0.0
 
     def _seconds_of_work(self, op: Op) -> float:
-        """Seconds of the work of `op`: if it counts FLOPs, interpolated (log-log) between measured operations of
-        its kind; else latency plus FLOPs and bytes over the hardware's rates."""
+        """Seconds of the device or bus work of `op`: if `op` has FLOPs, interpolated (log-log) between the
+        measured operations of its kind; else latency plus its FLOPs and bytes over the hardware's rates."""
         if self.measured and op.flops and (curve := self._curves.get(op.kind)):
             return _interpolated(self._at_rates(op, self.rates[op.kind]), curve)
         ways = [(self.latencies.get(op.kind, self.latency), self.rates[op.kind])]
@@ -227,7 +227,8 @@ class Hardware:
 
     @cached_property
     def _curves(self) -> dict[Kind, list[tuple[float, float]]]:
-        """For each kind of operation, pairs (seconds at the hardware's rates, measured seconds), ascending."""
+        """For each kind of operation, the measured operations as pairs (seconds that the rates predict,
+        seconds measured), in ascending order."""
         curves: dict[Kind, dict[float, float]] = {}
         for m in self.measured:
             if m.flops:
@@ -250,7 +251,8 @@ class Hardware:
 
 
 def _interpolated(work: float, curve: list[tuple[float, float]]) -> float:
-    """Seconds for `work` (seconds at the rates) by log-log interpolation on `curve`; beyond it, in proportion."""
+    """Seconds for an operation for which the rates predict `work` seconds, by log-log interpolation on
+    `curve`, pairs (predicted, measured); beyond the curve's ends in proportion to the nearest pair."""
     at = bisect_left(curve, (work, 0.0))
     if at in (0, len(curve)):
         nearest_work, seconds = curve[min(at, len(curve) - 1)]

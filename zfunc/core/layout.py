@@ -26,10 +26,8 @@ Kind = tuple[str, bool, bool]
 
 @frozen
 class UpdateWork:
-    """The work of a parameter's update beside the element-wise pass; zero for an element-wise optimizer.
-
-    `flops`, `workspace` in bytes, and kernel `launches`, all on the device and for a whole matrix.
-    """
+    """What an optimizer's update of one matrix costs on the device in addition to the element-wise part:
+    `flops`, `workspace` in bytes, kernel `launches`. All 0 for an element-wise optimizer."""
 
     flops: int = 0
     workspace: int = 0
@@ -114,12 +112,13 @@ class Span:
 
 @frozen(cache_hash=True)  # a dictionary key with hundreds of spans
 class Bucket:
-    """Elements `start` to `stop` of the flat buffer, the spans in it, and the segments with gradients for it.
+    """Elements `start` to `stop` of the flat buffer of parameters: a group of parameters (`spans`) whose
+    gradients are reduced, and whose state is updated, together.
 
-    `deliveries` groups these segments by the slot that their gradients share, in backward order. An ordinary bucket
-    has one group. A tied bucket has one for each segment, because a slot would be occupied too long between them. A
-    `persistent` bucket has parameters that are not streamed, an `in_fp32` bucket those that are fp32 on the device
-    in any precision. The optimizer state of all its spans has one format.
+    `deliveries` has the segments with gradients for the bucket, in groups: the gradients of a group are
+    packed into one slot and leave the device as one. An ordinary bucket has one group, a bucket of tied
+    parameters one for each segment. A `persistent` bucket is never streamed. The parameters of an `in_fp32`
+    bucket are fp32 on the device in any precision. All state of a bucket has one format.
     """
 
     index: int
@@ -152,14 +151,15 @@ class Bucket:
     def runs_within(
         self, start: int, stop: int, unused: Collection[str] = ()
     ) -> tuple[tuple[int, int, int], ...]:
-        """`(start, stop, group)` of the bucket's `runs`, clipped to elements `start` to `stop`; group -1, which is
-        not updated, for parameters named in `unused`."""
+        """The part of `runs` between elements `start` and `stop` of the bucket, as (start, stop, optimizer
+        group). Parameters named in `unused` get group -1, which no update touches."""
         runs = self._runs_beside({*unused}) if unused else self.runs
         clipped = ((max(start, a), min(stop, b), group) for a, b, group in runs)
         return tuple(run for run in clipped if run[0] < run[1])
 
     def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int, Span], ...]:
-        """`(start, stop, span)` of each parameter of the bucket, clipped to elements `start` to `stop` of it."""
+        """`(start, stop, span)` for each parameter with elements between `start` and `stop` of the bucket:
+        the range of its elements there, and its span."""
         edges = ((max(start, x.start - self.start), min(stop, x.stop - self.start), x) for x in self.spans)
         return tuple(part for part in edges if part[0] < part[1])
 
@@ -169,8 +169,8 @@ class Bucket:
         return range((span.start - self.start) // size, -(-(span.stop - self.start) // size))
 
     def work(self, world: int) -> UpdateWork:
-        """The work, beside the element-wise pass, of the bucket's update on the rank, of `world`, that has the
-        most. Each rank that has a part of a matrix updates the whole matrix."""
+        """The update's cost in addition to the element-wise part, on that of `world` ranks where it is
+        highest. A rank whose slice has a part of a matrix updates the whole matrix."""
         if all(x.work == ELEMENTWISE for x in self.spans):
             return ELEMENTWISE
         flops, launches = [0] * world, [0] * world
@@ -182,14 +182,14 @@ class Bucket:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:
-        """`(start, stop, span)` of each parameter with its padding, in elements; they cover the whole bucket."""
+        """`(start, stop, span)` of each parameter, in elements from the bucket's start; a range includes the
+        padding behind the parameter, so the ranges cover the bucket."""
         starts = [x.start - self.start for x in self.spans]
         return tuple(zip(starts, [*starts[1:], self.numel], self.spans, strict=True))
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """`(start, stop, group)` in elements: the bucket cut where a parameter's optimizer group differs from the
-        one before."""
+        """`(start, stop, group)`: the bucket's elements, cut where the optimizer group changes."""
         return self._runs_beside(set())
 
     def _runs_beside(self, unused: set[str]) -> tuple[tuple[int, int, int], ...]:
@@ -204,7 +204,8 @@ class Bucket:
 
 @frozen
 class Piece:
-    """Elements `start` to `stop` of a parameter, maybe none, that a rank's slice of a bucket has at offset `at`."""
+    """The elements `start` to `stop` of a parameter that lie in one rank's slice of the parameter's bucket,
+    and the offset `at` of the first in the slice; start equals stop if there are none."""
 
     start: int
     stop: int
@@ -309,11 +310,12 @@ class Layout:
         return self._used[segment]
 
     def contributions(self, segment: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        """`(bucket, delivery, segments)` of each bucket that `segment` has gradients for, in the order of delivery:
-        the bucket's index, the number of the delivery, and all segments that share the delivery.
+        """`(bucket, delivery, segments)` for each bucket that gets gradients from `segment`, in the order in
+        which they are packed: the bucket's index; the number of the delivery (0, or for tied parameters one
+        for each segment); all segments whose gradients make up the delivery.
 
-        First comes the bucket that the next higher segment began, last the one that the next lower segment
-        continues, so at most one bucket is incomplete at a time.
+        The bucket that the next higher segment began comes first, and the one that the next lower segment
+        continues comes last, so at most one bucket is incomplete at a time.
         """
         parts = [
             (b, d, group)
@@ -328,7 +330,8 @@ class Layout:
         return self._bucket_of[span.name]
 
     def piece(self, span: Span, rank: int, world: int) -> Piece:
-        """The part of the parameter of `span` in the slice that `rank`, of `world` ranks, has of its bucket."""
+        """The part of the parameter of `span` that is in the bucket slice of `rank`, of `world` ranks; empty
+        if the slice has none of its elements."""
         bucket = self.bucket_of(span)
         first, last = (bucket.start + edge for edge in bucket.slice_of(rank, world))
         start, stop = max(span.start, first), min(span.stop, last)
@@ -423,11 +426,11 @@ def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int
 def _owned(
     segments: Sequence[Sequence[Parameter]], kind: Callable[[Parameter], Kind]
 ) -> list[list[Parameter]]:
-    """The parameters that each segment is first to declare, sorted by kind (state format, dtype) and optimizer
-    group.
+    """For each segment, the parameters that no earlier segment declares, sorted by kind (state format, dtype)
+    and optimizer group, matrices before vectors.
 
-    Matrices of a group come before vectors, and a segment begins with the kind that the one before it ended with:
-    so buckets and runs are few, and the same whether an optimizer has a group for vectors or not.
+    Every second segment is sorted in reverse, so that a segment begins with the kind that the one before it
+    ended with: buckets and runs are then few.
     """
     seen: dict[str, Parameter] = {}
     owned: list[list[Parameter]] = []
@@ -454,14 +457,16 @@ def _group(
     bucket_size: int,
     within_segments: bool,
 ) -> list[list[Parameter]]:
-    """The parameters of each bucket, filled from the last of `owned` back; `contributors`: segments by name."""
+    """Divide `owned`, the parameters of each segment, into buckets of at most `bucket_size` elements, filled
+    from the last parameter back. `contributors` has, by parameter name, the segments that use it."""
 
     def tie(p: Parameter) -> tuple[int, ...]:
         used_by = tuple(contributors[p.name])
         return used_by if len(used_by) > 1 else ()
 
     def joins(p: Parameter, group: list[Parameter]) -> bool:
-        """Whether `p` may join bucket `group`, to share a gradient slot: of one kind, and tied alike or untied."""
+        """Whether `p` may be added to the bucket `group`: same state format and dtype, and either tied to the
+        same segments or untied, with no tied segment in between (`within_segments`: of one segment)."""
         if kind(p) != kind(group[-1]):
             return False
         if tie(p) or tie(group[-1]):
@@ -504,7 +509,8 @@ def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ..
 
 
 def _room(p: Parameter) -> int:
-    """Elements from the start of parameter `p` to that of the next: its own, aligned; above 0 for an empty one."""
+    """The number of elements that parameter `p` takes in the flat buffer: its own, rounded up to the
+    alignment, at least one unit of it."""
     return round_up(max(1, p.numel), ALIGNMENT)
 
 

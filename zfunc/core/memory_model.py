@@ -23,8 +23,8 @@ Moment = tuple[int, int]  # of a lane: its number, and how many of its operation
 
 @frozen
 class Peak:
-    """The peak memory of a tier: `kept` bytes all the time, plus `transient` bytes just after the start of
-    operation `op` ("" if none), at `moment`: a lane, and the number of its operations that have started."""
+    """The peak memory of a tier: `kept` bytes all the time, plus `transient` bytes just after operation `op`
+    ("": none) starts. `moment` is that time: (lane, number of its operations that have started)."""
 
     tier: Tier
     kept: int
@@ -44,9 +44,10 @@ def bytes_by_tier(peaks: Mapping[Tier, Peak]) -> dict[Tier, int]:
 
 
 def initial_memory(spec: StepSpec) -> dict[Tier, Peak]:
-    """Peak memory by tier while `init` fills the State with one segment's initial values at a time, in fp32.
+    """Peak memory by tier while `init` fills the State with initial values in fp32, one segment at a time.
 
-    Of a State on the disk one bucket is in memory. The staging buffers are allocated afterwards.
+    Of a State on the disk, one bucket at a time is in memory. Staging buffers are not included: they are
+    allocated afterwards.
     """
     kept = Counter[Tier]()
     for r in Regions(spec).state():
@@ -85,7 +86,8 @@ def persistent_bytes(graph: Graph) -> dict[Tier, int]:
 
 
 def _kept_buffers(graph: Graph) -> Counter[tuple[Tier, str]]:
-    """Bytes of a graph's kept buffers, by tier and name. On a device each is rounded up as one allocation."""
+    """Bytes of the regions of `graph` that outlive their operations, summed by (tier, buffer name). A sum in
+    device memory is rounded up to the allocator's 512 bytes."""
     nbytes = Counter[tuple[Tier, str]]()
     for r in graph.regions:
         if r.kept:
@@ -142,7 +144,8 @@ def transient_bytes(plan: Plan) -> dict[Tier, list[list[int]]]:
 
 @frozen
 class _Lifetime:
-    """A transient allocation: `first` accesses it first; `last` has each lane's last access: (lane, position)."""
+    """A temporary allocation of `nbytes` bytes: `first` is the first operation that uses the memory, `last`
+    the last one on each lane, as (lane, position on the lane)."""
 
     buffer: str
     tier: Tier
@@ -174,8 +177,8 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
 
 
 def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
-    """The lowest of the lanes' maxima in `alive[lane][moment]`, bytes: each is an upper bound of the peak memory.
-    Returns the bytes, the operation and the moment."""
+    """The least upper bound of a tier's temporary memory, given bytes `alive[lane][moment]`: the smallest of
+    the lanes' maxima, as (bytes, operation that starts, (lane, moment))."""
     bounds: list[tuple[int, str, Moment]] = []
     for n, lane in enumerate(plan.lanes):
         if lane.ops:
@@ -186,7 +189,8 @@ def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
 
 
 def _known(plan: Plan) -> list[list[list[int]]]:
-    """`[lane][other][i]`: the last position on lane `other` that has ended when operation `i` of `lane` starts."""
+    """`[lane][other][i]`: the position of the last operation on lane `other` that is sure to have ended when
+    operation `i` of `lane` starts."""
     clocks = plan.clocks
     return [
         [[clocks[op][other] for op in lane.ops] for other in range(len(plan.lanes))] for lane in plan.lanes
@@ -194,9 +198,10 @@ def _known(plan: Plan) -> list[list[list[int]]]:
 
 
 def _span(plan: Plan, known: list[list[list[int]]], lane: int, life: _Lifetime) -> tuple[int, int]:
-    """First moment of `lane` at which `life` may be alive, and the first after the last; `known` is `_known(plan)`.
+    """The moments of `lane` (numbers of its operations that have started) at which the allocation `life` may
+    exist, as (first, first after the last). `known` is `_known(plan)`.
 
-    The moments end with the first operation that starts after the last access on every lane has finished.
+    They end when an operation of `lane` starts that is sure to come after the last access on every lane.
     """
     after = 0
     for other, p in life.last:

@@ -14,10 +14,12 @@ from zfunc.errors import PlanError, refuse, setting
 
 @frozen
 class DeviceMesh:
-    """The devices of a step, by number, and the passes that each makes: devices of one process, which share host
-    memory and disk, or, with pp, pipeline stages of `world` ranks each, which share nothing.
+    """Which device of a step makes which passes (forward or backward of a micro-batch through a segment).
+    Devices are those of one process, which share host memory and disk, or, with pp, pipeline stages of
+    `world` ranks each, which share none.
 
-    Without an `order` one device makes all passes. `stage` is the pipeline stage of this rank; None stands for all.
+    `order` lists the passes of each device; without it one device makes all. `stage` is the pipeline stage of
+    this rank, None for a mesh of all.
     """
 
     layout: Layout
@@ -29,7 +31,7 @@ class DeviceMesh:
 
     @cached_property
     def over_ranks(self) -> bool:
-        """Whether each device belongs to another rank, as with pp, and no memory is shared."""
+        """Whether the step is a pipeline over ranks (pp above 1), whose devices share no memory."""
         return self.settings.pp > 1
 
     @property
@@ -50,7 +52,8 @@ class DeviceMesh:
 
     @property
     def repeated(self) -> list[int]:
-        """Segments that may be recomputed ahead of backward; none for rows in tiles, or if compiled."""
+        """Numbers of the segments whose forward may be recomputed in a pass of its own, before their
+        backward; none with rows in tiles or compiled segments."""
         if self.settings.tiles != 1 or self.settings.compile_segments:
             return []
         modes = self.settings.recompute_modes(len(self.layout.segments))
@@ -65,14 +68,15 @@ class DeviceMesh:
 
     @cached_property
     def made_on(self) -> dict[tuple[str, int, int], int]:
-        """The device, or with pp the stage, that makes each pass, by (way, micro-batch, segment); I, the half
-        of backward for inputs, is listed as B. Empty for one device, whose passes may be millions."""
+        """The device number (with pp the stage) that makes each pass, by (letter of its kind, micro-batch,
+        segment); "I", the input half of backward, is entered as "B". Empty for one device."""
         lists = self.listed if self.settings.stages > 1 else ()
         return {(B if x.way == I else x.way, x.m, x.s): x.device for x in chain(*lists)}
 
     @cached_property
     def makers(self) -> dict[tuple[str, int], set[int]]:
-        """By (way, segment), the numbers of the devices that make such passes; empty for a single device."""
+        """The numbers of the devices that make passes of a kind through a segment, by (letter of the kind,
+        such as "F" or "B", segment); empty if there is one device."""
         makers: dict[tuple[str, int], set[int]] = {}
         for (way, _, s), device in self.made_on.items():
             makers.setdefault((way, s), set()).add(device)
@@ -80,7 +84,7 @@ class DeviceMesh:
 
     @cached_property
     def homes(self) -> dict[int, set[int]]:
-        """By bucket index, numbers of the devices whose passes use its parameters; empty for a single device."""
+        """By bucket index, the devices whose passes read its parameters; empty if there is one device."""
         homes: dict[int, set[int]] = {}
         for (_, s), devices in self.makers.items():
             for b in self.layout.weights_of(s):
@@ -89,37 +93,42 @@ class DeviceMesh:
 
     @cached_property
     def parts(self) -> frozenset[tuple[str, int]]:
-        """Which parts of backward are passes of their own: pairs (W, s), weight gradients of segment `s` in some
-        micro-batch, and (R, s), its recomputation."""
+        """The parts of backward that are separate passes in some micro-batch, as pairs (letter, segment): "W"
+        for the gradients of weights, "R" for the recomputation."""
         return frozenset(x for x in self.makers if x[0] in (W, R))
 
     @property
     def one_sum_at_a_time(self) -> bool:
-        """Whether each device adds to at most one gradient sum of a bucket, and each sum is made by one device."""
+        """Whether, for every bucket, each device adds to at most one of its gradient sums, and each segment
+        has its backward on one device only."""
         pulled = {s: devices for (way, s), devices in self.makers.items() if way == B}
         sums = [[pulled[s] for *_, s in own] for own in (x.deliveries for x in self.layout.buckets) if pulled]
         apart = all(len(set[int]().union(*own)) == len(own) for own in sums)
         return apart and all(len(devices) == 1 for devices in pulled.values())
 
     def device_of(self, way: str, m: int, s: int) -> int:
-        """The number of the device that makes pass `way` (B for its half I) of micro-batch `m` in segment `s`."""
+        """The number of the device that makes the pass of kind `way` ("F" forward, "B" backward, also for its
+        half "I") of micro-batch `m` through segment `s`; 0 if there is one device."""
         return self.made_on.get((way, m, s), 0)
 
     def segments_on(self, device: int, *ways: str) -> list[int]:
-        """Ascending segments through which `device` makes passes of the kinds `ways`."""
+        """Ascending numbers of the segments through which `device` makes passes of any kind in `ways`,
+        letters such as "F" (forward) and "B" (backward)."""
         segments, makers = range(len(self.layout.segments)), self.makers
         if not makers:
             return [*segments]
         return [s for s in segments if any(device in makers.get((way, s), ()) for way in ways)]
 
     def hops(self, way: str) -> list[int]:
-        """Segments whose input (`way` F) or whose input's gradient (`way` B) goes from one device to another."""
+        """Numbers of the segments whose input (`way` "F"), or whose input's gradient ("B"), some micro-batch
+        has to copy from one device to another."""
         of = self.made_on
         return sorted({s for (x, m, s), d in of.items() if x == way and s and of.get((x, m, s - 1), d) != d})
 
     def check_passes(self, stay: Collection[int], stateful: Collection[int]) -> None:
-        """Raise PlanError if the order of several devices contradicts other settings or where data is: segments
-        `stay` keep their activations on the device, segments `stateful` have buffers that forward changes."""
+        """Raise PlanError if the order of passes on several devices contradicts other settings, or needs data
+        on another device. The segments in `stay` keep activations on the device; forward of those in
+        `stateful` changes module buffers."""
         settings = self.settings
         if any(way == W for way, _ in self.parts) and (settings.tiles != 1 or settings.compile_segments):
             name = "tiles" if settings.tiles != 1 else "compile_segments"
@@ -145,8 +154,8 @@ class DeviceMesh:
                 refuse("order", got, "one", do, PlanError)
 
     def check_homes(self, anywhere: Callable[[int], bool]) -> None:
-        """Raise PlanError unless `anywhere` allows the use of a bucket on several devices of a process, for each
-        bucket that the order uses so."""
+        """Raise PlanError if passes on several devices read the parameters of one bucket, unless the devices
+        are of one process and `anywhere(bucket index)` is true."""
         for b, devices in self.homes.items():
             if len(devices) > 1 and (self.over_ranks or not anywhere(b)):
                 on_host = setting("params_on", "host")
@@ -160,8 +169,8 @@ class DeviceMesh:
                 refuse("order", got, "one", f"pass {way_on}, or {one_order}", PlanError)
 
     def check_sums(self, passes: Sequence[Pass]) -> None:
-        """Raise PlanError if, with stage 1, `passes`, in serial order, would add the gradients of a tied weight in
-        another order than a single device does."""
+        """With ZeRO stage 1, raise PlanError if `passes`, in serial order, add gradients of a tied weight in
+        another order than a single device does, which would change the bits of the sum."""
         for b, segments in self.tied.items() if self.settings.stage == 1 else ():
             for x, y in pairwise(x for x in passes if x.ended and x.way in (B, W) and x.s in segments):
                 if (x.m, -x.s) > (y.m, -y.s):

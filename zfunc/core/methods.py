@@ -11,7 +11,7 @@ FUNCTIONS: dict[str, str] = {}
 
 
 def above(name: str) -> Any:
-    """The function `name` of a package that imports core, such as viz, imported only when it is called for."""
+    """The function `name` of a package that imports core, such as viz; it is imported at the call."""
     return getattr(import_module(FUNCTIONS[name]), name)
 
 

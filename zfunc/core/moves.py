@@ -18,8 +18,7 @@ from zfunc.core.spec import StepSpec
 
 
 class Item(NamedTuple):
-    """What one copy moves to tier `to`: data of a bucket, or of micro-batch `m` in a segment; `b` is that bucket or
-    segment."""
+    """One thing to copy to tier `to`: data of bucket `b`, or of micro-batch `m` in segment `b`."""
 
     spec: StepSpec
     at: Regions
@@ -29,12 +28,12 @@ class Item(NamedTuple):
 
     @property
     def place(self) -> BucketPlaces:
-        """The places of the item's bucket: where its parameters, gradient and optimizer state are."""
+        """Where the parameters, gradient and optimizer state of the item's bucket are."""
         return self.spec.places[self.b]
 
     @property
     def in_group(self) -> int:
-        """The position of the item's micro-batch among the micro-batches that are in flight together, from 0."""
+        """The item's micro-batch as a number, from 0, among those that have activations at the same time."""
         return self.m % self.spec.settings.in_flight
 
 
@@ -43,14 +42,15 @@ RegionsOf = Callable[[Item], tuple[Region, ...]]
 
 @frozen
 class Place:
-    """Where a kind of data (`Thing`) is in one tier: an item is in a slot of the first of `rings` that has slots
-    for it, or, if none has, in the regions that `otherwise` returns."""
+    """Where data of one kind is in one memory tier: in a staging slot of the first of `rings` (ring buffers
+    of slots, by name) that has slots for the item, else in the regions that `otherwise(item)` returns."""
 
     rings: tuple[str, ...] = ()
     otherwise: RegionsOf | None = None
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
-        """The regions of item `x` at this place: new slots of its rings if it `arrives`, else those it has."""
+        """The regions of item `x` in this tier. If it `arrives`, a new slot is taken for it, where it uses
+        slots; else these are the regions that it has."""
         rings = [x.at.ring(buffer) for buffer in self.rings]
         passed = [ring for ring in rings if x.b in ring]
         if not passed and self.otherwise is not None:
@@ -61,17 +61,19 @@ class Place:
 
 @frozen
 class Thing:
-    """A kind of data that moves between tiers: the bytes of an item, and where an item is in each tier."""
+    """A kind of data that is copied between memory tiers, such as weights or activations: the bytes of one
+    item, and where an item is in each tier."""
 
     nbytes: Callable[[Item], int]
     places: dict[Tier, Place]
 
 
 class Move(NamedTuple):
-    """A verb that copies: the name of a `Thing`, the tier that the thing moves from, and the tier it moves to.
+    """What a copying operation does, by its verb: copies the kind of data `thing` from tier `source` to tier
+    `to`.
 
-    A `numbered` move is repeated within a step, with its number first in its index. A `decided` move changes
-    nothing if the step is skipped.
+    A `numbered` move may happen several times in a step, so its index begins with a count. A `decided` move
+    copies nothing in a skipped step.
     """
 
     thing: str
@@ -91,15 +93,16 @@ LANES: dict[tuple[Tier, Tier], Kind] = {
 
 
 def _new_params(x: Item) -> tuple[Region, ...]:
-    """Regions off the device with a bucket's new parameters: a slot, its master's high half, or paged state."""
+    """The region off the device from which a bucket's new parameters are copied there: a staging slot, the
+    high half of split master weights, or the slot of optimizer state from the disk."""
     if not x.place.sends_high_half:
         return (x.at.slot_of("param_slot", x.b),)
     return x.at.paged(x.b) if x.place.state == "disk" else (x.at.high_half(x.b),)
 
 
 def _state_at_home(x: Item) -> tuple[Region, ...]:
-    """Regions copied to the device before an update of a bucket: optimizer state, paged state, parameters on the
-    host, waiting gradient. All but the gradient are copied back after the update."""
+    """The regions off the device with all that an update of the bucket on the device needs: optimizer state,
+    parameters on the host, the waiting gradient. All but the gradient are copied back after the update."""
     parts = x.place.staged_bytes
     apart = (x.at.params(x.b),) if PARAMS in parts and x.place.params == "host" else ()
     waits = (x.at.gradient_to_apply(x.b),) if GRADIENT in parts and x.to == "device" else ()
@@ -113,7 +116,8 @@ def _staged_bytes(x: Item) -> int:
 
 
 def _made_and_sent(buffer: str) -> dict[Tier, Place]:
-    """Places, by tier, of a `buffer` that one device makes and another reads: on both, in pinned memory between."""
+    """Where a `buffer` is that one device makes and another reads, by tier: in the memory of both devices,
+    and on its way between them in pinned memory."""
 
     def on_device(x: Item) -> tuple[Region, ...]:
         return (x.at(buffer if x.to == "device" else f"sent_{buffer}", x.m, x.b),)
@@ -129,8 +133,8 @@ def _stashed_bytes(x: Item) -> int:
 
 
 def _stashes(x: Item) -> tuple[Region, ...]:
-    """The regions on the host with what backward of a segment needs: its own stash, and those of earlier segments
-    that have tensors of its input."""
+    """The host regions with the activations that backward of a segment needs: the segment's own, and those of
+    earlier segments that hold tensors that it shares with them."""
     others = sorted({s for s, _ in x.spec.stashed_before[x.b].values()})
     return tuple(x.at("host_act", x.in_group, s) for s in (x.b, *others))
 
@@ -233,7 +237,8 @@ MOVES: dict[str, Move] = {
 
 
 def move(at: Regions, verb: str, *index: int) -> Op:
-    """The operation of a copying `verb`; `index` is (bucket,) or (micro-batch, segment or bucket[, delivery])."""
+    """The copying operation `verb`. Its `index` is (bucket,), or (micro-batch, segment or bucket), for
+    gradients also the number of the delivery."""
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.

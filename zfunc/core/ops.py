@@ -22,11 +22,12 @@ from zfunc.errors import PlanError, did_you_mean, refuse
 
 @define(eq=False)
 class OpBuilder:
-    """Constructs the operations of a step of `spec`, in the order in which a recipe asks for them. A method has the
-    name of the verb; its arguments are the indices: micro-batch `m`, segment `s`, bucket `b`, delivery `d`.
+    """Makes the operations of a step of `spec`, in the order in which a recipe calls its methods. A method is
+    named like the operation's verb; its arguments are micro-batch `m`, segment `s`, bucket `b`, and delivery
+    `d`: the number of a partial gradient of a bucket, of which tied parameters have one for each segment.
 
-    The builder records what later operations of a step depend on: the slots given to items (`at`), what the
-    decision waits for, and the updates that have begun.
+    The builder remembers what later operations of the step depend on: which staging slot has which data
+    (`at`), what the decision waits for, and updates that have begun.
     """
 
     spec: StepSpec
@@ -41,7 +42,8 @@ class OpBuilder:
         return Regions(self.spec)
 
     def __getattr__(self, name: str) -> Callable[..., Op]:
-        """The constructor of operation `name`: the verb of a pass through a segment, or of a copy."""
+        """The function that makes the operation `name`, the verb of a pass (such as "forward") or of a copy.
+        Raises PlanError for any other name."""
         if name in WAYS:
             return partial(make_pass, self.at, WAYS[name])
         if name in MOVES:
@@ -57,8 +59,8 @@ class OpBuilder:
     # --- forward and backward -------------------------------------------------------------------------------
 
     def load(self, m: int, s: int = 0) -> Op:
-        """Copy what segment `s` reads of micro-batch `m` to its device: inputs for the first segment, targets for
-        the last, both at once where these segments are on one device."""
+        """Copy a micro-batch from the host to the device of segment `s`: the inputs for the first segment,
+        the targets for the last, in one operation if both segments are on one device."""
         device, last = self.spec.mesh.device_of(F, m, 0), self.spec.num_segments - 1
         inputs = (self.at("act", m, 0),) if s == 0 else ()
         targets = (
@@ -78,8 +80,8 @@ class OpBuilder:
         return self._in_order(Op("gather", (number, b), "network", reads, (slot,), nbytes=nbytes))
 
     def keep_buffers(self) -> Op:
-        """Copy the module buffers that forward changed on this device to the State, or over several ranks their
-        mean, unless the step is skipped."""
+        """Copy the module buffers that forward changed on this device (such as running statistics) to the
+        State, those of rank 0 on all ranks; in a skipped step the State keeps its own."""
         here, several = self.spec.mesh.segments_on(self.at.device, F), self.spec.world > 1
         stateful = [s for s in self.spec.stateful if s in here]
         kept = tuple(self.at("module_buffers", s) for s in stateful)
@@ -98,8 +100,8 @@ class OpBuilder:
     # --- gradients ------------------------------------------------------------------------------------------
 
     def pack(self, m: int, b: int, s: int, *, first: bool) -> Op:
-        """Copy the gradients of segment `s` into the flat gradient of bucket `b`; the `first` copy zeroes the
-        elements that no gradient fills."""
+        """Copy the gradients of segment `s` for micro-batch `m` into the flat gradient of bucket `b` on the
+        device. The `first` copy also zeroes the elements that no gradient fills."""
         if first and self.spec.settings.stage != 1:
             self.at.ring("grad_slot").give(b)
         grads, into = self.at("grads", m, s), self.at.gradient(b)
@@ -113,14 +115,15 @@ class OpBuilder:
         return Op("add", (m, b, s), "compute", (self.at("grads", m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int) -> Op:
-        """Sum gradient delivery `d` of bucket `b` over the ranks; each rank keeps its slice of the sum."""
+        """Sum a gradient of bucket `b` over the ranks; each keeps its slice of the sum. `d` numbers the
+        gradients of one micro-batch: tied parameters have one for each segment."""
         region = self.at.gradient(b)
         nbytes = self.spec.places[b].shard_bytes * (self.spec.world - 1)
         return self._in_order(Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes))
 
     def _in_order(self, op: Op) -> Op:
-        """Make `op` come before the decision or after it, if it uses the network and no barrier orders it: a rank
-        that refuses the step must not leave others waiting."""
+        """`op` with a dependency added, if it is a collective: before the step's decision, or after it.
+        Without this, a rank that refuses the step could leave others waiting in a collective."""
         if op.kind != "network" or self.spec.barrier:
             return op
         if self._decided:
@@ -131,23 +134,25 @@ class OpBuilder:
         return evolve(op, writes=(*op.writes, self._sent[-1]))
 
     def square_sum(self, b: int, *, waits: bool) -> Op:
-        """Sum the squares of bucket `b`'s gradient on the device; the gradient is in a slot, or, if the update
-        `waits`, in a buffer."""
+        """Sum the squares of this rank's slice of bucket `b`'s gradient on the device: the gradient in its
+        slot, or, if the update `waits` for more gradients or the norm, in the buffer where it waits."""
         place, grad = self.spec.places[b], self.at.waiting(b) if waits else self.at.gradient(b)
         nbytes = place.waiting_bytes if waits else place.shard_bytes
         return Op("square_sum", (b,), "compute", (grad,), (self.at("squares", b),), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Add gradient delivery `d` of bucket `b` to its fp32 sum on the host, which the `first` delivery
-        overwrites; also compute the squared norm of the sum."""
+        """Add this rank's slice of a gradient of bucket `b`, copied to the host, to the fp32 sum there, which
+        the `first` overwrites; also compute the sum's squared norm. `d` numbers the gradients of one
+        micro-batch: tied parameters have one for each segment."""
         total, slot = self.at.sum(b, d), self.at.slot_of("host_slot", b)
         nbytes = self.spec.places[b].delivered_bytes + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self.at("host_squares", b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, *, first: bool) -> Op:
-        """Copy gradient delivery `d` of bucket `b`, if `first`, to a buffer on the device, else add it to the
-        sum."""
+        """Copy this rank's slice of a gradient of bucket `b`, if it is the `first`, to a buffer on the
+        device; else add it to that buffer. `d` numbers the gradients of one micro-batch: tied parameters have
+        one for each segment."""
         place = self.spec.places[b]
         grad, stays = self.at.gradient(b), place.gradient == "device"
         into = self.at.sum(b, d) if stays else self.at.delivered(b)
@@ -156,8 +161,8 @@ class OpBuilder:
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def join_sums(self, b: int, d: int) -> Op:
-        """Add the gradient sum of a tied bucket's delivery `d` to the first delivery's, which becomes the
-        gradient."""
+        """For a bucket of tied parameters, add the gradient sum of delivery `d` (one segment's) to that of
+        delivery 0, which so becomes the bucket's gradient."""
         total, part = self.at.sum(b, 0), self.at.sum(b, d)
         if self.spec.places[b].gradient == "device":
             return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)
@@ -167,7 +172,8 @@ class OpBuilder:
     # --- the decision ---------------------------------------------------------------------------------------
 
     def global_norm(self) -> Op:
-        """The norm of the step's whole gradient, and norms of all parameters, from all buckets' squares."""
+        """Compute the norm of the whole gradient of the step, from the sums of squares of all buckets; with
+        the setting `norms`, also the norm of each parameter's gradient."""
         squares = tuple(self.at("host_squares", b.index) for b in self.spec.layout.buckets)
         kind = "network" if self.spec.mesh.several_ranks else "host"
         norms = self.at("norm"), *self.at.some("norms")
@@ -203,8 +209,9 @@ class OpBuilder:
         writes: Iterable[Region],
         nbytes: int,
     ) -> Op:
-        """An operation on a bucket's state, after the decision, on the device or host that has the first region of
-        `writes`; on the device with the verb `*_on_device`, if there is one."""
+        """An operation that reads and writes a bucket's optimizer state after the step's decision. It runs
+        where the first of `writes` is: on the host, or on the device, as `{verb}_on_device` if that exists.
+        """
         writes = tuple(writes)
         on_device, there = writes[0].tier == "device", f"{verb}_on_device"
         return Op(
@@ -218,8 +225,8 @@ class OpBuilder:
         )
 
     def momentum(self, b: int) -> Op:
-        """Update the momentum of matrix bucket `b`, and write this rank's slice of the direction, on the host or,
-        as `momentum_on_device`, where the state is on the device."""
+        """For Muon: update the momentum of bucket `b`, and write this rank's slice of the update direction.
+        Runs on the host, or, if the optimizer state is on the device, there as `momentum_on_device`."""
         place = self.spec.places[b]
         state = self.at.updated_state(b, place.weights)
         grad, direction = self.at.applied(b), self.at.direction(b).give(b)
@@ -229,14 +236,15 @@ class OpBuilder:
     momentum_on_device = momentum
 
     def gather_direction(self, b: int) -> Op:
-        """Gather the slices of bucket `b`'s direction from all ranks, which makes its matrices whole."""
+        """For Muon: all-gather bucket `b`'s update direction, so that each rank has whole matrices."""
         nbytes = self.spec.places[b].shard_numel * BF16 * (self.spec.world - 1)
         reads = (self.at("decision"), self.at.slot_of("direction_shard", b))
         whole = self.at.ring("direction_slot").give(b)
         return Op("gather_direction", (b,), "network", reads, (whole,), nbytes=nbytes)
 
     def orthogonalize(self, b: int) -> Op:
-        """Orthogonalize the matrices of bucket `b` of which this rank's slice has a part."""
+        """For Muon: orthogonalize, by Newton-Schulz, the update directions of those matrices of bucket `b` of
+        which this rank's slice has a part."""
         work, own = self.spec.places[b].work, self.at.slot_of("direction_shard", b)
         whole = (self.at.slot_of("direction_slot", b),) if self.spec.world > 1 else ()
         return Op(
@@ -251,10 +259,11 @@ class OpBuilder:
         )
 
     def update(self, b: int) -> Op:
-        """Update bucket `b` in one pass over memory: unscale, clip, the optimizer, and the copy for the device; or,
-        as `update_on_device`, where the state is on the device, with this rank's slice of its parameters.
+        """Apply the optimizer to this rank's slice of bucket `b` in one pass over memory: unscale and clip
+        the gradient, update the state, write the new parameters for the device. If the state is on the
+        device, it runs there as `update_on_device`.
 
-        The weights of a bucket of whole matrices move along its orthogonal direction.
+        With Muon the gradient is replaced by the orthogonalized direction.
         """
         place = self.spec.places[b]
         at, on_device = self.at, place.update == "device"
@@ -304,10 +313,11 @@ class OpBuilder:
         return Op("write_buffers", (), "write", reads, (into,), nbytes=into.nbytes)
 
     def publish(self, *, last: bool = False) -> Op:
-        """Sync the checkpoint to disk and give it its name, after every rank has written its part.
+        """Complete the checkpoint after every rank has written its part: wait until the files are on the
+        disk, then rename the checkpoint to its final name.
 
-        As the `last` operation of a step it waits for the decision, because a refused step leaves no checkpoint,
-        and for the norm, because on the network lane it would delay all other collectives.
+        As the `last` operation of a step it waits for the decision, because a refused step leaves no
+        checkpoint, and for the norm, because on the network lane it would delay all other collectives.
         """
         layout = self.spec.layout
         written = tuple(self.at.written(b.index) for b in layout.all_buckets)
@@ -318,7 +328,7 @@ class OpBuilder:
         return Op("publish", (), kind, reads, (self.at("published"),))
 
     def copy_state(self, b: int) -> Op:
-        """Copy the part of bucket `b`'s state that is in memory to its slot, for a commit to the disk."""
+        """Copy bucket `b`'s optimizer state in memory to the staging slot that a commit writes to disk."""
         extent, paged = self.spec.extents[b], self.spec.places[b].state == "disk"
         slot = self.at.slot_of("state_slot", b) if paged else self.at.ring("state_slot").give(b)
         reads = (self.at("extent", b), *self.at.bucket_state(b), *((slot,) if paged else ()))
@@ -326,9 +336,10 @@ class OpBuilder:
         return Op("copy_state", (b,), "host", reads, (slot,), nbytes=nbytes)
 
     def commit(self) -> Op:
-        """Wait until the state is on the disk, then record its step there; until then the previous commit is valid.
+        """Wait until the optimizer state of all buckets is on the disk, then record the step as committed.
+        Until then the previous commit is the valid one.
 
-        A gradient that was not finite, seen after the updates, leaves no commit.
+        No commit is made if the gradient turns out not to be finite after the updates.
         """
         layout = self.spec.layout
         extents = tuple(self.at("extent", b.index) for b in layout.all_buckets)

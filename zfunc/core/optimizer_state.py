@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 @frozen
 class StateBuffer:
-    """A buffer of the optimizer state: its dtype, and how many parameters (elements) share an element of it.
+    """One buffer of an optimizer's state: its name, its dtype, and how many parameter elements share one
+    element of it.
 
-    An update of a `whole` buffer needs statistics of a whole parameter, one of a `matrix` buffer a whole matrix
-    (`zfunc.optim.base.Optimizer`). A moment that is not `signed` is never negative, as a mean of squares.
+    To update a `whole` buffer, one rank needs the whole parameter, for a `matrix` buffer the whole matrix.
+    `signed` is False for a moment that is never negative, such as a mean of squares.
     """
 
     name: str
@@ -51,9 +52,9 @@ _MASTER = (StateBuffer("master", "fp32"),)
 def formats_of(
     kind: str, moments: tuple[str, ...], unsigned: tuple[str, ...] = (), *, matrix: bool = False
 ) -> dict[str, tuple[StateBuffer, ...]]:
-    """The buffers of each state format of an optimizer, by the format's name, `kind` with -fp32, -16bit or -8bit:
-    the weights, and `moments` of 4, 2 or 1.03 bytes a parameter each. Those named in `unsigned` are never negative.
-    With `matrix`, their update needs whole matrices.
+    """The state formats of an optimizer, by name: `kind` with "-fp32", "-16bit" or "-8bit". Each is a tuple
+    of buffers: the weights, and the `moments`, which take 4, 2 or 1.03 bytes a parameter. Moments named in
+    `unsigned` are never negative; with `matrix`, an update of the moments needs whole matrices.
 
     >>> [x.name for x in formats_of("sgd", ("momentum_buffer",))["sgd-8bit"]]
     ['master_high', 'master_low', 'momentum_buffer', 'momentum_buffer_scale']

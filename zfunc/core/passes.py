@@ -11,7 +11,8 @@ from zfunc.core.spec import ALLOCATION
 
 
 def _weights(at: Regions, _m: int, s: int) -> tuple[Region, ...]:
-    """Regions of the parameters of segment `s` on the device, bucket by bucket, and of the model's constants."""
+    """The device regions that a pass through segment `s` reads beside activations: the segment's parameters,
+    bucket by bucket, and the model's constants."""
     used, places = at.spec.layout.weights_of(s), at.spec.places
     return (
         *(at.slot_of("weight_slot", b) if places[b].streamed else at.params(b) for b in used),
@@ -20,13 +21,14 @@ def _weights(at: Regions, _m: int, s: int) -> tuple[Region, ...]:
 
 
 def _left(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """Regions on the device that hold what forward left for backward; a slot if this had been moved off the
-    device."""
+    """The device regions with what forward left for backward of segment `s`; if this had been offloaded, the
+    staging slot into which it was copied back."""
     return at.left_by_forward(m, s) if at.spec.activations[s] == "device" else (at.slot_of("act_slot", s),)
 
 
 def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
-    """Regions that backward reads: results of a separate recomputation, and what forward left on the device."""
+    """The device regions that backward of segment `s` reads: the results of a separate recomputation, if
+    there was one, and what forward left."""
     recomputed = (at("recomputed", m, s),) if (R, s) in at.spec.mesh.parts else ()
     return (*recomputed, *(() if recomputed and at.spec.activations[s] != "device" else _left(at, m, s)))
 
@@ -64,7 +66,8 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
 
 
 def make_pass(at: Regions, way: str, m: int, s: int) -> Op:
-    """The operation of a pass of kind `way` of micro-batch `m` through segment `s`."""
+    """The compute operation for the pass of micro-batch `m` through segment `s` whose kind has the letter
+    `way`: "F" forward, "B" backward, "I" its input half, "W" its weight half, "R" recomputation."""
     kind, spec = PASSES[way], at.spec
     if way == F and spec.activations[s] != "device":
         at.ring("act_room").give(s)

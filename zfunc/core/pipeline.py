@@ -25,8 +25,8 @@ F, B, I, W, R = "F", "B", "I", "W", "R"  # noqa: E741
 
 
 class PassKind(NamedTuple):
-    """A kind of pass: its verb, what it takes and makes, as words such as "weights" for regions, and `work`, the
-    time assumed for it if a segment's cost is unknown, in multiples of a forward."""
+    """A kind of pass of a micro-batch through a segment: its verb; what it reads (`takes`) and writes
+    (`makes`), as words that stand for regions; `work`, its time in forwards if its cost is unknown."""
 
     verb: str
     takes: str
@@ -46,7 +46,9 @@ WAYS = {kind.verb: way for way, kind in PASSES.items()}
 
 
 class Pass(NamedTuple):
-    """A pass of one micro-batch through one segment on a device: forward, backward, or a part of backward."""
+    """The pass of micro-batch `m` through segment `s` on a device, of the kind with letter `way`: "F"
+    forward, "B" backward, "I" or "W" a half of backward, "R" recomputation. `ended` marks the end of the pass
+    in lists that have both ends."""
 
     way: str
     m: int
@@ -68,7 +70,7 @@ class InGroups:
     size: int
 
     def __call__(self, _devices: int, segments: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
-        """The passes `(way, micro-batch, segment)` of the only device, in a list of one list."""
+        """A list of one list: the device's passes in order, as (kind "F" or "B", micro-batch, segment)."""
         made, last = list[tuple[str, int, int]](), segments - 1
         for first in range(0, micro_batches, self.size):
             group = range(first, min(first + self.size, micro_batches))
@@ -86,11 +88,12 @@ def passes_listed(
     num_segments: int,
     repeated: Collection[int] = (),
 ) -> list[list[Pass]]:
-    """The passes that `order` lists for each device, less those that make what the step does not need.
+    """For each device, the passes that `order` lists for it, without those that the step does not need, such
+    as gradients below the first trained segment.
 
-    `trained` are the segments with gradients of weights, `repeated` those whose forward may be recomputed ahead of
-    backward: for any other segment an order's R (recompute) is left out. Raises PlanError for an order that has a
-    pass twice or not at all.
+    `trained` are the segments with trained parameters. `repeated` are those that may recompute forward in a
+    separate pass; for any other segment a listed "R" is dropped. Raises PlanError if a needed pass is missing
+    or listed twice.
     """
     try:
         signature(order).bind(devices, num_segments, micro_batches)
@@ -136,23 +139,25 @@ def passes_in(
     hops: Sequence[int],
     tied: Sequence[Collection[int]] = (),
 ) -> list[tuple[int, bool, Pass]]:
-    """The beginnings and ends of all passes, as (time, whether it begins, pass) in order of time. Each device runs
-    its own of `lists` in turn; a pass begins after the passes that it depends on have ended.
+    """Merge the devices' `lists` of passes into one serial order: the begin and the end of each pass, as
+    (time, whether it begins, pass), by estimated time. A device makes its passes in turn; each begins after
+    those it depends on have ended.
 
-    `work[s][way]` is the time of a pass through segment `s`, and `hops[s]` that of sending its input to another
-    device, both in any unit. Lanes that all devices share, and lanes of what a device receives, keep this order.
+    `work[s][way]` is the time of a pass of kind `way` through segment `s`, and `hops[s]` that of sending the
+    segment's input to another device, both in any unit.
 
-    So that gradient sums do not depend on timing, micro-batches pass a segment in ascending order, each way, and a
-    device makes a micro-batch's gradients from the last segment down; for the last one, so do all devices for each
-    group of `tied` segments, whose sums are added up then. `trained` lists segments with gradients of weights.
-    Raises PlanError if devices wait for each other.
+    So that gradient sums have the same bits under any timing, micro-batches pass each segment in ascending
+    order, and each device makes a micro-batch's gradients from the last segment down; so do, for the last
+    micro-batch, all devices together for each group of `tied` segments. `trained` lists the segments with
+    trained parameters. Raises PlanError if devices wait for each other.
     """
     weights, expected = {*trained}, {x[:3] for own in lists for x in own}
     split = {(m, s) for way, m, s in expected if way in (I, W)}
     last = max(m for _, m, _ in expected)
 
     def added_up(x: Pass) -> list[int]:
-        """Numbers of the groups of `tied` segments to whose sum pass `x` adds, on any device."""
+        """The indices in `tied` of the groups of segments that contain pass `x`'s segment, if it is of the
+        last micro-batch, after which a group's gradient sums are added."""
         return [n for n, group in enumerate(tied) if x.m == last and x.s in group]
 
     # What makes gradients on a device, and those of tied segments on all of them, from the lowest segment up.
@@ -162,7 +167,8 @@ def passes_in(
             groups[group].append(x)
 
     def higher(x: Pass) -> Iterator[tuple[str, int, int]]:
-        """Passes of higher segments that pass `x` follows, as gradients are summed from the top down."""
+        """Yield the passes of higher segments that have to come before pass `x`, because gradients are added
+        from the last segment down."""
         for group in ((x.m, x.device), *added_up(x)) if x.way in (B, W) and x.s in weights else ():
             own = groups[group]
             for y in own[bisect_right(own, x.s, key=lambda y: y.s) :]:
@@ -174,8 +180,8 @@ def passes_in(
     ends: dict[tuple[str, int, int], tuple[int, int]] = {}  # and the device
 
     def begins(x: Pass, free: int) -> int:
-        """The time at which pass `x` begins on its device, which is `free` from then on: when the outputs of the
-        passes before it have arrived."""
+        """The time at which pass `x` can begin: when its device is `free` and the outputs of all passes that
+        `x` depends on have arrived there."""
         for y in before[x[:3]]:
             end, device = ends[y]
             if device != x.device and y[2] != x.s:
@@ -216,9 +222,9 @@ def passes_in(
 
 
 def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]) -> str:
-    """The kind of pass that the step makes where an order lists `way` for segment `s`, "" for none: gradients of
-    the input stop above the first trained segment, those of weights need trained weights; R (recompute) needs
-    `repeated`."""
+    """The kind of pass that the step makes where an order lists kind `way` for segment `s`, "" for none. No
+    gradients are made below the first trained segment, none of an input at that segment, none of weights at a
+    frozen segment; "R" (recomputation) needs a segment in `repeated`."""
     if way == R:
         return R if s >= trained[0] and s in repeated else ""
     if s in trained[1:]:
@@ -230,8 +236,8 @@ def _made_as(way: str, s: int, trained: Sequence[int], repeated: Collection[int]
 
 
 def _before(x: Pass, split: Collection[tuple[int, int]]) -> list[tuple[str, int, int]]:
-    """The passes `(way, m, s)` after which pass `x` may begin, some of which may not exist. `split`: pairs (m, s)
-    whose backward is two passes, I and W."""
+    """The passes after which pass `x` may begin, as (kind, micro-batch, segment); some may not exist. `split`
+    has the pairs (micro-batch, segment) whose backward is divided into passes "I" and "W"."""
     way, m, s, *_ = x
     if way == F:
         return [(F, m - 1, s), (F, m, s - 1)]

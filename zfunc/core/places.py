@@ -29,25 +29,27 @@ Where = Literal["device", "host", "disk"]
 
 @frozen
 class BucketPlaces:
-    """The places of one bucket's data, and the way of its gradient to the update.
+    """Where the data of one bucket is, and how its gradient reaches the update. A place is "device", "host"
+    or "disk".
 
-    - `numel`: elements of the bucket; `shard_numel`: those of a rank's slice; `dtype`: that of its parameters and
-      gradients on the device; "uint8" if they are the bytes of encoded weights.
-    - `home`: the number of the device, or of the pipeline stage, that has those data of the bucket that are on a
-      device; `owned`: the State of this rank has a part of the bucket.
+    - `numel`: elements of the bucket; `shard_numel`: those of a rank's slice; `dtype`: that of parameters and
+      gradients on the device, "uint8" for the bytes of encoded weights.
+    - `home`: the number of the device, or of the pipeline stage, that keeps the bucket's data; `owned`:
+      whether this rank's State has a part of the bucket.
     - `params`: the place of the parameters between passes; `sharded`: each rank keeps only its slice of them.
 
     Of a trainable bucket; None, False, 0 or empty for a frozen one:
 
-    - `state`: the place of the optimizer state; `buffers`: what the state consists of: `moments`, and others;
-      `weights`: the names of those that the fp32 weights are read from.
-    - `update`: the place where the state is updated; `matrices`: an update needs whole matrices, on the device;
-      `work`: what it takes beside an element-wise pass, on the rank with most of it.
+    - `state`: the place of the optimizer state; `buffers`: all its buffers; `moments`: those that are not
+      weights; `weights`: the names of those that the fp32 weights are read from.
+    - `update`: the place where the optimizer runs; `matrices`: whether it needs whole matrices, on the
+      device; `work`: its cost beside an element-wise pass, on the rank where it is highest.
     - `gradient`: the place where the gradient waits for the update.
-    - `deliveries`: the number of gradients that a step reduces; several are `added` up in fp32. `summed`: those of
-      micro-batches are added up on the device before one leaves it, in `delivered_dtype`; `apart`: the segments
-      that share the bucket have a sum over micro-batches each, and these sums are added up last.
-    - `waits`: the update waits for the norm of the whole gradient, or for more deliveries.
+    - `deliveries`: the number of reduced gradients that a step makes; `added`: several are added up in fp32;
+      `summed`: those of all micro-batches are added up on the device, and the sum leaves it once, in
+      `delivered_dtype`; `apart`: each segment that shares the bucket has a sum of its own, and these are
+      added last.
+    - `waits`: the update waits for the norm of the whole gradient, or for further deliveries.
     """
 
     index: int
@@ -85,12 +87,13 @@ class BucketPlaces:
 
     @property
     def staged(self) -> bool:
-        """Whether the bucket's state is copied to the device for its update, and back."""
+        """Whether the bucket's optimizer state lives off the device and is copied there for each update."""
         return self.update == "device" and self.state != "device"
 
     @property
     def by_parameter(self) -> bool:
-        """Whether the bucket's update takes one parameter at a time, as it needs whole parameters."""
+        """Whether the bucket's optimizer is called once for each parameter, because an update needs
+        statistics of the whole parameter."""
         return self.matrices or any(x.whole for x in self.buffers)
 
     @property
@@ -100,7 +103,8 @@ class BucketPlaces:
 
     @property
     def keeps_high_half(self) -> bool:
-        """Whether the host has the bucket's parameters only as the high half of the master weights."""
+        """Whether the host keeps no separate copy of the bucket's 16-bit parameters: they are the high half
+        of the fp32 master weights there."""
         return self.params == "host" and self.sends_high_half
 
     @property
@@ -115,7 +119,7 @@ class BucketPlaces:
 
     @property
     def in_memory(self) -> tuple[StateBuffer, ...]:
-        """The buffers of the bucket's optimizer state that memory has between steps."""
+        """The buffers of the bucket's optimizer state that stay in memory, not on disk, between steps."""
         if self.state != "disk":
             return self.buffers
         return tuple(x for x in self.buffers if x.name == HIGH_HALF and self.keeps_high_half)
@@ -131,12 +135,12 @@ class BucketPlaces:
 
     @property
     def delivered_bytes(self) -> int:
-        """Bytes of a rank's slice of the bucket's gradient when it leaves the device."""
+        """Bytes of a rank's slice of the bucket's gradient, in the dtype in which it leaves the device."""
         return self.shard_numel * DTYPES[self.delivered_dtype].nbytes
 
     @property
     def waiting_dtype(self) -> Dtype:
-        """The dtype of the bucket's gradient, or of the sum of several, that waits in memory for the update."""
+        """The dtype in which the bucket's gradient, or the sum of several, waits in memory for the update."""
         return "fp32" if self.added else self.dtype
 
     @property
@@ -157,10 +161,11 @@ class BucketPlaces:
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that the bucket's update moves: state twice, gradient, the device's copy unless the state has it.
+        """Bytes that an update of the bucket reads and writes: the state both ways, the gradient, and the new
+        parameters for the device unless they are part of the state.
 
-        An update of whole parameters measures them first. An update of matrices moves the weights alone, and the
-        direction: the update of the momentum has moved the rest.
+        An optimizer of whole parameters reads the gradient and weights once more. An optimizer of whole
+        matrices counts the weights and the direction alone, as its momentum operation moved the rest.
         """
         state, copied = self.bytes_of(self.buffers), 0 if self.sends_high_half else self.shard_bytes
         if self.matrices:

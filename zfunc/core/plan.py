@@ -81,9 +81,11 @@ class Lane:
 
 @frozen
 class Plan:
-    """A graph's operations on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
+    """The operations of `graph` on `lanes` (FIFO queues, run by a thread or stream each). `waits[i]` are the
+    operations on other lanes that operation `i` waits for.
 
-    `build` makes a Plan, `zfunc.core.verifier.verify` checks it. Raises PlanError for arguments of other types.
+    `build` makes a Plan, `zfunc.core.verifier.verify` checks it. Raises PlanError for arguments of other
+    types.
     """
 
     graph: Graph = field()
@@ -102,10 +104,11 @@ class Plan:
 
     @cached_property
     def threads(self) -> dict[str, tuple[int, ...]]:
-        """For each thread, the operations that it issues, in order: those of its lane, or of several lanes merged.
+        """For each thread, by name, the operations that it issues, in order: those of its lane, or of several
+        lanes merged.
 
-        All threads keep one order of the whole plan in which nothing comes before what it waits for, so no thread
-        waits for an operation that it issues later. Raises PlanError for a deadlock.
+        The merged order is part of one order of the whole plan in which no operation comes before one that it
+        waits for, so no thread waits for an operation that it issues later. Raises PlanError for a deadlock.
         """
         issued: dict[str, list[int]] = {lane.thread: [] for lane in self.lanes}
         for op in topological_order(self, self.waits):
@@ -117,9 +120,9 @@ class Plan:
         return self.lanes[self.place[op][0]].thread
 
     def behind(self, waited_for: Collection[Kind] = HOST_CODE) -> dict[int, tuple[int, ...]]:
-        """By operation, where several lanes share a thread: the last operation of each other lane that has ended
-        when the thread issues it, as Python waits for operations of the kinds `waited_for`; {} where no thread is
-        shared."""
+        """If a thread issues several lanes: for each operation, the last operation of each other lane that is
+        sure to have ended when the thread issues it. The thread waits for operations of the kinds
+        `waited_for` to end. {} if each lane has its own thread."""
         if len({lane.thread for lane in self.lanes}) == len(self.lanes):
             return {}
         found: dict[int, tuple[int, ...]] = {}
@@ -155,7 +158,8 @@ class Plan:
         return sum(map(len, self.waits))
 
     def verify(self) -> "Plan":
-        """This plan, if any timing of its threads gives the serial result; PlanError names the race if not."""
+        """Return this plan if every timing of its lanes gives the result of the serial graph. Raises
+        PlanError, which names the race, if one does not."""
         return above("verify")(self)
 
     def simulate(self, hardware: Hardware = ROUND) -> Timeline:
@@ -167,7 +171,7 @@ class Plan:
         return above("lower_bound")(self.graph, hardware)
 
     def peak_bytes(self) -> dict[Tier, int]:
-        """The most bytes that this plan may have on each tier at once, in any timing."""
+        """Upper bound, in bytes, of the memory in each tier that a step of this plan takes, in any timing."""
         return {tier: peak.nbytes for tier, peak in above("peak_memory")(self).items()}
 
     def text(self) -> str:
@@ -176,7 +180,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of the plan's text, which ranks compare."""
+        """Hash of the plan's text, 16 hex digits, by which ranks check that they have the same plan."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -248,12 +252,12 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
 
 def project(plan: Plan, stage: int | None) -> Plan:
     """The part of `plan`, made for all pipeline stages, that a rank of stage `stage` executes: the stage's
-    operations, in order, and the joint ones, which all ranks execute together. With stage None, `plan` itself.
+    operations, in order, and the joint operations, which all ranks execute together. If `stage` is None,
+    `plan` itself.
 
-    All waits between these are derived anew, because what implied a wait may be another rank's. A receive waits for
-    its send by itself, so where the whole plan has no deadlock, the ranks have none. Joint operations are on one
-    lane with the stage's messages, in an order that the whole plan allows: so a rank that computes does not wait
-    for others meanwhile, and one that hangs is not among those that wait.
+    The waits of the part are derived anew, because a wait may have been implied by one on another rank. Where
+    `plan` has no deadlock, the ranks have none, as a receive waits for its send. Joint operations and the
+    stage's messages are on one lane, in an order that `plan` allows, so computation does not wait for them.
     """
     if stage is None:
         return plan
@@ -283,7 +287,8 @@ def project(plan: Plan, stage: int | None) -> Plan:
 
 
 def lane_errors(plan: Plan) -> Iterator[str]:
-    """Error texts on the lanes of `plan`: operations that are unknown or on lanes twice, repeated lane names."""
+    """Yield a text for each mistake in the lanes of `plan`: an operation that the graph does not have, an
+    operation on lanes twice, two lanes of one name."""
     expected = "expected every operation of the graph once"
     times = Counter(op for lane in plan.lanes for op in lane.ops)
     for i in sorted(times.keys() - range(len(plan.graph))):
@@ -306,7 +311,8 @@ def lane_errors(plan: Plan) -> Iterator[str]:
 
 
 def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Yield the operations of `plan`, those of each lane in its order, and each after all of `needs[op]`.
+    """Yield the numbers of all operations of `plan` in an order that keeps each lane's order and puts each
+    operation `op` after all of `needs[op]`.
 
     Raises PlanError, naming the operations that wait for each other, if there is no such order.
     """
@@ -338,9 +344,11 @@ def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[in
 
 
 def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
-    """The dependencies of `op` on other lanes, in plan `order`, that no other wait and no lane order implies.
+    """The operations on other lanes that `op` has to wait for: its dependencies, in the lanes of plan
+    `order`, less those that lane order or another of these waits implies.
 
-    `known` is the vector clock of the operation before `op` on its lane, `clocks` those of all earlier operations.
+    `known` is the vector clock of the operation before `op` on its lane, `clocks` those of all earlier
+    operations.
     """
     place = order.place
     # Of each lane the position of the last operation that is needed and not known to be done. Earlier ones there
@@ -370,7 +378,8 @@ def _no_clocks(plan: Plan) -> list[Clock]:
 def _tick(
     before: Clock, lane: int, position: int, waits: Sequence[int], clocks: Mapping[int, Clock]
 ) -> Clock:
-    """The vector clock after operation `position` of `lane`: that `before` it, joined with those of its `waits`."""
+    """The vector clock of the operation at `position` of `lane`: the clock `before` it on its lane, joined
+    with the `clocks` of the operations that it `waits` for, and advanced by itself."""
     for n in waits:
         if n in clocks:
             before = tuple(map(max, before, clocks[n]))
@@ -378,7 +387,8 @@ def _tick(
 
 
 def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
-    """The error text for a deadlock: a cycle of `pending` operations, each behind another by lane or `needs`."""
+    """The error text for a deadlock: a cycle of `pending` operations in which each has to follow the next, by
+    lane order or because of `needs`."""
     op = next(iter(pending))
     path: list[int] = []
     while op not in path:
@@ -396,7 +406,7 @@ def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, 
 
 
 def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
-    """Text on why `op` has to follow operation `behind`: a wait over a region if it `waits`, else one lane."""
+    """Text on why `op` must follow operation `behind`: a wait over a region (`waits`), or lane order."""
     name, before = plan.graph.ops[op].name, plan.graph.ops[behind].name
     lane, other = (plan.lanes[plan.place[i][0]].name for i in (op, behind))
     if not waits:
@@ -407,7 +417,7 @@ def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
 
 
 def plan_excerpt(plan: Plan, ops: Iterable[int]) -> str:
-    """The lanes of `plan` as text, "->" at the lines of `ops`; of a long plan only the lines near them."""
+    """The lanes of `plan` as text with "->" before the operations `ops`, cut to the lines near them."""
     names = {f"  {plan.graph.ops[i].name}" for i in ops}
     lines = [("->" if line.split("  after ")[0] in names else "  ") + line for line in _lane_lines(plan)]
     if len(lines) <= 60:

@@ -34,8 +34,9 @@ def recipe_of(spec: StepSpec) -> Recipe:
 
 
 def plain(spec: StepSpec) -> Iterator[Op]:
-    """`zero_offload` in its simplest case, written to be read first: parameters on one device, all else on the
-    host, settings at their defaults, but for a few such as `micro_batches`, `clip_norm` and `slots`.
+    """The simplest case of `zero_offload`, written to be read first: parameters on one device, optimizer
+    state and updates on the host. Only a few settings may differ from their defaults, such as `micro_batches`
+    and `clip_norm`.
 
     Raises PlanError for other settings, several ranks, tied parameters and updates of whole matrices.
     """
@@ -123,11 +124,12 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
 
 
 def deferred(spec: StepSpec) -> Iterator[Op]:
-    """ZeRO-Offload with deferred updates: each step begins with those of the step before, which forward hides.
+    """ZeRO-Offload with deferred updates: a step ends with its decision, and the next step begins by making
+    the updates that this one decided, while its forward runs.
 
-    This is `zero_offload`, cut at the decision, so the numbers are the same: Adam of a bucket runs just before the
-    first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the step
-    before is to skip. A checkpoint has the state after the updates. Buckets in `spec.resident` do not wait.
+    The results are those of `zero_offload`: each bucket is updated just before the first segment that reads
+    its parameters. In the first step, where no gradient waits, the previous decision counts as "skip". A
+    checkpoint has the state after the updates. Buckets in `spec.resident` are updated in their own step.
 
     Raises PlanError for a spec whose updates are not deferred.
     """
@@ -152,10 +154,10 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
 
 
 def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Iterator[Op]:
-    """Yield `passes`, and before the first read of a bucket's parameters its update, `slots` buckets ahead.
+    """Yield `passes` with deferred updates of buckets in between: before an operation that reads a bucket's
+    parameters come the updates of that bucket and of the next `slots` buckets.
 
-    So the lane that reads parameters waits for a few updates, not for all of them, and so does the first forward,
-    on the lane that makes matrices orthogonal.
+    So neither the lane that reads parameters nor the first forward waits for all updates.
     """
     # Buckets in the order in which forward reads them: the last one of the host, the last one that has been read
     # or is about to be, the last one whose update has begun.
@@ -184,7 +186,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
 
 
 def flush_recipe(spec: StepSpec) -> Iterator[Op]:
-    """The operations of the deferred updates alone, without a step."""
+    """The operations that make only the updates deferred by the last step; there is no batch."""
     yield from _update_offloaded(spec, OpBuilder(spec))
 
 
@@ -210,9 +212,11 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 
 
 def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
-    """Forward and backward of all micro-batches. With `update`, a bucket is updated once its gradient is complete.
+    """Yield forward and backward of all micro-batches. With `update`, each bucket is updated as soon as its
+    gradient is complete.
 
-    The decision needs the losses of all micro-batches. It precedes the last backward unless it waits for the norm.
+    Also decides the step once the losses of all micro-batches are known, before the last backward, unless the
+    decision has to wait for the norm.
     """
     here: dict[int, int] = {}  # the segment whose weights a device has fetched last
     for way, m, s, device, ended in spec.passes:
@@ -232,8 +236,8 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
 
 
 def _loaded_before(spec: StepSpec, m: int) -> Sequence[int]:
-    """The micro-batches that are copied to the first device just before the first pass of micro-batch `m`: all of
-    its group, or, with several devices, the one after `m`."""
+    """The micro-batches to copy to the first device just before the first pass of micro-batch `m`: all of its
+    group if it is the group's first; with several devices, the one after `m`, and at first `m` itself."""
     total, size = spec.settings.micro_batches, spec.settings.group_size
     if spec.mesh.made_on:
         return range(m + (m > 0), min(m + 2, total))
@@ -252,7 +256,9 @@ def _load(spec: StepSpec, emit: OpBuilder, micro_batches: Iterable[int]) -> Iter
 
 
 def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterator[Op]:
-    """A pass of kind `way` of segment `s`; before backward, first copy back activations that left the device."""
+    """Yield the operation for a pass of kind `way` ("F" forward, "B" backward, "R" recomputation, "I" and "W"
+    halves of backward) through segment `s`. Before backward, first copy back activations that were offloaded.
+    """
     first = way == R if (R, s) in spec.mesh.parts else way in (B, I)
     if first and spec.activations[s] == "disk":
         yield emit.unspill_act(m, s)
@@ -262,8 +268,8 @@ def _begin(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int) -> Iterato
 
 
 def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op]:
-    """After a forward, copy activations off the device and send the output on; after the last loss, decide the step
-    if the decision needs no norm."""
+    """After forward of micro-batch `m` through segment `s`: offload its activations, send its output to the
+    next segment's device. After the step's last loss, decide the step unless that needs the norm."""
     last = spec.num_segments - 1
     if spec.activations[s] != "device":
         yield emit.stash(m, s)
@@ -282,14 +288,14 @@ def _end_forward(spec: StepSpec, emit: OpBuilder, m: int, s: int) -> Iterator[Op
 
 
 def _keep_buffers(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """For each device, the operation that copies the module buffers that forward changed to the State."""
+    """Yield, for each device, the copy of the module buffers that forward changed into the State."""
     for device in sorted({spec.mesh.device_of(F, 0, s) for s in spec.stateful}):
         emit.at.device = device
         yield emit.keep_buffers()
 
 
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
-    """Bring those streamed parameters of segment `s` to the device that no slot there holds."""
+    """Copy to the device, and gather, the streamed parameters of segment `s` that no slot there has yet."""
     streamed = [b for b in spec.layout.weights_of(s) if spec.places[b].streamed]
     for place in (spec.places[b] for b in emit.at.ring("weight_slot").take(streamed)):
         yield from _read_weights(emit, place)
@@ -300,16 +306,17 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
 
 
 def _read_weights(emit: OpBuilder, place: BucketPlaces) -> Iterator[Op]:
-    """Read parameters that live on the disk into pinned memory, unless a slot there holds those of this bucket."""
+    """Read the bucket's parameters, if they live on the disk, into a pinned slot unless a slot has them."""
     if place.params == "disk" and emit.at.ring("weight_page").take([place.index]):
         yield emit.page_in_weights(place.index)
 
 
 def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, update: bool) -> Iterator[Op]:
-    """After backward `way`, send on the gradient of the input, pack the gradients of the weights, and deliver each
-    bucket, and `update` it, as soon as its gradient is complete.
+    """After a pass of kind `way` that made gradients in segment `s`: send the input's gradient to the device
+    of the segment below, and pack those of weights into buckets. Each bucket with a complete gradient is
+    reduced, copied off the device and, with `update`, updated.
 
-    At most one bucket is incomplete at a time, so a single slot of a bucket's gradient is enough.
+    At most one bucket is incomplete at a time, so a single slot for a bucket's gradient is enough.
     """
     layout, here = spec.layout, emit.at.device
     if way != W and s > layout.first_trainable and (there := spec.mesh.device_of(B, m, s - 1)) != here:
@@ -333,8 +340,8 @@ def _end_backward(spec: StepSpec, emit: OpBuilder, way: str, m: int, s: int, *, 
 
 
 def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
-    """Stage 1: add the gradients of segment `s` to bucket `b`'s sum on the device. The step's last contribution
-    delivers the sum as delivery `d` and, with `update`, updates the bucket."""
+    """ZeRO stage 1: add the gradients of segment `s` to the sum of bucket `b` on the device. After the step's
+    last addition the sum is reduced and copied off the device, and, with `update`, the bucket is updated."""
     deliveries = spec.layout.buckets[b].deliveries
     if m == 0 and d == 0:
         yield emit.pack(m, b, s, first=s == deliveries[0][0])
@@ -345,7 +352,9 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 
 
 def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update: bool) -> Iterator[Op]:
-    """Reduce delivery `d` of bucket `b`, sum its squares, send it on; with `update`, update after the last one."""
+    """Take the gradient of bucket `b` (delivery `d`: tied parameters have one for each segment) to where it
+    is updated: reduce it over ranks, sum its squares, copy or add it. With `update`, the last one also starts
+    the update."""
     place, last = spec.places[b], m == spec.settings.micro_batches - 1
     complete = last and (spec.settings.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1)
     begins = d == 0 or place.apart  # a sum of its own
@@ -384,14 +393,15 @@ def _deliver(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, *, update:
 
 
 def _update_all(spec: StepSpec, emit: OpBuilder, buckets: Iterable[int]) -> Iterator[Op]:
-    """Update `buckets`, whose gradients wait, in the order given, and end all their updates."""
+    """Yield the complete updates of `buckets`, whose gradients are waiting, in the order given."""
     for b in buckets:
         yield from _update(spec, emit, b)
     yield from _end_updates(spec, emit)
 
 
 def _at_home(made: Update) -> Update:
-    """A decorator of `made`: the operations it yields for a bucket are on the device where that bucket lives."""
+    """A decorator of a generator `made`: the operations that it yields for a bucket run on the device (or
+    stage) that keeps the bucket."""
 
     @wraps(made)
     def at_home(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
@@ -404,9 +414,10 @@ def _at_home(made: Update) -> Update:
 
 @_at_home
 def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-    """Update bucket `b`: its optimizer state, and its parameters on all devices.
+    """Yield the update of bucket `b`: of its optimizer state, and of its parameters on all devices.
 
-    An update of whole matrices only begins here: the device orthogonalizes them while the host begins the next.
+    For optimizers of whole matrices this is only the first part of the update: the device orthogonalizes
+    while the host begins the next bucket.
     """
     place = spec.places[b]
     # The slot of a state that lives elsewhere is occupied until its update has ended.
@@ -428,14 +439,15 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
 
 
 def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0) -> Iterator[Op]:
-    """End the updates of matrix buckets that have begun, but for the last `left` of them."""
+    """End the updates that have begun, of buckets of whole matrices, oldest first, except the last `left`."""
     while len(emit.begun) > left:
         yield from _end_update(spec, emit, emit.begun.pop(0))
 
 
 @_at_home
 def _end_update(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-    """Make matrices of bucket `b` orthogonal, update its weights, send them to where they are used and kept."""
+    """The second part of the update of bucket `b` of whole matrices: orthogonalize the directions, update the
+    weights, copy them to where they are used and kept."""
     place = spec.places[b]
     if place.matrices:
         if spec.world > 1:

@@ -28,8 +28,9 @@ Index = tuple[int, ...]
 
 @frozen
 class Row:
-    """The common fields of a buffer's regions: each is one value for all of them, or a function of the spec and a
-    region's index. A region is on the device or rank whose operations are made, unless `of` returns another."""
+    """The fields that all regions of one buffer name have in common: each a value, or a function of
+    (StepSpec, region index). A region belongs to the device or rank for which operations are being made,
+    unless `of` returns the number of another."""
 
     nbytes: int | Callable[[StepSpec, Index], int]
     tier: Tier | Callable[[StepSpec, Index], Tier] = "device"
@@ -60,26 +61,28 @@ def _forward_of(spec: StepSpec, i: Index) -> int:
 
 
 def _square_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of the exact sums of a bucket's squared gradient: one sum, or one for each parameter if their norms are
-    wanted; at least room for a norm of each parameter, which a device stores instead."""
+    """Bytes for the sums of squares of a bucket's gradient: an exact sum of 21 doubles, with `norms` one for
+    each parameter; at least 4 bytes a parameter, as a device may write fp32 norms instead."""
     parameters, row = len(spec.layout.buckets[i[-1]].spans), SUM_PARTS * FP64
     return row * (parameters if spec.settings.norms else max(1, -(-FP32 * parameters // row)))
 
 
 def left_bytes(spec: StepSpec, s: int) -> int:
-    """Bytes of what backward of segment `s` needs of forward, where it has left the device and come back."""
+    """Bytes of the activations (input, residuals) that backward of segment `s` needs, when they are offloaded
+    after forward and copied back."""
     return max(spec.costs[s].stash_bytes, spec.costs[s].input_bytes)
 
 
 def _stashed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of a segment's activations that wait for backward off the device; tensors that an earlier segment's
-    stash has do not count."""
+    """Bytes of a segment's offloaded activations for one micro-batch, without the tensors that are already
+    offloaded for an earlier segment."""
     before = spec.stashed_before[i[-1]]
     return left_bytes(spec, i[-1]) - sum(x.nbytes for x in spec.costs[i[-1]].shared if x.leaf in before)
 
 
 def _recomputed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes that a segment's recomputation keeps for backward: residuals, and activations copied back to a slot."""
+    """Device bytes that a separate recomputation of a segment keeps for its backward: residuals, and
+    offloaded activations, copied back."""
     came_back = 0 if spec.activations[i[-1]] == "device" else spec.costs[i[-1]].stash_bytes
     return spec.costs[i[-1]].recomputed_bytes + came_back
 
@@ -91,12 +94,13 @@ def _extent_bytes(spec: StepSpec, i: Index) -> int:
 
 
 def _delayed(spec: StepSpec, i: Index) -> Lifetime:
-    """The lifetime of a waiting gradient: "state" if it waits for the next step, "program" within the step."""
+    """The lifetime of the region in which a bucket's gradient waits for its update: "state" if the next step
+    makes the update, "program" if this step does."""
     return "state" if spec.deferred and spec.places[i[-1]].state != "device" else "program"
 
 
 def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
-    """The description (Row) of the region of a bucket's gradient that waits in `tier` for its update."""
+    """The common fields (Row) of the regions in which buckets' gradients wait in `tier` for their updates."""
     return Row(
         lambda spec, i: spec.places[i[-1]].waiting_bytes,
         *(tier, _delayed),
@@ -106,7 +110,7 @@ def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
 
 
 def _slot(tier: Tier, dtype: Dtype | None, role: Role | None = None) -> Row:
-    """The description (Row) of staging slots in `tier`, of `dtype`, by default that of the setting `precision`."""
+    """The common fields (Row) of staging slots in `tier`, of `dtype`, by default that of `precision`."""
     return Row(0, tier, "program", dtype or (lambda spec, _: spec.settings.precision), role)
 
 
@@ -214,7 +218,7 @@ T = TypeVar("T")
 
 
 def _once(make: Method) -> Method:
-    """A decorator that caches the regions that a method makes, by its arguments, so that operations share them."""
+    """A decorator of methods of `Regions` that caches results by arguments: operations share regions."""
 
     @wraps(make)
     def made(self: "Regions", *args: Any) -> Any:
@@ -228,11 +232,11 @@ def _once(make: Method) -> Method:
 
 @define
 class Regions:
-    """Makes the regions (named memory) that operations of a step of `spec` read and write, and records, while a
-    recipe yields operations, which item (a bucket, say) each staging slot holds.
+    """Makes the regions (named memory) that operations of a step of `spec` read and write, and records, while
+    a recipe yields operations, which staging slot has which data.
 
-    `device` is the number of the device whose operations are made now: regions in device memory are its own by
-    default.
+    `device` is the number of the device for which operations are being made: regions in device memory are on
+    this one by default.
     """
 
     spec: StepSpec
@@ -246,7 +250,7 @@ class Regions:
 
     @_once
     def __call__(self, buffer: str, *index: int) -> Region:
-        """The region named `buffer`, with `index`; sizes and places are those of the step's spec."""
+        """The region named `buffer` with `index`; the step's spec gives its size, tier and owner."""
         return self._made(buffer, REGIONS[buffer], index)
 
     def some(self, buffer: str, *index: int) -> tuple[Region, ...]:
@@ -254,7 +258,8 @@ class Regions:
         return (r,) if (r := self(buffer, *index)).nbytes else ()
 
     def _made(self, buffer: str, row: Row, index: Index, device: int | None = None) -> Region:
-        """The region of `row` with `index`, on `device`, by default the one whose operations are made."""
+        """A region with the fields of `row` and `index`, on `device`, by default the regions' current
+        device."""
         spec = self.spec
         tier, lifetime = _for(row.tier, spec, index), _for(row.lifetime, spec, index)
         if row.of is not None:
@@ -268,47 +273,54 @@ class Regions:
         return Region(buffer, index, nbytes, tier, lifetime, dtype, row.role, *own)
 
     def _number(self, tier: Tier, device: int) -> int:
-        """The number of a device's memory in `tier`: the device's own, or 0 in memory that devices share."""
+        """The device number that a region in `tier` gets: `device` in device memory and in a pipeline over
+        ranks, 0 in memory that devices share."""
         return device if tier == "device" or self.spec.mesh.over_ranks else 0
 
     def number(self, verb: str, *index: int) -> int:
-        """Count operation `verb` of `index`; returns how often it was made before, to tell repetitions apart."""
+        """Count one more operation with `verb` and `index`. Returns how many there were before, the first
+        part of the name of an operation that a step repeats."""
         self.times[verb, index] += 1
         return self.times[verb, index] - 1
 
     @property
     def constants(self) -> tuple[Region, ...]:
-        """The region of the model's constants on this device, or () without constants."""
+        """The region of the model's constants (unchanging buffers) on this device, in a tuple; () if none."""
         return self.some("constants", *([self.device] if self.device else []))
 
     def received(self, buffer: str, way: str, m: int, s: int) -> Region:
-        """The region with the input of segment `s` ("act") or its gradient ("grad_act"), by `buffer`, that a pass
-        of kind `way` on this device reads: where this device made it, or where it arrives from another."""
+        """The region into which this device writes segment `s`'s input (`buffer` "act") or its gradient
+        ("grad_act") for a pass of kind `way`; if another device makes that pass, a buffer "sent_..." to copy
+        from."""
         if self.spec.mesh.device_of(way, m, s if way == F else s - 1) != self.device:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
 
     def losses(self, m: int) -> tuple[Region, ...]:
-        """What the last segment makes of micro-batch `m`: the loss, and auxiliary outputs if there are some."""
+        """The regions of micro-batch `m`'s loss and of the last segment's auxiliary outputs, if any."""
         return (self("loss", m), *self.some("aux", m), *self.some("aux_rows", m))
 
     def params(self, b: int) -> Region:
-        """The parameters of bucket `b` where they live: on the device or in pinned memory, all or a slice."""
+        """The region with the parameters of bucket `b` between passes, on the device or in pinned memory: all
+        of them, or this rank's slice."""
         return self("params" if self.spec.places[b].trainable else "frozen", b)
 
     def residuals(self, m: int, s: int) -> tuple[Region, ...]:
-        """Residuals that forward of segment `s` keeps beside its output; () if backward recomputes them."""
+        """The region of the residuals of forward of segment `s`, in a tuple; () if backward recomputes
+        them."""
         kept = not self.spec.recompute[s] or s in self.spec.stateful
         return (self("residuals", m, s),) if kept and s >= self.spec.layout.first_trainable else ()
 
     def ring(self, buffer: str) -> Ring:
-        """The ring of slots of `buffer`: this device's own, or the ring that all devices share."""
+        """The set of staging slots named `buffer`: this device's own, or, in host memory, the one that
+        devices share."""
         if (own := self._rings.get(self.device)) is None:
             own = self._rings[self.device] = self._rings_of(self.device)
         return own[buffer]
 
     def slot_of(self, buffer: str, item: int) -> Region:
-        """The slot that holds `item` in the ring of `buffer`. Raises PlanError if no slot does."""
+        """The staging slot in the ring `buffer` with the data of `item`, a bucket or segment; PlanError if
+        none."""
         return self.ring(buffer).slot(item)
 
     @_once
@@ -317,7 +329,7 @@ class Regions:
         return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in own.items()}
 
     def blank_slot(self, buffer: str, device: int) -> Region:
-        """A region of `buffer` on `device`, without slot number and size, from which a `Ring` makes its slots."""
+        """The region named `buffer` on `device`, without number and size, as a template of a ring's slots."""
         number = self._number(_for(REGIONS[buffer].tier, self.spec, ()), device)
         return self._made(buffer, REGIONS[buffer], (number,) if number else (), device)
 
@@ -332,34 +344,40 @@ class Regions:
         return self._made("grad_slot", row, (b,))
 
     def delivered(self, b: int) -> Region:
-        """The region with this rank's slice of bucket `b`'s gradient on the device, about to be delivered."""
+        """The device region from which this rank's slice of bucket `b`'s gradient is copied off the
+        device."""
         return self.slot_of("sum_slot", b) if self.spec.places[b].summed else self.gradient(b)
 
     def buffers(self, s: int, *, new: bool) -> tuple[Region, ...]:
-        """Module buffers, if any, that forward of segment `s` changes: the State's or, if `new`, its new values."""
+        """The region of the module buffers that forward of segment `s` changes: the State's values or, if
+        `new`, the step's new ones; () if it changes none."""
         buffer = "next_module_buffers" if new else "module_buffers"
         return (self(buffer, s),) if s in self.spec.stateful else ()
 
     def act_room(self, s: int) -> tuple[Region, ...]:
-        """A slot without bytes, for which forward of segment `s` waits until older activations are on the host."""
+        """A slot without memory that limits how many micro-batches' activations are on the device: forward of
+        segment `s` waits for it until older ones are offloaded. () if they are not offloaded."""
         return (self.slot_of("act_room", s),) if s in self.ring("act_room") else ()
 
     def keys(self, s: int) -> tuple[Region, ...]:
-        """Host memory of attention's keys and values in segment `s` on this device, for rows in tiles, or ()."""
+        """The host region, in a tuple, for attention's keys and values in segment `s` of rows in tiles; else
+        ()."""
         own = [self.device] if self.device else []
         return (self("host_keys", *own),) if self.spec.costs[s].key_bytes else ()
 
     def left_by_forward(self, m: int, s: int) -> tuple[Region, ...]:
-        """Regions that forward of segment `s` leaves on the device: input, residuals, maybe its output."""
+        """The device regions that forward of segment `s` leaves for backward: its input, residuals, and its
+        output if residuals share tensors with it."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
         made = (self.received("act", F, m, s + 1),) if output else ()
         return (self("act", m, s), *kept, *made, *self.act_room(s))
 
     def sum(self, b: int, d: int) -> Region:
-        """The sum over micro-batches of delivery `d` of bucket `b`; the first delivery's becomes the gradient.
+        """The region of the sum, over micro-batches, of bucket `b`'s gradients from delivery `d` (tied
+        parameters have one for each segment). That of delivery 0 becomes the gradient.
 
-        So the sums of a tied bucket's segments are added in one order, whichever order the micro-batches come in.
+        With a sum for each delivery, the order of micro-batches does not change the order of the additions.
         """
         total = self.gradient_to_apply(b)
         if d == 0 or not self.spec.places[b].apart:
@@ -367,12 +385,13 @@ class Regions:
         return evolve(total, buffer="tied_sum", index=(b, d), lifetime="program")
 
     def gradient_to_apply(self, b: int) -> Region:
-        """The gradient of bucket `b` that waits for its update, in memory, or in a staging slot for the disk."""
+        """The region in memory with the gradient of bucket `b` that waits for its update; if it waits on the
+        disk, the staging slot it is read into."""
         return self.waiting(b) if self.spec.places[b].gradient != "disk" else self.slot_of("grad_page", b)
 
     def applied(self, b: int) -> Region:
-        """The gradient of bucket `b` that its update reads: where the gradient waits, or in the slot where it has
-        arrived, which may be the state's slot."""
+        """The region with the gradient that the update of bucket `b` reads: where it waits, or a slot it was
+        copied to, which for a staged update is a part of the slot of the optimizer state."""
         place = self.spec.places[b]
         if place.staged and place.gradient != "device":
             return self.slot_of("update_slot", b)
@@ -381,15 +400,14 @@ class Regions:
         return self.gradient(b) if place.update == "device" else self.slot_of("host_slot", b)
 
     def waiting(self, b: int) -> Region:
-        """The gradient of bucket `b` that waits in memory for its update; a sum if a step adds up several."""
+        """The region in memory where bucket `b`'s gradient, or a sum of several, waits for its update."""
         place = self.spec.places[b]
         if place.gradient == "device":
             return self("device_sum" if place.added else "device_grad", b)
         return self("grad_sum" if place.added else "host_grad", b)
 
     def state(self) -> Iterator[Region]:
-        """The regions of a State, which have the lifetime "state" in operations of any recipe; on a rank of a
-        pipeline, those of its stage."""
+        """Yield the regions of a training State (lifetime "state"); with pp those of this rank's stage."""
         return of_stage(self._state(), self.spec.stage)
 
     def _state(self) -> Iterator[Region]:
@@ -410,7 +428,8 @@ class Regions:
                 yield self("spilled", b) if place.gradient == "disk" else self.waiting(b)
 
     def on_device(self) -> dict[Region, bool]:
-        """A State's regions on the device: True for parameters that master weights can remake, else False."""
+        """The State's regions in device memory. The value is True for parameters that can be made again from
+        master weights, else False."""
         spec, there = self.spec, (r for r in self.state() if r.tier == "device")
         kept = {x.index for x in spec.places if x.trainable} | spec.frozen_masters
         made = {b for b in kept if spec.world == 1 or spec.places[b].sharded}
@@ -418,29 +437,30 @@ class Regions:
 
     @_once
     def bucket_state(self, b: int) -> tuple[Region, ...]:
-        """Optimizer state of bucket `b` in memory; the buffers that are copied to the device are pinned."""
+        """The regions of bucket `b`'s optimizer state in memory; pinned if they are copied to the device."""
         place = self.spec.places[b]
         sent = HIGH_HALF if place.sends_high_half else ""
         return tuple(self.of_state(x, b, place.staged or x.name == sent) for x in place.in_memory)
 
     def updated_state(self, b: int, but: Collection[str] = ()) -> tuple[Region, ...]:
-        """Regions of bucket `b`'s state that an update changes: in memory and in the slot of the paged state, or in
-        the slot on the device.
+        """The regions of bucket `b`'s optimizer state that its update changes: where they are in memory, and
+        the slot of the part that lives on the disk; or, if the state is copied to the device, the slot there.
 
-        Buffers named in `but` are left out: another operation of the update changes them.
+        Buffers named in `but` are left out, because another operation of the update changes them.
         """
         if self.spec.places[b].staged:
             return (self.slot_of("update_slot", b),)
         return (*(r for r in self.bucket_state(b) if r.buffer not in but), *self.paged(b))
 
     def direction(self, b: int) -> Ring:
-        """The ring with this rank's slices of update directions, on the device or host that updates bucket `b`."""
+        """For Muon: the ring of slots for this rank's slices of update directions, where bucket `b` is
+        updated: on the device or the host."""
         return self.ring("direction_shard" if self.spec.places[b].update == "device" else "host_direction")
 
     @_once
     def of_state(self, x: StateBuffer, b: int, copied: bool = False) -> Region:
-        """Buffer `x` (a state buffer or the moving average) of this rank's state of bucket `b`, in its tier; pinned
-        if `copied`."""
+        """The region of buffer `x`, of the optimizer state or the moving average, for this rank's slice of
+        bucket `b`; in pinned memory if it is `copied` to the device."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
         role = "ema" if x == EMA else "state"
@@ -449,25 +469,27 @@ class Regions:
         )
 
     def high_half(self, b: int) -> Region:
-        """The bf16 high half of bucket `b`'s split master, which is copied to the device unchanged."""
+        """The region of the high half of bucket `b`'s master weights: the bf16 parameters for the device."""
         return next(r for r in self.bucket_state(b) if r.buffer == HIGH_HALF)
 
     def paged(self, b: int) -> tuple[Region, ...]:
-        """The slot of bucket `b`'s state, if it lives on the disk, or of a frozen bucket's parameters that do."""
+        """The staging slot into which bucket `b`'s optimizer state, or a frozen bucket's parameters, are read
+        from the disk; () if they do not live there."""
         place = self.spec.places[b]
         if place.state == "disk":
             return (self.slot_of("state_slot", b),)
         return (self.slot_of("weight_page", b),) if place.params == "disk" and not place.trainable else ()
 
     def saved(self, b: int) -> tuple[Region, ...]:
-        """Regions in memory that a checkpoint saves of bucket `b`: state and average, or frozen parameters."""
+        """The regions in memory that a checkpoint stores of bucket `b`: optimizer state and moving average,
+        or the parameters of a frozen bucket."""
         if not (place := self.spec.places[b]).trainable:
             return () if place.params == "disk" else (self.params(b),)
         average = (self.of_state(EMA, b),) if self.spec.settings.ema is not None else ()
         return (*self.bucket_state(b), *average)
 
     def written(self, b: int) -> Region:
-        """A region on the disk as large as what a checkpoint writes of bucket `b`."""
+        """A region on the disk for what a checkpoint stores of bucket `b`, with its size in bytes."""
         place = self.spec.places[b]
         nbytes = sum(place.shard_bytes if r.role == "params" else r.nbytes for r in self.saved(b))
         nbytes += self.spec.extents[b].moved_bytes if "disk" in (place.state, place.params) else 0
@@ -475,7 +497,8 @@ class Regions:
 
 
 def _open_sums(spec: StepSpec, device: int) -> int:
-    """The most segments at one time of which some, but not all, micro-batches' gradients are summed on `device`."""
+    """The largest number of segments, at any one time, whose gradients `device` has added up for some
+    micro-batches but not yet for all."""
     most, counts = 0, Counter[int]()
     for x in spec.passes if spec.mesh.made_on else ():
         if x.way in (B, W) and x.device == device and x.ended:
@@ -487,9 +510,9 @@ def _open_sums(spec: StepSpec, device: int) -> int:
 
 
 def rings(at: Regions, device: int) -> Iterator[Ring]:
-    """Yield the rings of staging slots of `device`, first those of which a step uses every slot, each made for the
-    bytes of its items and the number of them that have slots at a time. A ring on a device has only items of that
-    device's passes."""
+    """Yield the rings of staging slots of `device`, first those of which a step uses every slot. A ring has
+    slots for the bytes of its items (buckets or segments) and for as many as are in use at a time; a ring in
+    device memory only has items of that device's passes."""
     spec, layout, settings = at.spec, at.spec.layout, at.spec.settings
     slots = settings.slots
 
@@ -510,7 +533,7 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
         return [s for s in segments if s in there]
 
     def off_device(own: Iterable[T], of_all: Iterable[T]) -> Iterable[T]:
-        """Items for a ring off the device: this device's `own` if devices are ranks, else the items `of_all`."""
+        """The items for a ring off the device: with pp `own`, those of this device; else `of_all` devices."""
         return own if spec.mesh.over_ranks else of_all
 
     # A slot of parameters, or of gradients in their dtype, serves buckets of one.

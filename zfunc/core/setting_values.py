@@ -77,11 +77,12 @@ def make_setting(
     tries: tuple[Any, ...] = (),
     **more: Any,
 ) -> Any:
-    """An attrs field for a setting, with its flag for commands: an Option in `group` with arguments `more`, no flag
-    without a `group`. The flag is checked like the setting, but takes "auto" only where a command offers it.
+    """An attrs field for a setting of a step with its command-line flag (an Option in the help group `group`,
+    with arguments `more`; no flag if `group` is ""). `check` validates both; a flag takes "auto" only where a
+    command offers it.
 
-    `tries` are the values that the planner tries, those that take most memory of the device first; "auto" stands
-    for what it computes. `detail` is added to `help` in documentation, `note` in the help of commands.
+    `tries` are the values that the planner tries, those that need most device memory first; "auto" among them
+    stands for computed values. `detail` follows `help` in documentation, `note` in the help of commands.
     """
     typed = evolve(check, names=[x for x in check.names if x != AUTO]) if isinstance(check, OneOf) else check
     option = Option(group, help + note, typed, **more)
@@ -101,13 +102,14 @@ def tile_counts(tokens: int) -> list[int]:
 
 
 def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
-    """The setting `schedule`; if it is left to the device, the name of the default schedule of a CPU or
-    accelerator."""
+    """The setting `schedule`, or, if it is left to the device, the name of the default schedule on a CPU
+    (`on_cpu`) or an accelerator."""
     return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
 
 
 def name_or_callable(signature: str, name: str, value: Any) -> Any:
-    """Check setting `name`: a name, or a callable of `signature`, also a class, which is called for an object."""
+    """Check setting `name`: a text, or a callable of `signature`; a class is called to make an object.
+    Returns the result; raises TypeError for other values."""
     if isinstance(value, type):
         try:
             return value()
@@ -131,7 +133,8 @@ def order_or_group_size(name: str, value: Any) -> Any:
 
 
 def word_or_number(words: tuple[str, ...], other: str, check: Check) -> Check:
-    """A check of a setting: one of `words`, or a number, also as text, that `check` takes (`other` in errors)."""
+    """Make a check of a setting that takes one of `words`, or a number (also as text) that `check` accepts.
+    `other` describes these numbers in error messages."""
 
     def either(name: str, value: Any) -> Any:
         if not isinstance(value, str):

@@ -372,27 +372,28 @@ class StepSettings:
 
     @property
     def splits_master(self) -> bool:
-        """Whether a bucket's bf16 parameters are the high half of its master weights, not a copy."""
+        """Whether bf16 parameters are the high half of split fp32 master weights, not a separate copy."""
         return self.params_on in ("host", DISK) and self.precision == "bf16"
 
     @property
     def moves(self) -> bool:
-        """Whether weights or inputs may have other addresses on the device in backward than in forward."""
+        """Whether weights or activations may be at other device addresses in backward than in forward,
+        because they are streamed or offloaded."""
         return self.streams or self.stashes
 
     @property
     def stashes(self) -> bool:
-        """Whether activations of any segment wait on the host or on the disk."""
+        """Whether any segment's activations are on the host or the disk between forward and backward."""
         return self.spills_activations or "host" in words_of(self.activations_on)
 
     @property
     def spills_activations(self) -> bool:
-        """Whether activations of any segment wait on the disk."""
+        """Whether any segment's activations are on the disk between forward and backward."""
         return DISK in words_of(self.activations_on)
 
     @property
     def pages_state(self) -> bool:
-        """Whether a share of the optimizer state is on the disk."""
+        """Whether a part of the optimizer state is kept on the disk."""
         return DISK in words_of(self.state_on)
 
     @property
@@ -401,12 +402,12 @@ class StepSettings:
         return self.state_on == DEVICE_SHARE
 
     def share_of_state(self, place: str) -> float:
-        """The share of the optimizer state in `place`, 0 to 1."""
+        """The share (0 to 1) of the optimizer state in `place` ("device", "host", "disk"), by `state_on`."""
         return float(shares_of(self.state_on).get(place, 0))
 
     @property
     def keeps_all(self) -> bool:
-        """Whether some segment keeps all the activations that autograd keeps: recompute "none"."""
+        """Whether some segment keeps all activations that autograd would keep (`recompute` "none")."""
         return "none" in words_of(self.recompute)
 
     def recompute_of(self, s: int, num_segments: int) -> Recompute:
@@ -432,12 +433,12 @@ class StepSettings:
                 refuse(name, got, "shares that have a segment each", "leave some out, or change the numbers")
 
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
-        """Yield these settings with a place for each one that is "auto", places nearest to the device first. What
-        moves fewest bytes leaves the device first: activations, then gradients, parameters, state. Contradictory
-        settings are left out, `recompute` "auto" is as little as possible; `others` are the places to try for a
-        setting, by name.
+        """Yield copies of these settings with a place ("device", "host" or "disk") for each setting that is
+        "auto", nearest places first. What moves fewest bytes leaves the device first: activations, then
+        gradients, parameters, optimizer state. Combinations that contradict each other are left out.
 
-        Nothing goes to the disk without `disk`. Over several ranks, parameters leave the device in slices: stage 3.
+        The disk is tried only with `disk`. With `world` above 1, parameters off the device need stage 3.
+        `others` are the values to try for further settings, by name.
         """
         choices = {
             name: [x for x in tiers if disk or x != DISK]
@@ -454,13 +455,14 @@ class StepSettings:
                 yield self.at(**changes, **({"stage": 3} if sliced else {}))
 
     def at(self, **places: Any) -> "StepSettings":
-        """These settings with others for `places`, by name; without `swap` if no place is the disk."""
+        """A copy of these settings with the values `places`, by name, such as params_on="host"; `swap` is
+        emptied if nothing is then on the disk."""
         settings = evolve(self, swap=(), **places)
         return evolve(settings, swap=self.swap) if settings.needs_folders else settings
 
     @property
     def automatic(self) -> list[str]:
-        """The names of the settings whose value is "auto", among those of places and of recomputation."""
+        """Names of the settings that are "auto": `recompute`, and those of places, such as `params_on`."""
         return [name for name in CHOICES if getattr(self, name) == AUTO]
 
     @property
@@ -470,13 +472,13 @@ class StepSettings:
 
     @property
     def in_flight(self) -> int:
-        """The number of micro-batches of which a segment may keep something for backward."""
+        """How many micro-batches' activations of a segment may at most wait for backward at a time."""
         return self.group_size if self.stages == 1 else self.micro_batches
 
     @property
     def sums_on_device(self) -> bool:
-        """Whether a device may add up the gradients of all micro-batches: one device, if all of them pass a segment
-        before the next one; several, if parameters are fetched and gradients do not wait on the host."""
+        """Whether a device may sum gradients over all micro-batches: one device, if all of them pass a
+        segment before the next segment; several, if parameters are fetched and `grads_on` is not "host"."""
         if self.stages > 1:
             return self.micro_batches > 1 and self.streams and self.grads_on != "host"
         return 1 < self.micro_batches <= self.group_size
@@ -488,8 +490,7 @@ class StepSettings:
 
     @property
     def group_size(self) -> int:
-        """The number of micro-batches that pass a segment one after another before the next segment, on one device;
-        1 with several devices."""
+        """How many micro-batches pass a segment before any passes the next one; 1 with several devices."""
         if self.stages > 1:
             return 1
         usual = ONE_DEVICE["vertical" if self.streams else "horizontal"]
@@ -502,7 +503,7 @@ class StepSettings:
         return self.clip_norm is not None or self.precision == "fp16"
 
     def check_folders(self) -> None:
-        """Raise ValueError if a place is the disk, but `swap` names no folder."""
+        """Raise ValueError if some data is to be on the disk, but the setting `swap` names no folder."""
         if self.needs_folders and not self.swap:
             name = next(x for x in TIERS_OF if DISK in words_of(getattr(self, x)))
             got = f"no folder with {setting(name, getattr(self, name))}"
@@ -518,13 +519,13 @@ class StepSettings:
 
     @property
     def schedule_name(self) -> str:
-        """The name of the schedule of these settings, or of its class if the setting is an object."""
+        """The name of the setting `schedule`, or, if it is an object, the name of its class."""
         return self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__
 
 
 def _exclusions(s: StepSettings) -> Iterator[tuple[str, Any, str, Any, str, str]]:
-    """Pairs of settings that exclude each other: one's name, whether it is set, the other's name, whether it is
-    set, the values expected of the first, and advice."""
+    """Yield the pairs of settings that exclude each other, as (name, whether it is set, other name, whether
+    that is set, values expected of the first, advice for the error)."""
     off_device, in_memory = s.params_on in ("host", DISK), not s.pages_state and s.state_on != AUTO
     left = "what backward keeps would be parameters of forward, which have left the device by then"
     for name, given, why in (

@@ -39,7 +39,8 @@ def words_of(text: str) -> list[str]:
 
 
 def part_of(text: str, n: int, count: int) -> int:
-    """Which part, from 0, of `text`, such as "device:0.25,host", item `n` of `count` belongs to.
+    """The number, from 0, of the part of `text` (shares such as "device:0.25,host") to which item `n` of
+    `count` items belongs.
 
     >>> [part_of("host:0.75,device", n, 4) for n in range(4)], [part_of("host,device", n, 5) for n in range(5)]
     ([0, 0, 0, 1], [0, 0, 0, 1, 1])
@@ -49,7 +50,7 @@ def part_of(text: str, n: int, count: int) -> int:
 
 @cache
 def word_of(text: str, n: int, count: int) -> str:
-    """The word that `text`, such as "device:0.25,host", has for item `n` of `count`.
+    """The word to which `text` (shares such as "device:0.25,host") assigns item `n` of `count` items.
 
     >>> word_of("host:0.75,device", 3, 4)
     'device'
@@ -58,7 +59,7 @@ def word_of(text: str, n: int, count: int) -> str:
 
 
 def every_part_has_one(text: str, count: int) -> bool:
-    """Whether each part of `text`, such as "device:0.25,host", has at least one of `count` items.
+    """Whether each part of `text` (shares such as "device:0.25,host") gets at least one of `count` items.
 
     >>> every_part_has_one("host:0.75,device", 2), every_part_has_one("host:0.75,device", 4)
     (False, True)
@@ -67,7 +68,8 @@ def every_part_has_one(text: str, count: int) -> bool:
 
 
 def as_shares(words: Sequence[str]) -> str:
-    """The text of shares by which item n of len(words) has word `words[n]`; without numbers if shares are equal.
+    """Text of shares, such as "disk:0.25,host", that assigns to item n the word `words[n]`; the shares are
+    left out if they are equal.
 
     >>> as_shares(["disk", "host", "host", "host"]), as_shares(["disk", "disk", "host", "host"])
     ('disk:0.25,host', 'disk,host')
@@ -83,7 +85,7 @@ def as_shares(words: Sequence[str]) -> str:
 
 @cache
 def _ends(text: str) -> tuple[Fraction, ...]:
-    """For each part of `text`, such as "device:0.25,host", the fraction of the items, 0 to 1, at which it ends."""
+    """For each part of `text`, such as "device:0.25,host", the cumulative share at its end: 1/4, 1."""
     numbers = [part.partition(":")[2] for part in text.split(",")]
     given = [Fraction(0 if x == AUTO else x) if x else None for x in numbers]
     rest = 1 - sum((x for x in given if x is not None), Fraction(0))
@@ -96,7 +98,8 @@ def _ends(text: str) -> tuple[Fraction, ...]:
 
 @frozen
 class InShares(OneOf):
-    """A check of one of `names`, or of several with shares, "host:0.25,device" or such a list; "auto" is alone."""
+    """A check of a setting: one of `names`, or several with shares of all segments or buckets, such as
+    "host:0.25,device" (text, or a list of parts); "auto" cannot have a share."""
 
     def __call__(self, name: str, value: Any) -> str:
         """Return `value` as text such as "host:0.25,device"; ValueError for a wrong share or an unknown word."""
@@ -125,9 +128,10 @@ class InShares(OneOf):
 
 @frozen
 class InTiers(OneOf):
-    """A check of one of the places `names`, the nearest first, or of a share of one and the rest in the next.
+    """A check of a setting: one of the places `names`, ordered from the nearest to the device, or a share in
+    one and the rest in the next, such as "device:0.25,host".
 
-    "device:auto,host", as much on the device as fits, is valid where "auto" is one of the names.
+    "device:auto,host", as much on the device as fits, is accepted if "auto" is one of the names.
     """
 
     def __call__(self, name: str, value: Any) -> str:
@@ -159,7 +163,8 @@ class InTiers(OneOf):
 
 
 def two_tiers(near: str, share: float, far: str) -> str:
-    """The text for `share` (0 to 1) in place `near` and the rest in `far`, left out if it is "host" and empty.
+    """The text for `share` (0 to 1) of some data in place `near` and the rest in `far`; an empty part is left
+    out, but for `far` other than "host".
 
     >>> two_tiers("device", 0.25, "host"), two_tiers("device", 0, "host"), two_tiers("device", 1, "host")
     ('device:0.25,host', 'host', 'device')

@@ -85,7 +85,8 @@ def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
 
 
 def _issued(graph: Graph, hardware: Hardware, alone: Sequence[float]) -> list[float]:
-    """For each operation, the seconds for which Python issues it, at most those it has in `alone`."""
+    """For each operation of `graph`, the seconds for which Python holds its lock to issue it, at most the
+    operation's seconds in `alone`."""
     if not hardware.issue:
         return [0.0] * len(graph)
     return [min(seconds, hardware.issue_seconds(op)) for op, seconds in zip(graph, alone, strict=True)]
@@ -113,7 +114,7 @@ WAKING = -1  # in the place of an operation
 
 
 class Speeds:
-    """Speeds of running operations by kind and device, or Python's lock, given their counts; 1 is as if alone."""
+    """How fast operations run that share resources of `hardware`, as a fraction of their speed alone."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._shared: list[tuple[Mapping[Any, float], int | None]] = [
@@ -122,7 +123,8 @@ class Speeds:
         self._cache: dict[tuple[tuple[Running, int], ...], dict[Running, float]] = {}
 
     def of(self, counts: Mapping[Running, int]) -> dict[Running, float]:
-        """The speed of running operations by (kind, device), given their `counts`: above 0, at most 1, as alone.
+        """The speed, as a fraction of the speed alone, of running operations by (kind, device), or ("issue",
+        process) for Python code. `counts` is how many of each run.
 
         >>> on = Hardware("cpu", flops=1.0, rates=ROUND.rates, shared={"cores": {"compute": 1.0, "host": 0.5}})
         >>> Speeds(on).of({("compute", 0): 1, ("host", 0): 1})["compute", 0]
@@ -150,8 +152,9 @@ class Speeds:
 
 @define
 class _Running:
-    """A running operation. At time `since` it had `left` seconds of work, or of issue by Python, to go at speed 1;
-    at `speed` they end at `end`. After an issue, `rest` seconds of work follow."""
+    """An operation in progress on `lane`. From time `since` on it has `left` seconds of work at full speed,
+    and ends at `end` at its present `speed`. `rest`: seconds of work that follow once Python has issued it.
+    """
 
     op: int
     on: Running
@@ -165,7 +168,8 @@ class _Running:
 
 @define
 class _Run:
-    """The state of one plan's simulation. Only a new speed changes an operation's `end`, which so is exact."""
+    """The state of a simulation of one plan; times in seconds. An operation's `end` is computed anew only
+    when its speed changes, so no rounding errors add up."""
 
     plan: Plan
     alone: Sequence[float]
@@ -210,7 +214,8 @@ class _Run:
         self.started[i] = now
 
     def wake(self, lane: int, now: float) -> None:
-        """Begin the operation that `lane` waited for; where Python's lock is counted, first wake the lane."""
+        """Start the next operation of `lane`, whose waits another lane has ended. If Python's lock is
+        simulated, first let the lane's thread wake up, which needs the lock."""
         ops, at = self.plan.lanes[lane].ops, self.at[lane]
         if not self.hardware.issue:
             self.begin(lane, now)
@@ -227,7 +232,8 @@ class _Run:
         self.idle[lane] = False
 
     def advance(self) -> None:
-        """Advance to the next end or hand-off, start the operations that it unblocks, and update all speeds."""
+        """Advance simulated time to the next end of an operation or hand-off to a lane, start what it
+        unblocks, and update all speeds."""
         now = self.handed[0][0] if self.handed else math.inf
         for r in self.running:
             if r.end < now:

@@ -23,7 +23,8 @@ ANYWHERE: Mapping[int, int] = {}
 
 
 def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[list[int]]:
-    """Items in classes, largest items first: of one kind (`kinds[item]`), `sizes` above half the class's largest.
+    """Sort `items`, by their `sizes`, into classes, largest first: a class has items of one kind
+    (`kinds[item]`) that are more than half as large as its largest item.
 
     >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40}, {})
     [[0], [2, 1, 4], [3]]
@@ -41,10 +42,11 @@ def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[lis
 
 @define(eq=False)
 class Ring:
-    """Staging slots for items, such as buckets: an item gets the slot of its size class that was used longest ago.
+    """Staging slots for items such as buckets: a new item gets the slot, among those of its size class, that
+    was used longest ago.
 
-    A slot is the `region` with a number, the room of its class and the dtype of its items. Slots of a region that
-    is not kept have no memory: they only limit how many items there are at one time.
+    A slot is a copy of `region` with a number, the bytes of its class's largest item and the items' dtype.
+    Slots of a temporary region have no memory: they only limit how many items exist at a time.
     """
 
     region: Region
@@ -76,7 +78,9 @@ class Ring:
         depth: int,
         dtypes: Mapping[int, Dtype] = ALIKE,
     ) -> "Ring":
-        """A ring for items that are used again, with room for any `depth` of the `groups` of items used together.
+        """A ring whose items stay in their slots until another item needs one, and are used again. The items
+        of a group in `groups` are used together; there are slots for any `depth` groups. `sizes` are bytes by
+        item.
 
         >>> ring = Ring.reused(Region("slot"), {0: 64, 1: 64, 2: 64}, [[0], [1], [2]], depth=2)
         >>> [ring.take([item]) for item in (0, 1, 2, 2, 1, 0)]
@@ -98,10 +102,11 @@ class Ring:
         dtypes: Mapping[int, Dtype] = ALIKE,
         homes: Mapping[int, int] = ANYWHERE,
     ) -> "Ring":
-        """A ring for items that pass once in this `order`: any `depth` items in a row have different slots, as have
-        items of different `homes` (devices).
+        """A ring whose items pass once, in this `order`: any `depth` consecutive items have different slots,
+        and items with different `homes` (devices) never share one. `sizes` are bytes by item.
 
-        Classes are joined where that takes less memory, so slots never take more than `depth` of the largest item.
+        Size classes are joined where that needs less memory, so all slots take no more than `depth` largest
+        items.
 
         >>> ring = Ring.passing(Region("slot"), {0: 900, 1: 64, 2: 64, 3: 64}, [3, 2, 1, 0], depth=2)
         >>> [ring.give(item).index[0] for item in (3, 2, 1, 0, 3)], [room for _, _, room in ring.classes]
@@ -127,7 +132,8 @@ class Ring:
         return item in self._class_of
 
     def give(self, item: int) -> Region:
-        """Give `item` a slot: the next of its class or, in a ring made by `reused`, the one that it has."""
+        """Assign a slot to `item` and return it: the one used longest ago of its size class, or, in a ring
+        made by `reused`, the slot that it still has."""
         slots, slot = self._class_of[item], self._held.get(item) if self.stays else None
         if slot is None:
             kept = {self._held[x].index for x in self.kept}
@@ -139,7 +145,7 @@ class Ring:
         return slot
 
     def take(self, items: Sequence[int]) -> list[int]:
-        """Give each item of a group a slot of its own; return those that had none, so that they are fetched."""
+        """Assign a slot to each of `items`. Returns the items that had none before: copy in their data."""
         new = [x for x in items if x not in self._held]
         for item in (*(x for x in items if x in self._held), *new):
             self.give(item)

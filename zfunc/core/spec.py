@@ -26,14 +26,15 @@ EACH = "one for each segment of the layout: pass (x,) * len(layout.segments) for
 
 
 def _each(name: str, given: Any) -> tuple[Any, ...]:
-    """An attrs converter of an iterable, with a value for each segment, to a tuple."""
+    """An attrs converter of an iterable, one value for each segment, to a tuple; `name` is for errors."""
     of_type(name, given, Iterable, EACH)
     return tuple(given)
 
 
 @frozen
 class RowsOutput:
-    """An auxiliary output of the last segment that has the rows of the micro-batch as its first dimension."""
+    """The description of an auxiliary output of the last segment that has one entry per row of the
+    micro-batch: its name, shape, dtype and bytes for one micro-batch."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,10 +44,11 @@ class RowsOutput:
 
 @frozen
 class PassCost:
-    """The cost of a pass through a segment, in fields as those of its operation (`zfunc.core.graph.Op`).
+    """The cost of one pass (such as forward) of a micro-batch through a segment: FLOPs, kernel launches and
+    bytes.
 
-    `nbytes` is what its kernels read and write, `workspace` the most that it allocates beside its inputs and
-    outputs.
+    `nbytes` are read and written by its kernels, `workspace` is the most it allocates beside inputs and
+    outputs, `copied_bytes` go between host and device. The fields are those of `zfunc.core.graph.Op`.
     """
 
     flops: int = 0
@@ -57,16 +59,17 @@ class PassCost:
     copied_bytes: int = 0
 
     def beside(self, nbytes: int) -> "PassCost":
-        """This cost with `nbytes` less of workspace, because separate regions account for these bytes."""
+        """This cost with `nbytes` less workspace (at least 0), which regions of the plan account for."""
         return evolve(self, workspace=max(0, self.workspace - nbytes))
 
 
 @frozen
 class SharedInput:
-    """A tensor of a segment's input that inputs of other segments have, too, as a mask that all of them pass on.
+    """A tensor in the input of one segment that the inputs of other segments contain as well, such as a mask
+    that is passed on.
 
-    `leaf` is its number among the leaves of the input, `tensor` its number among all tensors of all inputs, and
-    `nbytes` what a stash of the input without it saves.
+    `leaf` is its number among the leaves of this input, `tensor` its number among the shared tensors of all
+    inputs; an offloaded copy of the input is `nbytes` bytes smaller without it.
     """
 
     leaf: int
@@ -76,14 +79,14 @@ class SharedInput:
 
 @frozen
 class SegmentCost:
-    """The costs of one segment for one micro-batch, by the verbs of its passes, and sizes in bytes.
+    """The costs of one segment for one micro-batch: a `PassCost` for each kind of pass, and sizes in bytes.
 
-    The cost of `backward` includes recomputation, unless a pass `recompute` precedes it, which leaves
-    `recomputed_bytes`; `backward_input` and `backward_weight` are the halves of a split backward, between which
-    `pending_bytes` are kept. `residual_bytes` are kept after forward beside the output, 0 if backward recomputes;
-    `stash_bytes` is what backward needs of forward: input, residuals, and an output among these (`keeps_output`).
-    `key_bytes` is the host memory that a pass needs for keys and values of a row in tiles. `shared` are tensors of
-    the input that other segments' inputs have, too.
+    `backward` includes recomputation, unless a pass `recompute` comes before it, which leaves
+    `recomputed_bytes`. `backward_input` and `backward_weight` are the two halves of a split backward;
+    `pending_bytes` are kept between them. `residual_bytes` are kept after forward, beside the output; 0 if
+    backward recomputes. `stash_bytes`: all that backward needs of forward (input, residuals, and the output
+    if `keeps_output`), when it is offloaded. `key_bytes`: host memory for keys and values of attention over
+    rows in tiles. `shared`: tensors of the input that other segments' inputs contain, too.
     """
 
     forward: PassCost = PassCost()
@@ -110,29 +113,30 @@ class SegmentCost:
 class StepSpec:
     """Everything a recipe needs to know about a training step, without tensors. Sizes are in bytes.
 
-    - `settings`: those of `zfunc.compile`, none of them "auto". `costs` are of their micro-batches.
-    - `world`: the number of ranks; each updates its slice of every bucket.
-    - `constant_bytes`: device memory of the model beside its parameters.
-    - `buffer_bytes[s]`: device memory of what forward of segment `s` changes, as running statistics.
-    - `aux`: the names of the scalars that the last segment returns beside the loss; `aux_rows` are its outputs of
-      rows.
-    - `unused`: the names of the trained parameters that no path from the loss leads to.
-    - `save`: the step also writes a checkpoint of the state before it.
-    - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
-    - `paged`: the buckets whose state is on the disk, and in a slot while it is updated.
-    - `commit`: the step leaves the state on the disk as a checkpoint; otherwise what is also in memory is not
-      written.
-    - `frozen_masters`: the frozen buckets whose fp32 weights a State keeps, beside those that the device rounds;
-      `frozen_averages`: those of which it keeps the moving average. Both are of a State that was loaded, and no
-      step reads them.
-    - `order`: the passes on several devices.
-    - `peers`: several devices of one process read each other's memory.
-    - `stage`: the pipeline stage of this rank, whose State has its part; None has all of it.
-    - `like`: a checked spec, whose mesh and places this one has, too, if all that these depend on is the same
+    - `layout`: the parameters in buckets. `settings`: those of `zfunc.compile`, none of them "auto". `costs`:
+      those of each segment for one micro-batch.
+    - `world`: the number of data-parallel ranks; each updates its slice of every bucket.
+    - `target_bytes`: the targets of a micro-batch. `constant_bytes`: device memory of the model's constants.
+    - `buffer_bytes[s]`: device memory of the module buffers that forward of segment `s` changes.
+    - `aux`: the names of the scalars that the last segment returns beside the loss; `aux_rows`: its outputs
+      that have one entry per row.
+    - `unused`: the names of the trained parameters on which the loss does not depend.
+    - `save`: whether the step also writes a checkpoint of the state before it.
+    - `resident`: the buckets whose optimizer state is on the device, and is updated there with
+      `update_workspace` bytes of workspace.
+    - `paged`: the buckets whose optimizer state is on the disk, and in a staging slot during an update.
+    - `commit`: whether the step leaves the state on the disk as a checkpoint, with the part that is also in
+      memory.
+    - `frozen_masters`: the frozen buckets of which a loaded State also keeps fp32 weights; `frozen_averages`:
+      those of which it keeps the moving average. No step reads either.
+    - `order`: the order of passes on several devices; None for one device.
+    - `peers`: whether the devices of this process read each other's memory.
+    - `stage`: the pipeline stage of this rank, whose part of the State it has; None if it has all of it.
+    - `like`: a spec already checked; its mesh and places are reused if all that they depend on is the same
       object.
 
-    Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown format of the
-    state or an unknown bucket.
+    Raises TypeError for `costs` that are no list, ValueError for a value out of range, an unknown state
+    format or an unknown bucket.
     """
 
     layout: Layout
@@ -187,7 +191,8 @@ class StepSpec:
 
     @cached_property
     def _placed(self) -> "StepSpec | None":
-        """The spec `like` if what places depend on are this spec's objects, so mesh and places agree; else None."""
+        """The spec `like` if its layout, settings and other fields that decide where data is are the same
+        objects as this spec's; else None."""
         return self.like if all(getattr(self.like, x, None) is getattr(self, x) for x in PLACING) else None
 
     @cached_property
@@ -206,15 +211,16 @@ class StepSpec:
 
     @cached_property
     def activations(self) -> tuple[Where, ...]:
-        """For each segment, where its activations wait for backward; the last segment's stay on the device."""
+        """For each segment, where its activations are between forward and backward: "device", "host" or
+        "disk". The last segment's stay on the device."""
         shares, count = self.settings.activations_on, self.num_segments
         moving = range(self.layout.first_trainable, count - 1)
         return tuple(word_of(shares, s, count) if s in moving else "device" for s in range(count))  # pyright: ignore
 
     @cached_property
     def stashed_before(self) -> tuple[dict[int, tuple[int, int]], ...]:
-        """For each segment, the leaves of its input that need no stash of their own on the host, because an earlier
-        segment's stash has them: {leaf: (that segment, leaf of its input)}. Ranks share no stash."""
+        """For each segment, the leaves of its input that need no offloaded copy on the host because an
+        earlier segment's copy has the same tensor: {leaf: (earlier segment, leaf of its input)}."""
         first: dict[Any, tuple[int, int]] = {}  # the stash of each shared tensor, on each rank
         found: list[dict[int, tuple[int, int]]] = []
         for s, cost in enumerate(self.costs):
@@ -232,7 +238,7 @@ class StepSpec:
 
     @cached_property
     def recompute(self) -> tuple[bool, ...]:
-        """For each segment, whether its backward recomputes its forward."""
+        """For each segment, whether its backward recomputes its whole forward."""
         return tuple(mode == "all" for mode in self.settings.recompute_modes(self.num_segments))
 
     @cached_property
@@ -269,7 +275,7 @@ class StepSpec:
 
     @property
     def share_on_host(self) -> float:
-        """The share of the optimizer state that is not on the device, 0 to 1."""
+        """The share of the optimizer state, 0 to 1 by parameter elements, that is not on the device."""
         return sum(self.layout.buckets[b].numel for b in self.offloaded) / self.layout.numel
 
     @property
@@ -284,19 +290,20 @@ class StepSpec:
 
     @property
     def swapped(self) -> dict[int, Extent]:
-        """The extents of this rank in its swap space, by bucket index."""
+        """The extents, by bucket index, of this rank's swap space (its files of training state on disk)."""
         buckets = (*self.offloaded, *(x.index for x in self.layout.frozen_buckets))
         return {b: self.extents[b] for b in buckets if self.places[b].owned}
 
     @cached_property
     def extents(self) -> tuple[Extent, ...]:
-        """For each bucket, the extent of this rank's state on the disk, with the parameters if the disk alone has
-        them; of a frozen bucket, the extent of its parameters."""
+        """For each bucket, the sizes of the buffers that this rank would store of it on disk: optimizer
+        state, and the parameters if they live there alone; of a frozen bucket, the parameters."""
         return tuple(_extent(x, master=x.index in self.frozen_masters) for x in self.places)
 
     @cached_property
     def first_on_disk(self) -> frozenset[int]:
-        """Index of the first bucket with state or parameters on the disk, if any; with pp, each stage's first."""
+        """The index of the first bucket with optimizer state or parameters on the disk, as a set, empty if
+        there is none; in a pipeline over ranks, the first of each stage."""
         there = [x for x in self.places if "disk" in (x.state, x.params)]
         return frozenset({x.home if self.mesh.over_ranks else 0: x.index for x in reversed(there)}.values())
 
@@ -311,7 +318,7 @@ class StepSpec:
 
     @property
     def deferred(self) -> bool:
-        """Whether updates are deferred to the next step, so that a State has the previous step's gradient."""
+        """Whether each update is made by the step after, so the State contains the last step's gradient."""
         return self.settings.defer and self.barrier
 
     @cached_property
@@ -321,7 +328,8 @@ class StepSpec:
 
     @cached_property
     def grad_bytes(self) -> tuple[int, ...]:
-        """For each segment, the bytes on the device of the gradients of its weights, as separate tensors."""
+        """For each segment, the device bytes of its weights' gradients, as backward returns them: as
+        tensors."""
         layout = self.layout
 
         def of(s: int, names: frozenset[str]) -> int:
@@ -334,7 +342,7 @@ class StepSpec:
 
 
 def _extent(place: BucketPlaces, *, master: bool) -> Extent:
-    """The disk extent of a rank's slice of a bucket; of a frozen bucket with its fp32 weights if `master`."""
+    """The disk extent of a rank's slice of a bucket; of a frozen bucket, with fp32 weights if `master`."""
     numel, params = place.shard_numel, place.shard_numel * place.element_bytes
     if not place.trainable:
         here = place.params == "disk"

@@ -54,7 +54,7 @@ class Timeline:
         return above("text")(self, width)
 
     def svg(self, title: str = "", width: int = 1200) -> str:
-        """An SVG diagram of the step, as text, `width` px wide. Raises ValueError for a width below 400."""
+        """The step as an SVG diagram (text), `width` pixels wide; raises ValueError for a width below 400."""
         return above("svg")(self, title=title, width=width)
 
     @cached_property

@@ -29,7 +29,8 @@ class Traffic:
     _at_hand: set[Hashable] = field(factory=set[Hashable])  # what the kernel that is being fused read or made
 
     def add(self, reads: Moved, writes: Moved, *, fusable: bool) -> None:
-        """Count the next kernel: what it reads and writes, as (memory, bytes), and whether it can be fused."""
+        """Count the next kernel. `reads` and `writes` are pairs (name of a tensor's memory, bytes);
+        `fusable`: whether a compiler can fuse the kernel with its neighbours."""
         fused = self.compiled and fusable
         if not fused:
             self._at_hand.clear()
@@ -46,10 +47,11 @@ class Traffic:
                 self.nbytes += nbytes
 
     def freed(self, memory: Hashable) -> None:
-        """Record that `memory` was freed: its name may stand for other memory from now on."""
+        """Record that `memory`, a name as in `add`, was freed: the name may stand for other memory now."""
         self._unwritten.pop(memory, None)
         self._at_hand.discard(memory)
 
     def total_bytes(self, results: Iterable[Hashable]) -> int:
-        """The bytes that all kernels move, including the write of `results` by fused kernels."""
+        """The bytes that all kernels counted so far read and write. `results` names memory that outlives the
+        pass, whose writes count even between fused kernels."""
         return self.nbytes + sum(self._unwritten.get(memory, 0) for memory in results)

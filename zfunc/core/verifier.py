@@ -31,7 +31,8 @@ def plan_with(schedule: Schedule, graph: Graph) -> Plan:
 
 
 def verify(plan: Plan) -> Plan:
-    """Return `plan` if any timing gives the serial result; else PlanError with operations, region, lanes and plan.
+    """Return `plan` if its result is that of the serial graph in any timing of its lanes. Otherwise raise
+    PlanError, which names the operations, region and lanes, and prints the plan.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -85,7 +86,8 @@ def _count(plan: Plan) -> Iterator[str]:
 
 
 def _dropped(plan: Plan, i: int) -> str:
-    """Text on where the missing operation `i` belongs, with the operation that needs its result marked."""
+    """Text on where operation `i`, which is missing from `plan`, belongs: the plan's lines with an operation
+    that needs its result marked."""
     kind = plan.graph.ops[i].kind
     alike = Counter(lane.name for lane in plan.lanes for n in lane.ops if plan.graph.ops[n].kind == kind)
     lane = next((name for name, _ in alike.most_common(1)), None)
@@ -98,8 +100,9 @@ def _dropped(plan: Plan, i: int) -> str:
 
 
 def _defined(plan: Plan) -> Iterator[str]:
-    """Error texts for regions that an operation reads before any has written them, unless they are part of a State
-    or inputs of the step; content of staging slots is not valid beyond one step."""
+    """Yield an error text for each operation that reads a region before any operation has written it. The
+    State and the step's inputs are written beforehand; staging slots are not, as their content does not
+    outlast a step."""
     regions = plan.graph.regions
     written = {n for n, r in enumerate(regions) if r.lifetime in ("state", "value")}
     for i, (reads, writes) in enumerate(plan.graph.accesses):

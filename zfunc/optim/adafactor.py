@@ -63,8 +63,8 @@ for _moments in MOMENTS:
 
 
 class Matrices(NamedTuple):
-    """A parameter as `count` matrices of its last two dimensions; a vector is one row. "Lines": rows and
-    columns."""
+    """A parameter as Adafactor sees it: `count` matrices, of its last two dimensions; a vector is one row.
+    "Lines" are the rows of all matrices, then their columns."""
 
     count: int
     rows: int
@@ -73,7 +73,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> Matrices:
-        """The matrices as which `torch.optim.Adafactor` takes a parameter of shape `shape`.
+        """The matrices into which `torch.optim.Adafactor` divides a parameter of shape `shape`.
 
         >>> Matrices.of((8, 4, 3, 3)), Matrices.of((8,)).kept, Matrices.of((8, 4)).kept
         (Matrices(count=32, rows=3, columns=3, factored=True), slice(1, 9, None), slice(0, 12, None))
@@ -91,14 +91,16 @@ class Matrices(NamedTuple):
         return self.count * (self.rows + self.columns)
 
     def split(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Split `lines`, a value for each row and column, into the values of the rows and those of the columns."""
+        """Split `lines`, a value for each row and each column, into (values of rows, values of columns)."""
         return lines[: self.num_rows], lines[self.num_rows :]
 
     @property
     def kept(self) -> slice:
-        """The slice of the lines (rows, then columns) whose mean squared gradients the state keeps.
+        """The slice of the lines (all rows, then all columns of the parameter's matrices) for which the state
+        stores a mean squared gradient.
 
-        A single row or column has a mean for each element; the mean of the row or column as a whole is not kept.
+        Where matrices have a single row or column, only the means of its elements are stored, not its own
+        mean.
         """
         if not prod(self[:3]):
             return slice(0, 0)
@@ -108,11 +110,12 @@ class Matrices(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """The number of lines (rows and columns) of the parameter whose mean squared gradients the state keeps."""
+        """For how many rows and columns of the parameter the state stores a mean squared gradient."""
         return self.kept.stop - self.kept.start
 
     def rectangles(self, start: int, stop: int) -> Iterator[Rectangle]:
-        """Elements `start` to `stop` of the parameter's matrices, as at most five rectangles.
+        """Yield at most five rectangles (whole matrices, whole rows, parts of rows) that make up the elements
+        `start` to `stop` of the parameter.
 
         >>> [x.shape for x in Matrices(3, 2, 4, True).rectangles(2, 23)]
         [(1, 1, 2), (1, 1, 4), (1, 2, 4), (1, 1, 4), (1, 1, 3)]
@@ -151,7 +154,7 @@ class Rectangle(NamedTuple):
 
 
 class AdafactorFactors(NamedTuple):
-    """The scalars of one Adafactor step, in float64; each is rounded once to float32 where it is used."""
+    """The scalars of an Adafactor update, in float64; each is rounded once to float32 where it is used."""
 
     grad_scale: float
     grad_floor: float
@@ -174,17 +177,18 @@ def _eps(value: Any) -> tuple[float, float]:
 
 @attrs.frozen
 class Adafactor(KernelOptimizer):
-    """Adafactor (Shazeer & Stern 2018), with the settings and the meaning of `torch.optim.Adafactor`.
+    """Adafactor (Shazeer & Stern 2018), with the settings and the results of `torch.optim.Adafactor`.
 
-    The state has the mean squared gradients of a matrix's rows and columns, of a vector's elements. A step is
-    relative to the size (root mean square) of a parameter, but at least `eps[1]`, times min(lr, 1 / sqrt(step));
-    updates whose size is above `d` are scaled down to it. The means decay by 1 - step**beta2_decay. `eps[0]` bounds
-    what small gradients are divided by; None is float32's, 2^-23. Weight decay is decoupled: lr * weight_decay.
+    The state has the mean squared gradients of a matrix's rows and columns, or of a vector's elements; these
+    means decay by 1 - step**beta2_decay. A step is min(lr, 1 / sqrt(step)) times the root mean square of the
+    parameter, which counts as `eps[1]` at least; an update whose root mean square exceeds `d` is scaled down
+    to it. `eps[0]` bounds from below what gradients are divided by (None: 2^-23). Weight decay is decoupled:
+    lr * weight_decay.
 
-    `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight decay
-    applies to a parameter. The state takes 4.06 bytes a parameter, of vectors and small matrices 8. `moments` is
-    the format of the weights alone: "fp32" is the master, "16bit" and "8bit" are its two exact halves, one of which
-    a device that computes in bf16 gets as it is.
+    `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight
+    decay applies to a parameter. The state takes 4.06 bytes a parameter, of vectors and small matrices 8.
+    `moments` is the format of the master weights alone: whole with "fp32", in two exact 16-bit halves with
+    "16bit" and "8bit"; the high half is the bf16 copy for the device.
 
     Raises ValueError or TypeError for values out of range.
 
@@ -200,7 +204,8 @@ class Adafactor(KernelOptimizer):
     d: float = number_field("d", 1.0, least=1.0)
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """The group of a parameter: 1 without weight decay, else 0, plus 2 for a vector or a small matrix."""
+        """The number of a parameter's group: 0 with weight decay, 1 without; plus 2 for a vector or a small
+        matrix, for which the state has a mean for each element."""
         matrices = Matrices.of(shape)
         small = not matrices.factored or matrices.num_kept > -(-prod(shape) // ALIGNMENT)
         return super().group(name, shape) + 2 * small
@@ -210,14 +215,15 @@ class Adafactor(KernelOptimizer):
         return f"adafactor-{'small-' if group & 2 else ''}{self.moments}"
 
     def device_workspace(self, numel: int) -> int:
-        """An upper bound of the bytes that `device_update` of a parameter of `numel` elements allocates.
+        """Upper bound, in bytes, of what `device_update` allocates for a parameter of `numel` elements.
 
-        The bound holds for matrices of at least 64 rows and columns, and for any parameter below 2^20 elements.
+        The bound holds for matrices of at least 64 rows and columns, and for any parameter below 2^20
+        elements.
         """
         return 6 * numel + 128 * min(numel + SUMMED, PIECE) + (1 << 16)
 
     def checked_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
-        """The scalars of the update of `decision` for `group`; ValueError for one that float32 cannot hold."""
+        """The scalars of the update of `group` under `decision`; ValueError if float32 cannot hold one."""
         lr, add = decision.factors["lr"], decision.number**self.beta2_decay
         grad_scale = number("grad_scale", decision.grad_scale)
         decay = lr * (0.0 if group & 1 else self.weight_decay)
@@ -240,7 +246,8 @@ class Adafactor(KernelOptimizer):
         self._run(KernelUpdate, *args, **given)
 
     def device_update(self, *args: Any, **given: Any) -> None:
-        """As `host_update`, with the same arguments and bits, in torch operations on the device of the tensors."""
+        """Update a parameter on the tensors' device, in torch operations; arguments and bits as of
+        `host_update`."""
         self._run(Update, *args, **given)
 
     def _run(self, kind: type[Update], *args: Any, group: int, **how: Any) -> None:
@@ -256,10 +263,11 @@ class Adafactor(KernelOptimizer):
 
 
 class Update:
-    """An Adafactor update of one parameter's buffers, 1-D, contiguous and by name, in place or `into` others.
+    """An Adafactor update of one parameter in torch operations. Buffers are 1-D, contiguous, given by name,
+    and updated in place, or `into` other buffers.
 
-    `out`: [n] fp32, bf16 or fp16, receives the rounded new weights. Raises TypeError or ValueError with every
-    buffer unchanged.
+    `out`, [n] fp32, bf16 or fp16, receives the rounded new weights. The constructor raises TypeError or
+    ValueError for wrong buffers, before any is changed.
     """
 
     on_host: ClassVar = False  # whether the buffers have to be there; else on one device, whichever
@@ -320,7 +328,7 @@ class Update:
 
     @cached_property
     def _means(self) -> Tensor:
-        """The new mean squared gradients of those lines (rows and columns) for which the state keeps means."""
+        """The new mean squared gradients, fp32, of the rows and columns for which the state stores means."""
         old = self.variance[: self.matrices.num_kept].clone()
         if self.matrices.factored:
             mean = _over(self._sums, self._counts)[self.matrices.kept]
@@ -331,7 +339,8 @@ class Update:
 
     @cached_property
     def _lines(self) -> Tensor:
-        """For each line (row or column) the factor that multiplies its gradients, in fp32."""
+        """For each row and column of the parameter, in fp32, its factor of the direction: an element's
+        gradient is multiplied by that of its row and that of its column."""
         kept, lines = self.matrices.kept, self._zeros(self.matrices.num_lines).float()
         lines[kept] = self._means
         row, column = (x.view(self.matrices.count, -1) for x in self.matrices.split(lines))
@@ -347,7 +356,8 @@ class Update:
 
     @property
     def _rate(self) -> Tensor:
-        """The learning rate of this parameter: relative to the size of its weights, less for a large direction."""
+        """The learning rate of this parameter: proportional to the root mean square of its weights, and
+        reduced if that of the update direction exceeds the threshold `d`."""
         n = self.grad.numel()
         blocks = self._zeros(2 * -(-n // SUMMED)).view(2, -1)  # sums of squares: direction, weights
         self._fill_blocks(*blocks)
@@ -360,8 +370,8 @@ class Update:
     # Its sweeps
 
     def _pieces(self) -> Iterator[slice]:
-        """Slices of the parameter to process in turn: at most 2^20 elements, whole rows and multiples of 64 where
-        they fit."""
+        """Yield slices of the parameter's elements, to be processed one after the other: at most 2^20
+        elements each, whole rows and multiples of 64 where possible."""
         unit, n = lcm(SUMMED, max(1, self.matrices.columns)), self.grad.numel()
         size = max(1, PIECE // unit) * unit if unit <= PIECE else PIECE
         return (slice(at, min(at + size, n)) for at in range(0, n, size))
@@ -382,7 +392,7 @@ class Update:
 
     @cached_property
     def _loaded(self) -> Tensor:
-        """The scaled gradient [n] fp32 of the update, in a buffer that becomes the direction."""
+        """The gradient [n] fp32 times `grad_scale`; later overwritten by the update direction."""
         loaded = self.grad.float() if self.grad.dtype.itemsize < 4 else self.grad.clone()
         for piece in map(loaded.__getitem__, self._pieces()):
             piece.masked_fill_(piece.abs() < self.k.grad_floor, 0.0).mul_(self.k.grad_scale)
@@ -427,9 +437,11 @@ POINTERS = [  # its buffers, in the order of csrc/_adafactor_kernel.h
 
 
 class KernelUpdate(Update):
-    """An Adafactor update of one parameter in host memory by the compiled kernel: four sweeps over the gradient.
+    """An Adafactor update of one parameter in host memory by the compiled kernel, in four passes over the
+    gradient.
 
-    Threads and instruction set change no bit. Allocates n / 4 bytes for n elements, and 64 for each row and column.
+    The number of threads and the instruction set change no bit. Allocates n / 4 bytes for n elements, and 64
+    bytes for each row and column.
     """
 
     on_host = True
@@ -459,7 +471,8 @@ class KernelUpdate(Update):
         self._sweep("FACTORED", rate=rate.item())
 
     def _sweep(self, sweep: str, at: Rectangle | None = None, *, rate: float = 0.0, **known: Tensor) -> None:
-        """Run the kernel's sweep named `sweep` on rectangle `at` (None: all), with `rate` and tensors `known`."""
+        """Run one pass of the compiled kernel over the gradient: the one named `sweep`, on the elements of
+        rectangle `at` (None: all), with learning rate `rate` and tensors `known` from earlier passes."""
         from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 
         k, known["grad"] = self.k, self.grad if at is None else self.grad[at.elements]
@@ -485,8 +498,8 @@ class KernelUpdate(Update):
 
 
 def _unit_of(largest: Tensor, bits: int | Tensor) -> Tensor:
-    """The number (a power of two) that rounds a term of an exact sum, if it is added and subtracted again, from the
-    `largest` term [n] fp64, and `bits`, the bit length of the number of terms.
+    """The number to add to each term and subtract again, to round the terms so that their fp64 sum is exact:
+    a power of two, from the `largest` term [n] fp64 and `bits`, the bit length of the number of terms.
 
     >>> import torch
     >>> unit = _unit_of(torch.tensor([1.0], dtype=torch.float64), 2)
@@ -515,7 +528,7 @@ def _square_sums(x: Tensor) -> Tensor:
 
 
 def _over(sums: Tensor, count: int | Tensor) -> Tensor:
-    """The means `sums / count` of float64 `sums` of `count` terms, rounded to float32."""
+    """The means `sums / count`: float64 `sums` of `count` terms each, divided and rounded to float32."""
     return (sums / (sums.new_ones(()) * count)).float()  # by a tensor: a device may multiply by 1 / count
 
 

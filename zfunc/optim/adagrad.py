@@ -10,12 +10,13 @@ from zfunc.optim.rules import Factors, Operations
 
 @frozen
 class Adagrad(Elementwise):
-    """Adagrad (Duchi et al. 2011) with L2 weight decay, as `torch.optim.Adagrad` has it.
+    """Adagrad (Duchi et al. 2011) with L2 weight decay, as `torch.optim.Adagrad`.
 
-    The state `sum` is of squared gradients alone: `initial_accumulator_value` is added when the sum is used, so a
-    resumed training may change that value. `lr` is a value or a pure function of the step, counted from 1, which
-    `lr_decay` divides by 1 + (step - 1) * lr_decay. `decay(name, shape)` says whether weight decay applies to a
-    parameter. `moments` is the format of the sum: "fp32", "16bit" or "8bit", without a sign.
+    The state `sum` is the sum of squared gradients; `initial_accumulator_value` is added only where the sum
+    is used, so it may be changed when training resumes. `lr` is a value or a pure function of the step,
+    counted from 1, and is divided by 1 + (step - 1) * lr_decay. `decay(name, shape)` says whether weight
+    decay applies to a parameter. `moments` is the format of the sum: "fp32", "16bit" or "8bit", without a
+    sign.
 
     Raises ValueError or TypeError for values out of range.
 
@@ -35,7 +36,8 @@ class Adagrad(Elementwise):
     eps: float = eps_field(1e-10)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Adagrad's rule: weights move by gradient `g` over the root of the sum of its squares, the new `m`."""
+        """Adagrad's rule for gradient `g` and sum of squares `m`: returns the change of the weights, gradient
+        over root of the new sum, and the new sum."""
         m = m + g * g
         return k.rate * (g / (o.sqrt(m + k.initial) + k.eps)), m
 

@@ -63,7 +63,8 @@ class AdamW(Elementwise):
     split_master: bool = field(default=False, kw_only=True, repr=False)
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any, v: Any) -> tuple[Any, ...]:
-        """Adam's rule (Kingma & Ba 2015, algorithm 1): the change of the weights, and the two new moments."""
+        """Adam's rule (Kingma & Ba 2015, algorithm 1) for gradient `g` and moments `m`, `v`: returns the
+        change of the weights, then the two new moments."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         v = o.flush(k.keep_sq * v + k.add_sq * (g * g), EXP_AVG_SQ_FLOOR)
         return k.rate * (m / (o.sqrt(v) * k.root_scale + k.eps)), m, v

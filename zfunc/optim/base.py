@@ -18,29 +18,31 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """An optimizer: its settings, and methods that update flat slices of parameters' state, passed by buffer name.
+    """The interface of an optimizer: its settings, and methods that update a flat slice of parameters, given
+    the slices of the optimizer state by buffer name.
 
-    A slice has parameters of one group, side by side. If the state format has a buffer marked `whole` or `matrix`,
-    it has one parameter, whose `shape=` is passed too.
+    A slice has consecutive parameters of one group. If the group's state format has a buffer marked `whole`
+    or `matrix`, a slice has one parameter, whose `shape=` is passed too.
 
-    - `whole`, as of `zfunc.optim.adafactor`: an update needs statistics of a whole parameter, so a single rank,
-      whose slice has it whole.
-    - `matrix`, as of `zfunc.optim.muon`: an update needs a whole matrix. `direction(state, grad, decision, group=,
-      out=)` updates the momentum and writes a direction in bf16, with the same bits anywhere;
-      `orthogonalize(direction, group=)` turns the direction of a whole matrix [rows, columns] into what the weights
-      move along, and `update_work(shape, group=)` returns the work of that; an update gets the result as its
-      gradient, whatever the `grad_scale`.
+    - `whole` (see `zfunc.optim.adafactor`): an update needs statistics of a whole parameter, so it runs on a
+      single rank.
+    - `matrix` (see `zfunc.optim.muon`): an update needs a whole matrix. `direction(state, grad, decision,
+      group=, out=)` updates the momentum and writes an update direction in bf16, with the same bits on any
+      device; `orthogonalize(direction, group=)` makes of a whole matrix's direction [rows, columns] what the
+      weights move along; `update_work(shape, group=)` returns the cost of that. The update gets the result as
+      its gradient, and ignores `grad_scale`.
 
-    An optimizer with a choice of state formats has `moments`, the format chosen, and `with_moments(moments,
-    split_master=)`, which returns the same optimizer with another format; `split_master` keeps fp32 weights as two
-    16-bit halves, if no bit changes.
+    An optimizer with several state formats has `moments`, the one chosen, and `with_moments(moments,
+    split_master=)`, which returns a copy with another; `split_master` keeps fp32 weights as two 16-bit halves
+    where that changes no bit.
     """
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """The number of a parameter's group of settings, such as 0 with weight decay and 1 without."""
 
     def state_format(self, group: int) -> str:
-        """The name of a group's format in `core.optimizer_state.STATE_FORMATS`; all but the weights start at 0."""
+        """The name of the state format of parameter group `group` in
+        `zfunc.core.optimizer_state.STATE_FORMATS`. All buffers but the weights start at 0."""
 
     def factors(self, step: int) -> Mapping[str, Any]:
         """The settings that may change by `step`, counted from 1, by name: `lr`, and other numbers or tuples."""
@@ -58,16 +60,18 @@ class Optimizer(Protocol):
         out: Tensor | None = None,
         into: State | None = None,
     ) -> None:
-        """Update parameters of a group in host memory, in place or `into` other buffers.
+        """Update consecutive parameters of `group` in host memory: the buffers in `state` in place, or `into`
+        others.
 
-        `out` receives the rounded new weights. `grad` (fp32 or 16-bit, read only) is to be multiplied by the
-        decision's `grad_scale`.
+        `grad` (fp32 or 16-bit, read only) is multiplied by the decision's `grad_scale`. `out` receives the
+        rounded new weights.
         """
 
     def device_update(
         self, state: State, grad: Tensor, decision: StepDecision, *, group: int, out: Tensor | None = None
     ) -> None:
-        """As `host_update`, with the same bits, but in place and in torch operations on the tensors' device."""
+        """Update consecutive parameters of `group` in place, in torch operations on the device of the
+        tensors, with the bits of `host_update`; arguments as there."""
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
@@ -86,5 +90,6 @@ def has_moments(optimizer: Any) -> bool:
 
 
 def gathers_calls(optimizer: Any, group: int) -> bool:
-    """Whether `host_update` for `group` takes `calls=`, to collect kernel calls in: zfunc's own optimizers do."""
+    """Whether `host_update` of `group` has the argument `calls=`, a list to which kernel calls are added
+    instead of being made; zfunc's own optimizers have it."""
     return hasattr(optimizer, "gathers_calls") and optimizer.gathers_calls(group)

@@ -39,13 +39,14 @@ WhichDecay = Callable[[str, tuple[int, ...]], bool]
 
 
 def decay_all(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies to a parameter: always, as in torch's optimizers. A value for `decay`."""
+    """Return True: weight decay applies to every parameter, as in torch. A value for `decay`."""
     del name, shape
     return True
 
 
 def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies to a parameter: to matrices and embeddings, not to norms and biases (vectors).
+    """A value for an optimizer's `decay`: weight decay applies to matrices and embeddings, not to norms and
+    biases (parameters with fewer than two dimensions).
 
     >>> matrices_only("head.weight", (8, 4)), matrices_only("head.bias", (8,))
     (True, False)
@@ -77,7 +78,8 @@ def betas_field(default: Betas) -> Any:
 
 
 def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A converter that takes a schedule, a function of the step, as it is, and any other value through `check`."""
+    """An attrs converter for a setting that may be a schedule: a function of the step is kept, any other
+    value passes through `check`."""
     return lambda x: x if callable(x) and not isinstance(x, type) else check(x)
 
 
@@ -124,9 +126,10 @@ def checked_betas(name: str, betas: Any) -> Betas:
 
 @frozen
 class KernelOptimizer(ABC):
-    """Base class of optimizers with a compiled kernel: common settings, methods of `zfunc.optim.base.Optimizer`.
+    """Base class of optimizers with a compiled kernel. It has the settings that they share and most methods
+    of the interface `zfunc.optim.base.Optimizer`.
 
-    A subclass adds `lr`, and changes the default of a common setting by a field of its own.
+    A subclass adds the field `lr`; it changes the default of a shared setting by a field of the same name.
     """
 
     # Of a class in `by_name`: learning rate, weight decay and other arguments with which `zfunc train` begins; and
@@ -144,7 +147,7 @@ class KernelOptimizer(ABC):
 
     @abstractmethod
     def checked_factors(self, decision: StepDecision, group: int) -> Any:
-        """The scalars of the update of `decision` for `group`; ValueError for one that float32 cannot hold."""
+        """The scalars of the update of `group` under `decision`; ValueError if float32 cannot hold one."""
 
     def __attrs_post_init__(self) -> None:
         """Check the settings together, by the scalars of step 1; values of schedules are checked at each step."""
@@ -175,11 +178,10 @@ class KernelOptimizer(ABC):
         return int(not self.decay(name, shape))
 
     def with_moments(self, moments: Moments, *, split_master: bool) -> Self:
-        """A copy of the optimizer with its state in format `moments`. With "fp32" the master weights stay whole,
-        whatever `split_master`.
+        """A copy of the optimizer with its state in format `moments`. With "fp32" the master weights stay
+        whole, whatever `split_master` says.
 
-        Splitting fp32 weights exactly takes 33 bits if the upper half rounds as a bf16 copy; only Adam has a bit to
-        spare.
+        A high half that equals the rounded bf16 copy needs 33 bits in all; only Adam has a spare bit, a sign.
         """
         del split_master
         return evolve(self, moments=moments)  # pyright: ignore
@@ -187,9 +189,10 @@ class KernelOptimizer(ABC):
     def convert_state(
         self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
     ) -> dict[str, Tensor]:
-        """Convert `state` from `state_format` to the format of `group`; CheckpointError for another optimizer's.
+        """Convert the buffers `state` from `state_format` to the format of `group`. Raises CheckpointError
+        for a format of another optimizer.
 
-        Weights stay exact; moments, through fp32, are rounded as update `step` would have rounded them.
+        Weights are exact; moments are converted by way of fp32 and rounded as update number `step` would.
         """
         from zfunc.optim.formats import pack, unpack_moments, unpack_weights
 
@@ -204,8 +207,8 @@ class KernelOptimizer(ABC):
 
 
 class Elementwise(KernelOptimizer):
-    """Base class of optimizers whose rule computes each element alone: a frozen class with a field `lr`. Weights
-    and moments are float32 in the rule, whatever their format between steps."""
+    """Base class of optimizers whose rule treats each element alone. A subclass is a frozen attrs class with
+    a field `lr` and a method `update`, which computes in float32 for any format of the state."""
 
     state: ClassVar[tuple[str, ...]] = ()
     unsigned: ClassVar[tuple[str, ...]] = ()  # those of them that are never below 0
@@ -215,8 +218,8 @@ class Elementwise(KernelOptimizer):
 
     @abstractmethod
     def update(self, o: Operations, k: Factors, g: Any, *moments: Any) -> tuple[Any, ...]:
-        """The rule for gradient `g`: change of weights, new moments, by scalars `k` with operations `o` and + - *
-        /."""
+        """The optimizer's rule: from gradient `g` and the moments, compute the change of the weights and the
+        new moments. `k` has the step's scalars; only the operations in `o` and + - * / may be used."""
 
     @abstractmethod
     def scalars(self, step: int, lr: float, **factors: Any) -> dict[str, float]:
@@ -242,7 +245,7 @@ class Elementwise(KernelOptimizer):
 
     @classmethod
     def kind(cls) -> str:
-        """The prefix of the names of the optimizer's state formats."""
+        """The prefix of the names of this optimizer's state formats, such as "lion" of "lion-8bit"."""
         return cls.__name__.lower()
 
     def state_format(self, group: int = 0) -> str:
@@ -264,26 +267,30 @@ class Elementwise(KernelOptimizer):
     def host_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
-        """Update parameters in host memory by `updates.host_update_`, with `how`; subclasses may use `shape`."""
+        """Update consecutive parameters of `group` in host memory, as `Optimizer.host_update`; `how` goes to
+        `updates.host_update_`. `shape` is for subclasses."""
         from zfunc.optim.updates import host_update_
 
         host_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
     def gathers_calls(self, group: int) -> bool:
-        """Whether `host_update` takes `calls=` as `updates.host_update_` does: not if a subclass overrides it."""
+        """Whether `host_update` can collect kernel calls in a list, `calls=`: not if a subclass overrides
+        it."""
         del group
         return type(self).host_update is Elementwise.host_update
 
     def device_update(
         self, state: Any, grad: Any, decision: StepDecision, *, group: int, shape: Any = None, **how: Any
     ) -> None:
-        """As `host_update`, with the same bits, on the tensors' device, by `updates.device_update_` with `how`."""
+        """Update consecutive parameters of `group` in place on the tensors' device, with the bits of
+        `host_update`; `how` goes to `updates.device_update_`. `shape` is for subclasses."""
         from zfunc.optim.updates import device_update_
 
         device_update_(self.rule_step(decision, group, shape), state, grad, **how)
 
     def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
-        """The optimizer's rule for `group`, with the scalars of `decision`'s update; subclasses may use `shape`."""
+        """The rule of parameter group `group` together with the scalars of the update that `decision`
+        decided. `shape` is for subclasses."""
         del shape
         factors = self.checked_factors(decision, group)
         decay: Decay = "none" if not factors.decay else "decoupled" if self.decoupled else "l2"
@@ -295,7 +302,7 @@ class Elementwise(KernelOptimizer):
         return Rule(self.update, self.state, self.kernel)
 
     def checked_factors(self, decision: StepDecision, group: int) -> Factors:
-        """The scalars of `decision`'s update; group 1 has no weight decay. ValueError for one beyond float32."""
+        """The scalars of an update of `group` (1: no weight decay); ValueError if float32 cannot hold one."""
         scale = number("grad_scale", decision.grad_scale)
         decay = 0.0 if group else self.weight_decay
         found = {

@@ -103,10 +103,11 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_to_even(x: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split fp32 `x` as `split`, but with ties to even; exp_avg_sq gets a sign where a tie was rounded down.
+    """Split fp32 `x` [n] into its bf16 rounding (ties to even), 16 lower bits, and exp_avg_sq with a sign
+    that is set where a tie was rounded down.
 
-    An even bfloat16 is then the nearest to 65,537 values, one more than an int16 can tell apart: the ties on both
-    sides of it have the same lower bits. exp_avg_sq is never negative, so its sign is free to say which side it is.
+    An even bfloat16 is the rounding of 65,537 values, one more than an int16 tells apart: the ties on both
+    sides have the same lower bits. The sign of exp_avg_sq, which is never negative, says which side it was.
 
     >>> high, low, v = split_to_even(torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]), torch.tensor([0.5, 0.5]))
     >>> high, low.tolist(), v
@@ -121,7 +122,7 @@ def split_to_even(x: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None = None) -> Tensor:
-    """The float32 values with the halves `high` and `low`; halves of `split_to_even` need exp_avg_sq."""
+    """The float32 values with halves `high` and `low`; those of `split_to_even` also need its exp_avg_sq."""
     bits = (_ints(high) << 16) + _ints(low)
     if exp_avg_sq is not None:
         bits = bits - (_bits(exp_avg_sq) >> 31 << 16)  # a sign adds 1 << 16
@@ -132,7 +133,8 @@ def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None = None) -> Tensor:
 
 
 def first_dither(step: int, moment: int) -> int:
-    """The dither of a block's first element, in units of 2^-32: MurmurHash3's finalizer of 2 `step` + `moment`."""
+    """The dither (what rounding adds below the last bit kept) of the first element of a block, in units of
+    2^-32: a hash (MurmurHash3's finalizer) of 2 `step` + `moment`."""
     x = (2 * step + moment) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -140,22 +142,24 @@ def first_dither(step: int, moment: int) -> int:
 
 
 def dither(step: int, moment: int, like: Tensor) -> Tensor:
-    """Dithers of a block of moment number `moment` in `step`: [64] int32, in units of 2^-31, on `like`'s device."""
+    """The dithers (what rounding adds below the last bit kept) of the 64 elements of a block of moment number
+    `moment` in step `step`: [64] int32, in units of 2^-31, on the device of `like`."""
     places = torch.arange(BLOCK, device=like.device)  # int64: the product has up to 38 bits
     return (places * SPREAD + first_dither(step, moment) & 0xFFFFFFFF).bitwise_right_shift_(1).int()
 
 
 def pack_bf16(x: Tensor, dither: Tensor) -> Tensor:
-    """Round float32 `x` [n] to bfloat16, up or down by `dither`, so without bias; NaN stays NaN."""
+    """Round float32 `x` [n] to bfloat16: add `dither` [64] below the last bit and truncate, without bias."""
     rounded = _blocks(_bits(x)) + (dither >> 15)
     bits = where(_blocks(x) != _blocks(x), NAN, rounded)
     return _bf16(bits >> 16).reshape(-1)[: len(x)]
 
 
 def pack_floats(x: Tensor, dither: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Round float32 `x` [n] by `dither` to codes [n] uint8, and scales [ceil(n / 64)] int16, one for each block.
+    """Round a moment, float32 `x` [n], with `dither` [64] to 8-bit codes [n] uint8, and a scale for each
+    block of 64 elements [ceil(n / 64)] int16.
 
-    If the moment is `signed`, the highest bit of a code is the sign, and 7 bits are left for the size.
+    If the moment is `signed`, the highest bit of a code is the sign.
     """
     infinite, min_shift = INFINITE >> signed, MIN_SHIFT + signed
     coarsest = 1 << min_shift + NUM_SHIFTS - 1
@@ -180,7 +184,7 @@ def pack_floats(x: Tensor, dither: Tensor, *, signed: bool) -> tuple[Tensor, Ten
 
 
 def unpack_floats(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """The exact float32 values of `codes` [n], given their blocks' scales and the `signed` of `pack_floats`."""
+    """The float32 values [n] of `codes` [n] and `scale` [ceil(n / 64)]; `signed` as in `pack_floats`."""
     infinite = INFINITE >> signed
     given = _blocks(_ints(codes))
     size = given & infinite
@@ -195,8 +199,8 @@ def unpack_floats(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
 
 def pack_exp_avg(x: Tensor, dither: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Round exp_avg `x` [n] fp32 by `dither` to codes [n] uint8, in units that exp_avg_sq (`codes`, `scale`)
-    gives."""
+    """Round exp_avg `x` [n] fp32 with `dither` [64] to 8-bit codes [n] uint8. An element's unit is the power
+    of two at or below the root of its exp_avg_sq, which is given as `codes` and `scale`."""
     bits = _bits(_blocks(x) * _floats((254 << 23) - _unit_bits(codes, scale)))
     bits = where((bits & SIZE) > EXPONENT, NAN, bits)  # without a sign
     log = where((bits & SIZE) > LARGEST, LARGEST, bits & SIZE)
@@ -207,7 +211,7 @@ def pack_exp_avg(x: Tensor, dither: Tensor, codes: Tensor, scale: Tensor) -> Ten
 
 
 def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """The float32 values of exp_avg's codes `x` [n], given those of exp_avg_sq, `codes` and `scale`; exact."""
+    """The float32 values of exp_avg, given its 8-bit codes `x` [n], and exp_avg_sq as `codes` and `scale`."""
     given = _blocks(_ints(x))
     log = ((given & 127) << CUT) + SMALLEST_NORMAL
     linear = _bits(_floats(log) - 0.25)
@@ -216,13 +220,15 @@ def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _plain_bits(codes: Tensor, scale: Tensor, min_shift: int) -> Tensor:
-    """Bits of the fp32 values of 8-bit `codes`, as if none were 0 or inf; a block's `scale` adds to `min_shift`."""
+    """The bits of the fp32 values of 8-bit `codes` in blocks of 64, without the codes' special meanings of 0
+    and infinity. A code is shifted left by `min_shift` plus 0 to 3, by its block's `scale`."""
     given = _ints(scale)[:, None]
     return (codes << (given & NUM_SHIFTS - 1) + min_shift) + ((given & SCALE_BITS >> 16) << 16)
 
 
 def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
-    """Float32 bits of exp_avg's units: powers of two at or below the root of exp_avg_sq, in `codes` and `scale`."""
+    """The float32 bits of the units of exp_avg: for each element, the power of two at or below the root of
+    its exp_avg_sq, which `codes` and `scale` encode."""
     plain = _plain_bits(_blocks(_ints(codes)), scale, MIN_SHIFT)
     return (plain >> 1 & SIZE) + ROOT & EXPONENT
 
@@ -231,14 +237,15 @@ def _unit_bits(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def unpack_weights(state: Mapping[str, Tensor]) -> Tensor:
-    """The exact float32 weights of optimizer state `state`, buffers by name in any format; may share its memory."""
+    """The exact float32 weights of an optimizer state in any format, maybe a view of a buffer in `state`."""
     if "master" in state:
         return state["master"]
     return join(state[HIGH_HALF], state["master_low"], state["exp_avg_sq"] if _has_signs(state) else None)
 
 
 def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
-    """The fp32 weights `start` to `stop` of a state in any format, on the host; not to be written: maybe a view."""
+    """Elements `start` to `stop` of the fp32 weights of a state in any format, on the host. Read only:
+    perhaps a view of the state."""
     names = [x for x in ("master", HIGH_HALF, "master_low", "exp_avg_sq") if x in state]
     return unpack_weights(
         {x: state[x][start:stop].cpu() for x in names if x != "exp_avg_sq" or _has_signs(state)}
@@ -246,7 +253,8 @@ def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor
 
 
 def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers of fp32 `weights` [n] in the format of `state`, by name, before the first step; on the host."""
+    """The host buffers, by name, that hold fp32 `weights` [n] in the format of `state` before the first step;
+    moments that start at 0 are left out."""
     if "master" in state:
         return {"master": weights}
     even = _has_signs(state)
@@ -255,12 +263,12 @@ def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _has_signs(state: Mapping[str, Tensor]) -> bool:
-    """Whether the master is split with the sign of exp_avg_sq as one of its bits, as with fp32 moments."""
+    """Whether split master weights have a 33rd bit, in the sign of exp_avg_sq, as with fp32 moments."""
     return "master" not in state and "exp_avg_sq" in state and state["exp_avg_sq"].itemsize == 4
 
 
 def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tensor]:
-    """The exact float32 moments of an optimizer state of any format; they may share the state's memory."""
+    """The float32 values of all moments of `state` in format `state_format`; maybe views of its buffers."""
     kinds = moment_buffers(state_format)
     own = [state[x.name] for x in kinds]
     if state_format == "8bit":
@@ -272,7 +280,8 @@ def unpack_moments(state: Mapping[str, Tensor], state_format: str) -> list[Tenso
 
 
 def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: int) -> dict[str, Tensor]:
-    """Buffers by name of float32 weights `p` (or none) and `moments` in `state_format`, rounded for step `step`."""
+    """Encode float32 weights `p` (None: none) and `moments` in `state_format`; returns the buffers by name.
+    Moments are rounded as in step number `step`."""
     kinds = moment_buffers(state_format)
 
     def spread(moment: int) -> Tensor:
@@ -298,10 +307,10 @@ def pack(p: Tensor | None, moments: Sequence[Tensor], state_format: str, step: i
 
 @cache
 def kernel_layout(state_format: str, room: int = 2, *, weights: bool = True) -> tuple[list[str], list[str]]:
-    """The state format `state_format` as two arguments of a compiled kernel with room for `room` moments.
+    """How a compiled kernel with room for `room` moments reads state of format `state_format`, as two lists.
 
-    First the names of the buffers: weights and their low half (if `weights`), moments, scales, with "" for none.
-    Then the kernel's names for how it stores weights and moments.
+    First the names of the buffers: weights and their low half (if `weights`), moments, scales; "" for none.
+    Then the kernel's words for how weights and each moment are stored.
 
     >>> kernel_layout("lion-8bit")
     (['master_high', 'master_low', 'exp_avg', '', 'exp_avg_scale', ''], ['HALVES', 'SIGNED', 'KEPT_NONE'])

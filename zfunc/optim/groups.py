@@ -22,14 +22,15 @@ Rule = str | Callable[[str, tuple[int, ...]], bool]
 
 
 def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> GroupedOptimizer:
-    """One optimizer out of several: `groups((rule, optimizer), ..., default)`.
+    """Make one optimizer of several: `groups((rule, optimizer), ..., default)`.
 
-    A rule is a glob over full names of parameters ("head.*") or a function `(name, shape) -> bool`. The first rule
-    that matches a parameter decides, the default has the rest. The learning rate in metrics is the default's.
+    A rule is a glob over parameters' full names ("head.*") or a function `(name, shape) -> bool`. A parameter
+    belongs to the optimizer of the first rule that matches, else to the default, whose learning rate the
+    metrics show.
 
-    Raises TypeError for a rule that is neither or a member that is no optimizer, ValueError without a default and
-    for optimizers with different `moments`. `compile` raises ValueError for a rule that matches nothing, and for a
-    group without parameters.
+    Raises TypeError for an invalid rule or optimizer, ValueError without a default and for optimizers with
+    different `moments`. `compile` raises ValueError for a rule that matches nothing, and for an optimizer
+    without parameters.
 
     >>> from zfunc import SGD, AdamW, groups
     >>> optimizer = groups(("head.*", AdamW(1e-3)), ("*.bias", SGD(1e-2)), AdamW(1e-5))
@@ -113,7 +114,8 @@ class GroupedOptimizer:
         return evolve(self, optimizers=tuple(changed))
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """The number of a parameter's group, which tells the member optimizer and that member's own group."""
+        """The number of a parameter's group, distinct for each member optimizer and each of its own
+        groups."""
         n = self._member(name, shape)
         return n + len(self.optimizers) * self.optimizers[n].group(name, shape)
 
@@ -157,7 +159,7 @@ def _matches(rule: Rule, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _decision(decision: StepDecision, n: int) -> StepDecision:
-    """`decision` with the factors of member optimizer `n` alone, under that member's own names."""
+    """A copy of `decision` with the factors of member optimizer number `n` alone, such as "lr" for "2.lr"."""
     prefix = f"{n}."
     own = {name.removeprefix(prefix): x for name, x in decision.factors.items() if name.startswith(prefix)}
     return evolve(decision, factors=own)

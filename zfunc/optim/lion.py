@@ -11,14 +11,16 @@ from zfunc.optim.rules import EXP_AVG_FLOOR, Factors, Operations
 
 @frozen
 class Lion(Elementwise):
-    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), with decoupled decay.
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2), with decoupled
+    weight decay.
 
-    Every weight moves by `lr` in the direction of the sign of beta1 * exp_avg + (1 - beta1) * gradient, and not at
-    all where the sign is 0. So gradient size and clipping affect only the weight of a gradient against exp_avg. The
-    paper takes a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times larger.
+    A weight moves by `lr` against the sign of beta1 * exp_avg + (1 - beta1) * gradient, and not at all where
+    that is 0. So the size of a gradient matters only relative to exp_avg. The paper takes a learning rate 3
+    to 10 times smaller than AdamW's, and a weight decay as many times larger.
 
-    `lr` and `betas` are values or pure functions of the step, counted from 1; `decay(name, shape)` says whether
-    weight decay applies to a parameter. `moments` is the format of exp_avg: "fp32", "16bit" or "8bit" (see SGD).
+    `lr` and `betas` are values or pure functions of the step, counted from 1; `decay(name, shape)` says
+    whether weight decay applies to a parameter. `moments` is the format of exp_avg: "fp32", "16bit" or "8bit"
+    (see SGD).
 
     Raises ValueError or TypeError for values out of range.
 
@@ -36,7 +38,8 @@ class Lion(Elementwise):
     betas: Betas | Callable[[int], Betas] = betas_field((0.9, 0.99))
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Lion's rule: weights move by the sign of a mean of `g` and moment `m`; another mean is the new `m`."""
+        """Lion's rule for gradient `g` and moment `m`: returns the change of the weights, by the sign of one
+        mean of both, and the new moment, another mean of both."""
         change = o.signed(k.look_keep * m + k.look_add * g, k.rate)
         return change, o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
 

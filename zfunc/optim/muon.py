@@ -38,21 +38,22 @@ def _quintic_setting(value: Any) -> Quintic:
 
 @attrs.frozen
 class Muon(Elementwise):
-    """Muon for matrices (Jordan et al. 2024), as in `torch.optim.Muon`; other parameters need another optimizer.
+    """Muon for matrices (Jordan et al. 2024), as in `torch.optim.Muon`; other parameters need another
+    optimizer.
 
-    The momentum is the running mean momentum * momentum_buffer + (1 - momentum) * gradient; the direction is the
-    momentum, or with `nesterov` the same mean of it and the gradient. The weights move along what Newton-Schulz
-    makes of a matrix's direction, with singular values near 1. The learning rate of a matrix [rows, columns] is
-    `lr` * max(1, rows / columns) ** 0.5 or, with `adjust_lr_fn="match_rms_adamw"`, `lr` * 0.2 * max(rows, columns)
-    ** 0.5, for which AdamW's learning rates serve (Liu et al. 2025, "Muon is Scalable for LLM Training"). Weight
-    decay is decoupled, by `lr` itself.
+    The momentum is the running mean momentum * momentum_buffer + (1 - momentum) * gradient; the direction is
+    the momentum, or with `nesterov` the same mean of momentum and gradient. Newton-Schulz iterations bring
+    the direction's singular values near 1; the weights move along the result. The learning rate of a matrix
+    [rows, columns] is `lr` * max(1, rows / columns) ** 0.5 or, with `adjust_lr_fn="match_rms_adamw"`, `lr` *
+    0.2 * max(rows, columns) ** 0.5, which suits AdamW's learning rates (Liu et al. 2025, "Muon is Scalable
+    for LLM Training"). Weight decay is decoupled, and uses `lr` itself.
 
-    `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight decay
-    applies to a parameter. `moments` is the format of momentum_buffer, as in SGD. `ns_steps`, `ns_coefficients` and
-    `eps` are Newton-Schulz's.
+    `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight
+    decay applies to a parameter. `moments` is the format of momentum_buffer, as in SGD. `ns_steps`,
+    `ns_coefficients` and `eps` are settings of Newton-Schulz.
 
-    Raises ValueError or TypeError for values out of range. `compile` raises ValueError for a parameter that is no
-    matrix.
+    Raises ValueError or TypeError for values out of range. `compile` raises ValueError for a parameter that
+    is no matrix.
 
     >>> Muon(lr=0.02).lr_ratio((400, 100))
     2.0
@@ -75,21 +76,22 @@ class Muon(Elementwise):
     eps: float = number_field("eps", 1e-7)
 
     def update(self, o: Operations, k: Factors, g: Any) -> tuple[Any, ...]:
-        """Muon's second rule: weights move along the orthogonalized direction, which is passed as gradient `g`."""
+        """Muon's rule for weights: returns their change, given the orthogonalized direction as `g`."""
         return (k.rate * o.flush(0.0 + g, EXP_AVG_FLOOR),)
 
     @property
     def rule(self) -> Rule:
-        """Muon's second rule, which moves the weights and reads no momentum, as a `Rule`."""
+        """Muon's rule that moves the weights along the orthogonalized direction, as a `Rule`."""
         return Rule(self.update, (), self.kernel)
 
     @property
     def look_ahead_rule(self) -> Rule:
-        """Muon's first rule as a `Rule`: it updates the momentum and makes the direction, but moves no weights."""
+        """Muon's rule that updates the momentum and returns the direction to orthogonalize, as a `Rule`."""
         return Rule(self.look_ahead, self.state, "direction", weights=False)
 
     def look_ahead(self, o: Operations, k: Factors, g: Any, m: Any) -> tuple[Any, ...]:
-        """Muon's first rule: the direction to orthogonalize, and the new momentum, by gradient `g`."""
+        """Muon's rule for gradient `g`, momentum `m`: the direction to orthogonalize, and the new
+        momentum."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         return k.look_keep * m + k.look_add * g, m
 
@@ -108,20 +110,23 @@ class Muon(Elementwise):
         return math.sqrt(max(1.0, rows / columns))
 
     def rule_step(self, decision: StepDecision, group: int, shape: tuple[int, ...] | None = None) -> RuleStep:
-        """The second rule of Muon in the step of `decision`, to move a matrix of `shape` along its direction."""
+        """The rule that moves a matrix of `shape` along its orthogonalized direction, with the scalars that
+        `decision` gives."""
         assert shape is not None  # by the format of its state
         step = super().rule_step(evolve(decision, grad_scale=1.0), group)
         rate = number("lr of a matrix", step.factors.rate * self.lr_ratio(shape))
         return step._replace(state_format=f"weights-{self.moments}", factors=step.factors._replace(rate=rate))
 
     def direction_step(self, decision: StepDecision) -> RuleStep:
-        """The first rule of Muon in the step of `decision`, to update the momentum and make the direction."""
+        """The rule that updates the momentum and makes the update direction, with its scalars for
+        `decision`."""
         return super().rule_step(decision, 1)._replace(rule=self.look_ahead_rule)
 
     def direction(
         self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
     ) -> None:
-        """Update the momentum of parameters, and write the bf16 direction to `out`: the same bits on any device."""
+        """Update the momentum in `state` with `grad`, and write the direction to orthogonalize to `out`, in
+        bf16; the bits are the same on any device."""
         from zfunc.optim.updates import device_update_, host_update_
         from zfunc.runtime.accelerator import on_accelerator
 

@@ -46,7 +46,8 @@ class Factors(NamedTuple):
 
 
 class Operations(Protocol):
-    """The operations of a rule beside + - * /. `flush` may overwrite its argument, an intermediate result."""
+    """What a rule may use beside + - * /: operations on numbers or tensors. `flush` may overwrite its
+    argument, an intermediate result."""
 
     def flush(self, x: Any, floor: float, /) -> Any:
         """`x`, with 0 in place of elements whose absolute value is below `floor`."""
@@ -59,9 +60,11 @@ class Operations(Protocol):
 
 
 class Rule(NamedTuple):
-    """An optimizer's rule: `update(o, k, g, *moments)` returns the change of the weights, then the new moments.
+    """The update rule of an optimizer: `update(o, k, g, *moments)` returns the change of the weights, then
+    the new moments, from scalars `k`, gradient `g` and the operations `o`.
 
-    `name` is the rule's name in the C that `rules_in_c` prints; None for a rule that the compiled kernel lacks.
+    `name` is the rule's name in the C code that `rules_in_c` prints; None for a rule that zfunc's kernel
+    lacks.
     """
 
     update: Callable[..., tuple[Any, ...]]
@@ -71,7 +74,7 @@ class Rule(NamedTuple):
 
 
 class RuleStep(NamedTuple):
-    """A rule's update number `number`, counted from 1: all that the update needs beside its tensors."""
+    """A rule with the scalars of update number `number`, from 1: all that the update needs but tensors."""
 
     rule: Rule
     state_format: str
@@ -81,7 +84,8 @@ class RuleStep(NamedTuple):
 
 
 def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) -> list[Any]:
-    """The new weights, then the new moments, of a rule's step; each operation is rounded once to float32.
+    """The new weights, then the new moments, after `step` of a rule with gradient `grad`, weights `p` and
+    `moments`; each operation is rounded once to float32.
 
         g = grad * grad_scale                 0 where |grad * grad_scale| < 2^-56
         g = g + decay * p                     only with weight decay that is not decoupled; floored again
@@ -102,12 +106,12 @@ def apply_step(o: Operations, step: RuleStep, grad: Any, p: Any, *moments: Any) 
 
 
 def scaled(o: Operations, k: Factors, grad: Any) -> Any:
-    """The gradient `grad` times `grad_scale`, as a rule takes it: with 0 for elements smaller than `grad_floor`."""
+    """The gradient `grad` times `grad_scale`; 0 for elements smaller than `grad_floor` in size."""
     return o.flush(grad, k.grad_floor) * k.grad_scale
 
 
 def with_l2(o: Operations, k: Factors, g: Any, p: Any) -> Any:
-    """The gradient `g` with L2 decay: plus `decay` times the weights `p`, with 0 for elements below the floor."""
+    """The gradient `g` plus `decay` times the weights `p` (L2 decay); 0 if its size is below the floor."""
     return o.flush(g + k.decay * p, GRAD_FLOOR)
 
 
@@ -123,6 +127,6 @@ def as_float32(factors: T) -> T:
 
 
 def grad_floor_of(grad_scale: float) -> float:
-    """The absolute value below which a gradient is set to 0, before `grad_scale` could multiply a denormal."""
+    """The size below which a gradient counts as 0, so that `grad_scale` never multiplies a denormal."""
     floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
     return max(floor, SMALLEST_NORMAL)

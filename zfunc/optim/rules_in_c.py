@@ -85,7 +85,7 @@ def value_of(x: Any) -> Value:
 
 
 class _Names:
-    """The operations of a rule (`rules.Operations`) that build C expressions (Values) instead of computing."""
+    """The operations of a rule (`rules.Operations`) that build C expressions (Values), not results."""
 
     def flush(self, x: Value, floor: Any, /) -> Value:
         return Value("flush", x, floor if isinstance(floor, Value) else Value("floor", text=repr(floor)))
@@ -98,7 +98,8 @@ class _Names:
 
 
 def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> dict[Value, None]:
-    """All Values in the expressions `results`, and those `seen`, each once, operands before what uses them."""
+    """All Values that occur in the expressions `results`, and those in `seen`, each once, with operands
+    before the Values that use them."""
     seen = {} if seen is None else seen
     for x in results:
         if x not in seen:
@@ -111,7 +112,7 @@ def unique(results: Iterable[Value], seen: dict[Value, None] | None = None) -> d
 
 
 class Printer:
-    """Prints Values as C on the vector type of csrc/_vectors.h, or on single floats, for the CPU or for CUDA."""
+    """Prints Values as C: on the vector type of csrc/_vectors.h, or on floats, for a CPU or CUDA."""
 
     def __init__(self, *, vector: bool = False, on_device: bool = False) -> None:
         self.vector, self.on_device = vector, on_device
@@ -150,7 +151,8 @@ class Printer:
         return f"ZF_FLOOR_{known.upper()}" if known else hex(bits_of(floor))
 
     def lines(self, results: Sequence[Value]) -> Iterator[str]:
-        """Lines of C for `results`: a variable for each Value read more than once, and for each new moment."""
+        """Yield lines of C that compute `results` (the change of the weights, then new moments): new moments,
+        and Values that are used more than once, become variables."""
         uses = Counter(y for x in unique(results) for y in x.args) + Counter(results[1:])
         for x in unique(results):
             # Also of an old moment that becomes another: stores come last.
@@ -188,8 +190,8 @@ def plain_loop(rule: Rule, *, on_device: bool = False) -> str:
 
 
 def staged(rule: Rule) -> str:
-    """C functions, on vectors, of a rule with one square root: `keep`, products of old moments alone; the new
-    `moments`; after their square root, the `change` of the weights."""
+    """C functions, on vectors, for the parts of a rule with one square root: `keep` scales old moments,
+    `moments` makes new ones, `root` takes the square root, `change` gives the change of the weights."""
     k: Any = Factors._make(name(f"k->{x}") for x in Factors._fields)
     o, g, p, old = _Names(), name("g"), name("p"), [name(f"*{x}") for x in rule.state]
     change, *new = rule.update(o, k, g, *old)
@@ -218,8 +220,9 @@ def staged(rule: Rule) -> str:
 
 
 def header(printed: Sequence[Rule], vectors: Rule | None = None, *, on_device: bool = False) -> str:
-    """The text of a C header with the rules `printed`: numbers, factors, floors, a switch, and loops, for CUDA if
-    `on_device`; also the functions that `staged` makes of the rule `vectors`, if it is given."""
+    """The text of a C header (CUDA if `on_device`) with the rules `printed`: their numbers, scalars and
+    thresholds, a switch over them, and a loop for each. With `vectors`, also the functions that `staged`
+    makes of that rule."""
     names = [str(x.name) for x in printed]
     floors = (
         f"#define ZF_FLOOR_{x.upper()} {bits_of(y):#010x} /* bits of {y!r} */" for y, x in FLOORS.items()
@@ -271,8 +274,8 @@ class CompiledRule:
 
 
 def compiled(rule: Rule) -> CompiledRule | None:
-    """The compiled kernel for `rule`, which zfunc's own kernel lacks; None if the rule has to run in torch
-    operations. As a rule is pure, its C is printed once."""
+    """The kernel for a user's own `rule`, compiled at first use and cached; None if it cannot be compiled, so
+    that the rule runs in torch operations."""
     try:
         return _of(rule)
     except TypeError:  # it has no hash
@@ -291,7 +294,8 @@ def _of(rule: Rule) -> CompiledRule | None:
 
 @cache
 def _library(text: str, num_moments: int) -> CompiledRule | None:
-    """The library compiled from the C code `text`, shared by processes with one compiler; None if that fails."""
+    """The library compiled from the C code `text` of a rule with `num_moments` moments. Processes with the
+    same compiler share its file. None if compilation fails."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return _in_torch("there is no C compiler: apt install gcc, or name one in CC")
@@ -310,7 +314,7 @@ def _library(text: str, num_moments: int) -> CompiledRule | None:
 
 
 def _folder() -> Path:
-    """The folder of compiled rules in the user's cache, which only the user may write, as its files are loaded."""
+    """The user's cache folder of compiled rules, writable by the user alone, as its files are loaded."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zfunc" / "rules"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not system_calls.is_owners_alone(folder.stat()):

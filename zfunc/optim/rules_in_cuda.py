@@ -50,7 +50,8 @@ log = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
-    """What a CUDA kernel is compiled for: rule, state format, weight decay, dtype numbers of `grad` and `out`."""
+    """What one CUDA kernel is compiled for: the rule, the state format, the kind of weight decay, and the
+    kernel's numbers for the dtypes of gradient (`grad`) and new weights (`out`)."""
 
     rule: Rule
     state_format: str
@@ -60,7 +61,8 @@ class Variant(NamedTuple):
 
 
 def device_kernel(step: RuleStep, grad: Tensor, out: Tensor | None) -> Callable[..., None] | None:
-    """The CUDA kernel for update `step` with the dtypes of `grad` and `out`; None if torch operations make it."""
+    """The CUDA kernel for the rule of `step` with the dtypes of `grad` and `out`, compiled at first use; None
+    where torch operations are used instead."""
     if compiler_of(grad.device) is None:
         return None
     types = [0 if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
@@ -86,7 +88,7 @@ def _compiled(variant: Variant, device: Device) -> Callable[..., None] | None:
 def launch(
     kernel: Callable[..., None], step: RuleStep, state: Mapping[str, Tensor], grad: Tensor, out: Tensor | None
 ) -> None:
-    """Queue update `step` by `kernel` on the device's current stream, in one launch; tensors are checked before."""
+    """Queue update `step` by `kernel` on the device's current stream, in one launch; tensors are checked."""
     room = len(step.rule.state)
     names, _ = kernel_layout(step.state_format, room, weights=step.rule.weights)
     dithers = [first_dither(step.number, moment) for moment in range(room)]
@@ -102,7 +104,8 @@ def launch(
 
 
 def per_thread(state_format: str, room: int) -> int:
-    """How many elements a CUDA thread updates, with `room` moments: 1 or, with scales, the 64 that share one."""
+    """How many elements one CUDA thread updates of a state in `state_format`, with `room` moments: 1, or with
+    scales the 64 elements that share one."""
     _, kept = kernel_layout(state_format, room)
     return 1 if all(x.startswith("KEPT_") for x in kept[1 : room + 1]) else ALIGNMENT
 
@@ -169,7 +172,8 @@ _DECAYS = {"none": "NO_DECAY", "decoupled": "DECOUPLED", "l2": "L2"}
 
 
 def _unpacked(kinds: list[str], j: int) -> str:
-    """The CUDA code that reads moment `j` as fp32; `kinds` says how moments are stored, as "KEPT_BF16"."""
+    """CUDA code that reads moment number `j` as fp32; `kinds` has the kernel's words for how moments are
+    stored, such as "KEPT_BF16"."""
     of, codes = f"m{j}, (const uint16_t *)moment{j} + at, few", f"(const uint8_t *)moment{j} + at"
     return {
         "KEPT_NONE": f"for (size_t i = 0; i < few; i++) m{j}[i] = 0.0f;",
@@ -183,7 +187,8 @@ def _unpacked(kinds: list[str], j: int) -> str:
 
 
 def _packed(kinds: list[str], j: int) -> str:
-    """The CUDA code that rounds and stores moment `j`; `kinds` says how moments are stored, as "KEPT_BF16"."""
+    """CUDA code that rounds and stores moment number `j`; `kinds` has the kernel's words for how moments are
+    stored, such as "KEPT_BF16"."""
     codes, scale = f"(uint8_t *)moment{j} + at", f"((int16_t *)scale{j})[at / ZF_SHARED]"
     return {
         "KEPT_NONE": "",

@@ -47,7 +47,8 @@ class SGD(Elementwise):
         return "nesterov" if self.nesterov else "sgd"
 
     def update(self, o: Operations, k: Factors, g: Any, m: Any = 0.0) -> tuple[Any, ...]:
-        """SGD's rule: weights move along the momentum, or with Nesterov's variant the momentum one step ahead."""
+        """SGD's rule for gradient `g` and momentum `m`: returns the change of the weights (along the
+        momentum, with Nesterov's variant along its next value), then the new momentum."""
         m = o.flush(k.keep * m + k.add * g, EXP_AVG_FLOOR)
         return k.rate * (g + k.keep * m if self.nesterov else m), m
 

@@ -56,8 +56,8 @@ class _Torch:
 
 
 class CheckedState(dict[str, Tensor]):
-    """An optimizer state's buffers by name, with the spans of them that `update_spans` has checked: reused by
-    a next update with the same arguments, which are kept in `asked`. Its owner makes another for other memory."""
+    """The buffers of an optimizer state by name, together with the results of checking them, which the next
+    update with the same arguments (`asked`) reuses. For other memory its owner makes a new one."""
 
     asked: tuple[Any, ...] = ()
     spans: "dict[str, Span]"
@@ -79,15 +79,18 @@ def host_update_(
     isa: int = -1,
     calls: KernelCalls | None = None,
 ) -> None:
-    """One optimizer step over 1-D contiguous host buffers, by name, in place or `into` others, in one pass.
+    """One step of an optimizer over 1-D contiguous host buffers in one pass over memory: `state`, by name, is
+    updated in place, or the results go `into` other buffers.
 
-    `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
-    result of a rule without weights. Slices of compact buffers begin at a multiple of 64. Neither `threads` nor
-    `isa`, the instruction set (-1: the best), changes a bit. A rule that the kernel lacks is compiled, or run in
-    torch operations (`rules_in_c`). `calls`, if given, collects the kernel's call, which the caller makes later.
+    `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n], likewise, receives the rounded new weights, or the
+    result of a rule without weights. Slices of compact buffers begin at multiples of 64. `threads` and `isa`,
+    the instruction set (-1: the best), change no bit. A rule that the kernel lacks is compiled, or runs in
+    torch operations (`rules_in_c`). If `calls` is given, the kernel's call is added to it, for the caller to
+    make.
 
-    Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout, buffers
-    that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which propagate.
+    Raises TypeError or ValueError, with every buffer unchanged, for a wrong dtype, device, shape or layout,
+    buffers that overlap, and memory whose ends are read-only. Gradients may hold inf and NaN, which
+    propagate.
     """
     rule, number, team = step.rule, checked_step(step.number), checked_threads(threads)
     spans = update_spans(step.state_format, state, grad, out, into, weights=rule.weights)
@@ -151,10 +154,11 @@ def device_update_(
 
 
 def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
-    """Set `ema` [n] fp32 to `decay * ema + (1 - decay) * weights`, with the weights of a `state` in any format.
+    """Set the moving average `ema` [n] fp32 to `decay * ema + (1 - decay) * weights`, with the weights of
+    `state`, an optimizer state in any format.
 
-    Two products and their sum are each rounded once, so no cut, device or number of threads changes a bit.
-    `torch.lerp`, which `torch.optim.swa_utils` averages with, rounds once less in vectorized parts.
+    Two products and their sum are each rounded once, so division into slices, device and number of threads
+    change no bit. `torch.lerp`, which `torch.optim.swa_utils` uses, rounds once less in vectorized parts.
     """
     for start in range(0, ema.numel(), EMA_PIECE):
         part = ema[start : start + EMA_PIECE]
@@ -166,12 +170,13 @@ def average_(ema: Tensor, state: Mapping[str, Tensor], decay: float) -> None:
 
 
 def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> Tensor:
-    """Add `grad` to `acc`, or copy it there if `first`; returns the sum of squares of the new `acc`, exactly.
+    """Add `grad` to `acc`, or copy it there if `first`; returns the exact sum of squares of the new `acc`, as
+    [21] fp64 parts that `math.fsum` adds up.
 
-    `acc`: [n] fp32, written. `grad`: [n] fp32, bf16 or fp16. The result is [21] fp64, which `math.fsum` adds up.
-    Such parts are added without rounding, so the total of several calls has the same bits wherever the elements
-    were cut, at multiples of 64, and for any thread count and instruction set. inf and NaN propagate, so it is the
-    finite check as well. Raises TypeError or ValueError, with `acc` unchanged, for buffers as in `host_update_`.
+    `acc`: [n] fp32, written. `grad`: [n] fp32, bf16 or fp16. Parts of several calls add up without rounding,
+    so the total has the same bits wherever the elements are divided (at multiples of 64), for any thread
+    count and instruction set. inf and NaN propagate, so the result also shows whether all elements are
+    finite. Raises TypeError or ValueError, with `acc` unchanged, for buffers as in `host_update_`.
 
     >>> import math
     >>> acc = torch.empty(2)
@@ -237,10 +242,12 @@ def update_spans(
     device: torch.device | None = CPU,
     weights: bool = True,
 ) -> dict[str, Span]:
-    """The memory spans of all buffers of an update, by name; names of buffers of `into` begin with "into ".
+    """Check the buffers of an update and return their memory ranges by name; names of buffers of `into` begin
+    with "into ".
 
-    Buffers of the weights are included if `weights` is true. Raises TypeError or ValueError unless all are 1-D
-    contiguous, on `device` (None: the first's), of the sizes and dtypes of `state_format`, and share no memory.
+    Buffers of weights are included if `weights` is true. Raises TypeError or ValueError unless all are 1-D
+    and contiguous, on `device` (None: the first one's), of the sizes and dtypes of `state_format`, and share
+    no memory.
     """
     asked = grad, out, into, device, state_format, weights
     if (
@@ -276,7 +283,8 @@ def checked_span(
     device: torch.device = CPU,
     written: bool = True,
 ) -> Span:
-    """Memory span of `tensor`; raises unless contiguous, [n], of `dtypes`, on `device`, writable if `written`."""
+    """The memory range of `tensor`, which errors call `name`. Raises TypeError or ValueError unless it is
+    contiguous, [n], of one of `dtypes`, on `device`, and writable if `written`."""
     if not isinstance(tensor, Tensor):
         refuse(name, type(tensor).__name__, "a torch.Tensor", "pass torch.from_numpy(array)", TypeError)
     n = tensor.numel() if n is None else n

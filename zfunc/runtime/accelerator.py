@@ -37,7 +37,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def on_accelerator(device: torch.device) -> bool:
-    """Whether torch queues the work of `device` on streams: True for every device but the CPU."""
+    """Whether `device` is an accelerator: torch queues its work on streams. False for the CPU alone."""
     return device.type != "cpu"
 
 
@@ -128,8 +128,8 @@ _GROUPED: ContextVar[bool | None] = ContextVar(
 
 @contextmanager
 def modelled(grouped: bool | None) -> Iterator[None]:
-    """A context in which a trace on the CPU is made as for an accelerator; `grouped` says whether one for which
-    `has_grouped_kernels` is true. With None the trace is made as for the CPU."""
+    """A context in which cost traces on the CPU stand for an accelerator: `grouped` says whether for one that
+    `has_grouped_kernels`. With None, traces stand for the CPU itself."""
     before = _GROUPED.set(grouped)
     try:
         yield
@@ -138,7 +138,8 @@ def modelled(grouped: bool | None) -> Iterator[None]:
 
 
 def runs_on_cpu(device: torch.device) -> bool:
-    """Whether passes on `device` use the CPU's kernels; False while a trace there models an accelerator."""
+    """Whether work on `device` runs CPU kernels; False in a context `modelled`, for an accelerator's
+    costs."""
     return not on_accelerator(device) and _GROUPED.get() is None
 
 
@@ -181,7 +182,8 @@ def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def behind(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """A context that queues this thread's work on `stream`, after the current stream's; None changes nothing."""
+    """A context that queues this thread's work on `stream`, to begin after all that the current stream has
+    queued so far. None changes nothing."""
     if stream is not None:
         stream.wait_stream(torch.accelerator.current_stream(stream.device))
     return work_on(stream)
@@ -195,20 +197,23 @@ def rejoin(stream: torch.Stream | None) -> None:
 
 @contextmanager
 def in_turn(stream: torch.Stream | None) -> Iterator[None]:
-    """A context that queues work on `stream`, between the current stream's work before and after; None: no-op."""
+    """A context that queues this thread's work on `stream`: it begins after the work that the current stream
+    has queued, and later work of the current stream waits for it. None changes nothing."""
     with behind(stream):
         yield
     rejoin(stream)
 
 
 def take_stream(device: torch.device) -> torch.Stream:
-    """A stream of `device` for one user: a returned one if any, as torch's streams beyond 32 share their queues."""
+    """A stream of `device` that nobody else uses, until `give_back`: a spare one, or a new one. Reuse matters
+    because torch has 32 queues, which further streams share."""
     spare = _spare_streams.setdefault(device, [])
     return spare.pop() if spare else torch.Stream(device)
 
 
 def give_back(streams: Mapping[Any, torch.Stream]) -> None:
-    """Return the values of `streams` for reuse by `take_stream`; work still queued on one runs before new work."""
+    """Return the values of `streams` as spare ones for `take_stream`. Work that a stream still has queued
+    runs before the next user's."""
     for stream in streams.values():
         _spare_streams.setdefault(stream.device, []).append(stream)
 
@@ -221,12 +226,13 @@ def copy_stream(device: torch.device, way: Literal["up", "down"]) -> torch.Strea
 
 @cache
 def _copy_stream(device: torch.device, *_: object) -> torch.Stream:
-    """A copy stream of `device`, one for each way and thread identifier, which may be that of an ended thread."""
+    """A stream of `device` for copies, one for each set of the other arguments (direction, thread id)."""
     return torch.Stream(device)
 
 
 def record_use(device: torch.device, values: Any) -> None:
-    """Keep the memory of the tensors in `values` until the work of this thread's current stream is done."""
+    """Have torch's allocator not reuse the memory of the tensors in `values` before the work queued so far on
+    this thread's current stream is done."""
     if on_accelerator(device):
         stream = torch.accelerator.current_stream(device)
         for t in tree_leaves(values):
@@ -336,10 +342,11 @@ def reset_peak(device: torch.device) -> None:
 
 
 def pinning_of(device: torch.device) -> "Pin | None":
-    """A function of (device, address, bytes) that page-locks host memory in place for copies of `device` and
-    returns a function to unlock the memory; raises RuntimeError if the driver refuses.
+    """The function (device, address, bytes) that page-locks host memory in place, for asynchronous copies of
+    `device`, and returns a function to unlock it; it raises RuntimeError if the driver refuses.
 
-    None for a device type without such a call: torch's pinned allocator remains, which rounds up to a power of two.
+    None for a device type without such a call: then torch's pinned allocator is left, which rounds sizes up
+    to powers of two.
     """
     return _vendor(device).pin
 
@@ -350,7 +357,7 @@ def unplanned_bytes(device: torch.device) -> int:
 
 
 def room_for_tensors(device: torch.device) -> int:
-    """Bytes of an accelerator's memory that tensors may take: those available, less those left to libraries."""
+    """Bytes of an accelerator's memory that tensors may take: `available_bytes` less `unplanned_bytes`."""
     return available_bytes(device) - unplanned_bytes(device)
 
 
@@ -364,7 +371,7 @@ Pin = Callable[[torch.device, int, int], Callable[[], object]]
 
 @frozen
 class Vendor:
-    """Calls that torch offers for one device type alone; a field is None where the type has no such call."""
+    """Functions that torch offers for one type of device alone; None where a type has no such function."""
 
     pin: Pin | None = None  # see `pinning_of`
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`

@@ -17,7 +17,8 @@ from zfunc.runtime.torch_dtypes import byte_view
 
 
 class AccessGuard(MutableMapping[Region, Any]):
-    """A rank's regions `mem` for `op`, which refuses undeclared ones. Slow: it copies those `op` only reads."""
+    """The memory regions `mem` as operation `op` sees them in debug mode: access to a region that `op` does
+    not declare raises UndeclaredAccess. Regions that `op` only reads are copied, for `check` (slow)."""
 
     def __init__(self, op: Op, mem: MutableMapping[Region, Any]) -> None:
         self._op, self._mem = op, mem

@@ -46,11 +46,12 @@ def call_each(
     *queues: Iterable[T],
     tell: Callable[[float], Any] = lambda _: None,
 ) -> None:
-    """Call `function` with each item; every queue has an equal share of the threads for itself.
+    """Call `function` with every item of `queues`, in parallel: each queue has an equal share of `threads` of
+    its own.
 
-    After an error or an interrupt no further call begins, and the error is raised when the calls under way have
-    ended; as AbandonedCalls if they do not end in 5 seconds, or before a second interrupt. Every 30 seconds, `tell`
-    is called with the seconds since the start.
+    After an error or an interrupt no further call begins. The error is raised once the calls in progress have
+    ended, or as AbandonedCalls if they do not within 5 seconds or before a second interrupt. Every 30 seconds
+    `tell` is called with the seconds since the start.
     """
     left = [deque(items) for items in queues]
     share = threads.count // len(left)
@@ -90,7 +91,8 @@ def _begin_and_wait(
     workers: "list[tuple[Future[None], deque[T]]]",
     tell: Callable[[float], Any],
 ) -> None:
-    """Submit `workers`' calls and wait; after an interrupt empty the queues `left` and wait up to 5 s."""
+    """Start `workers` (future, queue) on `threads` and wait for all: each calls `function` with its queue's
+    items. After an interrupt, empty the queues `left`, wait up to 5 s, and raise."""
     began, pending = time.monotonic(), {future for future, _ in workers}
     try:
         for future, own in workers:
@@ -105,7 +107,8 @@ def _begin_and_wait(
 
 
 def _call_next(function: Callable[[T], Any], own: deque[T], left: list[deque[T]]) -> None:
-    """Call `function` with the items of queue `own`; an error clears all queues `left` and is raised."""
+    """Call `function` with the items of queue `own` until it is empty. An error is raised, after all queues
+    in `left` were emptied so that other threads stop, too."""
     try:
         while own:
             try:

@@ -57,10 +57,11 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 @define(eq=False)
 class RankGroup:
-    """The collectives of `world` ranks, of which this process is number `rank`; a world of 1 sends nothing.
+    """The collectives of a group of `world` ranks, of which this process is number `rank`; with `world` 1
+    nothing is sent.
 
-    `sent` counts the bytes this rank has had to send if its collectives use the best algorithms:
-    (world - 1) / world of a buffer for a reduce-scatter, and as much for an all-gather.
+    `sent` counts the bytes that this rank has to send in the best algorithms for its collectives: (world - 1)
+    / world of the buffer for a reduce-scatter, and as much for an all-gather.
     """
 
     group: Any = None  # torch.distributed.ProcessGroup
@@ -104,7 +105,7 @@ class RankGroup:
 
     @property
     def limit(self) -> timedelta:
-        """The time-out of the group's collectives and messages."""
+        """How long a collective or message of the group may take before it fails."""
         return timeout() if self.store is None else self.store.timeout
 
     @property
@@ -199,7 +200,8 @@ class RankGroup:
         ]
 
     def _sizes(self, size: int) -> list[int]:
-        """The bytes of each rank's text; `size` is sent with its complement to detect another collective's data."""
+        """All-gather the `size` in bytes of each rank's text. RankError if the ranks are in different
+        collectives: each also sends the size's complement, which shows that."""
         sizes = torch.zeros(self.world, 2, dtype=torch.int64, device="cpu")
         sizes[self.rank] = torch.tensor([size, ~size], device="cpu")
         self._all_reduce(sizes)
@@ -222,10 +224,12 @@ class RankGroup:
         *,
         shortage: str = "",
     ) -> None:
-        """Raise RankError, on every rank, unless all ranks are in the same `call` with the same `compared`.
+        """Raise RankError, on every rank, unless all ranks make the same `call` with the same text
+        `compared`.
 
-        Ranks compare a digest, and exchange texts only if it differs: `text()`, or else `compared`. `what` names
-        the compared thing in errors. If a rank passes a `shortage`, what memory it lacks, all raise OutOfMemory.
+        Ranks compare a digest, and exchange texts only where it differs: `text()`, by default `compared`.
+        `what` names the compared thing in errors. If a rank lacks memory, it passes a description as
+        `shortage`, and all ranks raise OutOfMemory.
         """
         if self.world == 1:
             if shortage:
@@ -256,7 +260,8 @@ class RankGroup:
             )
 
     def disagree(self, what: str, digest: str, text: str) -> NoReturn:
-        """Raise RankError: which ranks have another `digest` of `what`, and the first line where `text` differs."""
+        """Raise RankError, which says which ranks have another `digest` of the thing called `what`, and shows
+        the first line in which their `text` differs."""
         digests, texts = self.texts(digest), self.texts(text)
         usual = digests.index(max(set(digests), key=lambda d: (digests.count(d), d == digests[0])))
         apart = [r for r, d in enumerate(digests) if d != digests[usual]]
@@ -286,7 +291,8 @@ class RankGroup:
             self._give_up(what, begun, "notified")
 
     def _queue(self, what: str, issue: Callable[[], Any]) -> None:
-        """Issue a collective of an accelerator's tensors on its current stream, and remember it for `watch`."""
+        """Queue a collective of tensors on an accelerator on the current stream, by a call of `issue`; from
+        now on `watch` looks after it. `what` names it in errors."""
         with self._watching:
             self._forget_completed()
         work = self._issue(what, issue)
@@ -294,10 +300,11 @@ class RankGroup:
         self.queued.append((what, time.monotonic(), work))
 
     def watch(self) -> bool:
-        """Whether a collective of this group is under way on the device; called by whoever waits for the device.
+        """Check the group's collectives on the device. Returns whether one is in progress; called repeatedly
+        by code that waits for the device.
 
-        Raises RankError where another rank has given up, where the time-out is over, or where a collective failed,
-        after aborting the group if a collective is under way.
+        Raises RankError where another rank has given up, the time-out has passed or a collective has failed;
+        aborts the group first if a collective is in progress.
         """
         if not self._watching.acquire(blocking=False):
             return True  # another lane asks just now
@@ -307,8 +314,8 @@ class RankGroup:
             self._watching.release()
 
     def settle(self) -> None:
-        """Wait until the device has done the group's collectives: a wait that ends if a rank does not join, unlike
-        a blocking copy behind a collective. Raises RankError, as `watch` does, and after the time-out."""
+        """Wait until the device has finished the group's collectives. Raises RankError if a rank does not
+        join, as `watch` does, or after the time-out; a blocking copy queued after them would hang instead."""
         if not poll(self._settled, self.limit.total_seconds(), lambda: self.watch() and False):
             self._abort("late")
 
@@ -333,7 +340,7 @@ class RankGroup:
         return True
 
     def _forget_completed(self) -> None:
-        """Stop watching the collectives that have ended on the device; raise the error of one that failed."""
+        """Let `watch` forget the collectives that have ended on the device; raises a failed one's error."""
         try:
             while self.queued and (work := self.queued[0][2]).is_completed():
                 if (error := work.exception()) is not None:
@@ -370,8 +377,8 @@ class RankGroup:
             self._give_up(what, begun, "broken", error)
 
     def _give_up(self, what: str, begun: float, symptom: Symptom, error: Exception | None = None) -> NoReturn:
-        """Raise RankError with the ranks missing in collective `what`, begun at monotonic time `begun`, chained to
-        its `error`. `symptom` is how this rank noticed. Every later collective raises, too."""
+        """Raise RankError, from `error`, with the ranks missing in collective `what`, begun at monotonic time
+        `begun`. `symptom` is how this rank noticed. All later collectives raise, too."""
         waited = time.monotonic() - begun
         # A wait that times out closes this rank's connections, so that its other waits break: they are late, too.
         if symptom == "broken" and poll(self.expired.is_set, TOGETHER):
@@ -403,7 +410,7 @@ def timed_out(error: RuntimeError) -> bool:
 
 
 def _wait(work: Any, detector: FailureDetector) -> bool:
-    """Wait for the collective `work`; False if another rank gave up first. An error of the collective is raised."""
+    """Wait for the collective `work`. Returns False if another rank gave up first; raises its errors."""
     while detector.store is not None:
         started = time.monotonic()
         try:

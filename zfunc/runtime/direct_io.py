@@ -230,7 +230,8 @@ class DirectFile:
 
     @contextmanager
     def _in_use(self, *, begun: bool = False) -> Generator[None, None, None]:
-        """A context that keeps the descriptor open; `begun`: allowed also while `close` waits for transfers."""
+        """A context of an operation on the file, in which `close` keeps the file descriptor open. ValueError
+        if the file is closed; with `begun` (part of an earlier operation) only if that operation is over."""
         with self._idle:
             if self._closed and not (begun and self._users):
                 raise ValueError(f"{self.path}: got a closed file, expected an open one: open it again")
@@ -285,7 +286,8 @@ class DirectFile:
             )
 
     def _run(self, direction: Direction, requests: Sequence[_Request], of_what: str) -> None:
-        """Make the requests on the drive's threads and wait for all; errors end with `of_what`, " of bucket 3"."""
+        """Make `requests` on the drive's threads and wait. Errors end with `of_what`, such as " of bucket
+        3"."""
         first, last = requests[0].offset, requests[-1].offset + requests[-1].nbytes
 
         def make(request: _Request) -> None:
@@ -301,8 +303,8 @@ class DirectFile:
     def _call_each(
         self, direction: Direction, function: Callable[[T], Any], items: Sequence[T], doing: str
     ) -> None:
-        """Call `function` on each item in the drive's threads; log slow calls; once one is abandoned, refuse the
-        file. `doing` describes the calls in messages."""
+        """Call `function` on each of `items` on the drive's threads, and log slow calls, described by
+        `doing`. After a call had to be abandoned, the file is no longer used."""
 
         def tell(seconds: float) -> None:
             log.warning("%s: %s: the drive has not answered for %.0f s", self.path, doing, seconds)
@@ -317,7 +319,8 @@ class DirectFile:
             raise
 
     def _make(self, direction: Direction, request: _Request) -> None:
-        """Read or write all bytes of a request; a short transfer is continued at a page, as O_DIRECT needs."""
+        """Read or write all bytes of one request. A transfer that stops early is continued from the last full
+        page, as O_DIRECT requires."""
         call = system_calls.read_at if direction == "read" else system_calls.write_at
         done = retries = 0
         while done < request.nbytes:
@@ -371,7 +374,7 @@ def _reserving(path: Path, nbytes: int) -> Generator[None, None, None]:
 
 @contextmanager
 def pages_for(nbytes: int) -> Generator[HostPages, None, None]:
-    """A context with `nbytes` of host pages, unmapped at its end unless a hanging drive may use them."""
+    """A context with `nbytes` of host pages, unmapped at its end unless a hanging drive may access them."""
     pages, abandoned = map_pages(nbytes), False
     try:
         yield pages
@@ -401,7 +404,8 @@ def explain_errors(path: Path, doing: str) -> Any:
 
 
 def _requests(areas: Sequence[memoryview], offset: int) -> Iterator[_Request]:
-    """The requests that move the areas of memory to or from consecutive bytes of the file from `offset` on."""
+    """Yield requests of at most 8 MiB that together transfer the memory `areas`, in order, to or from the
+    file's bytes from `offset` on."""
     pieces: list[memoryview] = []
     size = 0
     for area in areas:

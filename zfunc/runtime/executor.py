@@ -65,7 +65,7 @@ class Jitter:
 
 @frozen(eq=False)
 class IssuedOp:
-    """One operation of a plan ready to be issued, with all its data that is the same in every step."""
+    """One operation of a plan, prepared for execution: its function, lane, waits, and what else is fixed."""
 
     op: Op
     lane: str
@@ -81,7 +81,8 @@ class IssuedOp:
 
 @frozen(eq=False)
 class PreparedPlan:
-    """A plan with the functions that run its operations looked up, by thread; `main` is the caller's thread."""
+    """A plan prepared for execution: for each thread, the operations that it issues, with their functions.
+    `main` names the thread whose operations the caller's thread issues."""
 
     plan: Plan
     threads: dict[str, tuple[IssuedOp, ...]]
@@ -119,10 +120,11 @@ class RunningStep:
 
 @frozen
 class RunOptions:
-    """Options of a plan's run: random delays, `debug` (checks of declared regions), `trace` (device times), faults.
+    """Options for one execution of a plan: random delays, `debug` (checks that operations use only declared
+    regions), `trace` (device times of each operation), injected faults.
 
-    `watch` is called repeatedly while the host waits for the device: it raises if the wait is in vain, and returns
-    whether a collective is under way, in which case the host waits up to twice as long.
+    `watch` is called repeatedly while the host waits for the device. It raises if the wait is in vain, and
+    returns whether a collective is in progress, in which case the host waits up to twice as long.
     """
 
     jitter: Jitter | None = None
@@ -134,7 +136,7 @@ class RunOptions:
 
 @frozen
 class StepRun:
-    """The result of running a plan: the timeline, and the seconds of the run and of its host operations."""
+    """The result of executing a plan: the timeline, the seconds it took, and those in host operations."""
 
     timeline: Timeline
     seconds: float
@@ -142,7 +144,8 @@ class StepRun:
 
 
 def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device) -> PreparedPlan:
-    """Look up the stages, functions by verb, of a plan on `devices`. Raises ValueError for a verb without one."""
+    """Prepare `plan` for execution on `devices`: look up each operation's function in `stages`, by verb.
+    Raises ValueError for a verb without one."""
     missing = sorted({op.verb for op in plan.graph} - stages.keys())
     if missing:
         raise ValueError(
@@ -183,8 +186,8 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device
 
 
 class Executor:
-    """The threads and device streams of the lanes of a program's plans. Kept from step to step: new streams each
-    step would grow torch's memory pools.
+    """Executes plans of a program: keeps the threads and device streams of their lanes from step to step,
+    because new streams each step would grow torch's memory pools.
 
     `patience` is how long, in seconds, a lane waits for another before it raises LaneTimeout. `deterministic`
     allows only deterministic kernels.
@@ -259,7 +262,8 @@ class Executor:
             )
 
     def _begin(self, plan: Plan, options: RunOptions) -> list[torch.Event]:
-        """Order the lanes' streams after the caller's; with `options.trace`, record time 0 of each device."""
+        """Let the streams of all lanes begin after the work that the caller's stream has queued. With
+        `options.trace`, returns an event for each device that marks time 0."""
         if not on_accelerator(self.devices[0]):
             return []
         callers = [torch.accelerator.current_stream(device) for device in self.devices]
@@ -302,9 +306,11 @@ class Executor:
             raise run.failure or AssertionError
 
     def _let_end(self, run: RunningStep, lanes: list[threading.Event]) -> None:
-        """After a failure, wait until the `lanes`' threads have ended: operations may still write the memory.
+        """After a failed step, wait until its threads have set the events `lanes`: operations in progress may
+        still write memory.
 
-        After an interrupt, do not wait for a drive that does not answer; after a second one, do not wait at all.
+        After an interrupt, do not wait for a drive that does not answer; after a second one, do not wait at
+        all.
         """
         began, interrupted = time.monotonic(), not isinstance(run.failure, Exception)
         try:
@@ -320,7 +326,7 @@ class Executor:
             run.failure = AbandonedCalls(f"interrupted, and did not wait for {busy}")
 
     def _finish(self, run: RunningStep) -> None:
-        """Wait until the streams of the lanes are done, and note an error unless the run has failed before."""
+        """Wait for the streams of all lanes; an error is recorded in `run` if it is the step's first."""
         lanes = {lane.name for lane in run.prepared.plan.lanes}
         for (lane, n), stream in self._streams.items():
             if lane not in lanes or isinstance(run.failure, LaneTimeout | RankError):
@@ -339,8 +345,8 @@ class Executor:
         awaited: str,
         given_up: Callable[[], bool] | None = None,
     ) -> None:
-        """Poll until `done()` or `given_up()`, by default until a thread has failed. When patience ends, raises
-        LaneTimeout, which says that `waiter` waited for `awaited`; also raises what `options.watch` raises."""
+        """Poll until `done()` or `given_up()`, by default that a thread has failed. Raises LaneTimeout
+        (`waiter` waited for `awaited`) after `patience` seconds, and errors of `options.watch`."""
         collective, run.waiting[thread] = False, awaited
         given_up = given_up or (lambda: run.failure is not None)
 
@@ -413,7 +419,8 @@ class Executor:
             torch.set_num_threads(wanted)
 
     def _await(self, run: RunningStep, item: IssuedOp, thread: str, stream: torch.Stream | None) -> None:
-        """Wait for the operations of other lanes that `item` depends on: on the host, or let the stream wait."""
+        """Wait for the operations of other lanes that `item` depends on: on the host, or, for work on
+        streams, by letting `stream` wait on the device."""
         plan = run.prepared.plan
         for i in item.waits:
             awaited = plan.graph.ops[i].name
@@ -429,8 +436,8 @@ class Executor:
                 self._wait_for_device(run, thread, event.query, item.op.name, awaited)
 
     def _times_out(self, run: RunningStep, flag: threading.Event) -> bool:
-        """Wait for `flag`; True if patience ended first. While another lane is in a collective, wait as long again:
-        a collective has its own time-out, and then reports which rank is missing."""
+        """Wait for `flag`; True if it is not set within `patience` seconds, or twice that while another lane
+        is in a collective, which times out by itself and then reports which rank is missing."""
         if flag.wait(self.patience):
             return False
         while self._waits_for_disk(run):  # however slow: the state is worth more than the time
@@ -495,7 +502,7 @@ class Executor:
 
 
 def _work(tasks: "SimpleQueue[Any]") -> None:
-    """The loop of an executor's thread: run its operations of each step that `tasks` brings, until None comes."""
+    """The main loop of an executor thread: for each step run what queue `tasks` brings; None ends it."""
     while (task := tasks.get()) is not None:
         executor, run, thread, done = task
         try:
@@ -508,8 +515,9 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 def _named(
     error: BaseException, item: IssuedOp | None, devices: Sequence[torch.device], debug: bool
 ) -> BaseException:
-    """What train_step raises for `error`: zfunc's errors, interrupts and those of no `item` (operation) as they
-    are; others as ExecutionError with the operation, which for a device's error is certain only with `debug`."""
+    """The exception to raise for `error`: zfunc's own errors, interrupts, and errors outside of an operation
+    (`item` None) unchanged; any other as ExecutionError with the operation's name. For a device's error the
+    name is certain only with `debug`."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
@@ -534,7 +542,8 @@ def _device_error(error: BaseException, noticed: str, device: torch.device) -> B
 
 
 def _recovery(device: torch.device) -> str:
-    """Words for an error's message: that `device` can no longer be used in this process, or "" if it can."""
+    """The end of an error message on how to go on: "" or, if the error has made `device` unusable in this
+    process, that a new process is needed."""
     try:
         torch.accelerator.current_stream(device).query()
     except RuntimeError:

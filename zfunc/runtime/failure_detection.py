@@ -90,9 +90,11 @@ class MissingRanks:
 
 @frozen(eq=False)
 class FailureDetector:
-    """Finds the missing ranks of `world` ranks through their `store`, a torch.distributed.Store.
+    """Finds out which of `world` ranks are missing after a failure, through a `store`
+    (torch.distributed.Store) in which ranks report.
 
-    It serves one failure of a group, which cannot be used afterwards. With `store` None, calls raise StoreLost.
+    A detector serves one failure of a group, which cannot be used afterwards. With `store` None, calls raise
+    StoreLost.
     """
 
     store: Any
@@ -114,10 +116,11 @@ class FailureDetector:
         return self._ask(lambda: self.store.check([_key("failed")]), STORE_TIMEOUT)
 
     def find_missing(self, symptom: Symptom, *, min_wait: float, max_wait: float) -> MissingRanks:
-        """Report this rank's `symptom`, wait for the other ranks, and return the same verdict on every rank.
+        """Report this rank's `symptom` in the store, wait for other ranks' reports, and return the missing
+        ranks: the same on every rank.
 
-        Ends when all ranks have reported, or all but one after `min_wait` seconds, or after `max_wait` seconds.
-        Raises StoreLost if the store does not answer.
+        Ends when all ranks have reported; if one is missing, after `min_wait` seconds; otherwise after
+        `max_wait` seconds. Raises StoreLost if the store does not answer.
         """
         return self._ask(
             lambda: self._find_missing(symptom, min_wait, max_wait), 2 * max_wait + EXIT_GRACE + STORE_TIMEOUT
@@ -151,9 +154,10 @@ class FailureDetector:
         return MissingRanks(tuple(r for r in range(self.world) if r not in here), late=late)
 
     def _wait_for_readers(self, missing: Sequence[int], max_wait: float) -> None:
-        """Stay until every rank that reported has read the verdict: the store may end with this process.
+        """Wait up to `max_wait` seconds until every rank that reported has read the verdict: the store may
+        end with this process.
 
-        Rank 0's process usually hosts the store, so rank 0 also stays for ranks that have not reported yet.
+        Rank 0, whose process usually hosts the store, also waits for ranks that have not reported yet.
         """
         until = time.monotonic() + (EXIT_GRACE if self.rank else max_wait)
         survivors = 0 if self.rank else self.world - len(missing)

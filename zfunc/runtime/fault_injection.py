@@ -33,10 +33,10 @@ class InjectedFault(RuntimeError):  # noqa: N818
 
 @frozen
 class Fault:
-    """A fault of `rank` in the operation `op` of step number `step`, just before its stage.
+    """A fault for tests: on `rank`, in step number `step`, just before operation `op` runs.
 
-    "kill" and "terminate" send SIGKILL or SIGTERM to this process, "hang" never returns, "raise" raises
-    InjectedFault.
+    `action` "kill" or "terminate" sends SIGKILL or SIGTERM to this process, "hang" never returns, "raise"
+    raises InjectedFault.
 
     >>> print(Fault(rank=1, step=7, op="update[3]", action="kill"))
     rank=1,step=7,op=update[3],do=kill

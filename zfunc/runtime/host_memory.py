@@ -99,7 +99,7 @@ def check_addresses() -> None:
 
 
 class HostPages(mmap.mmap):
-    """Anonymous memory pages, kept alive by the tensors on them; page-locked ones are unlocked before unmapping."""
+    """Anonymous memory pages that live as long as tensors on them; page-locks end before the mapping."""
 
     release: Callable[[], object] | None = None
 
@@ -109,7 +109,7 @@ class HostPages(mmap.mmap):
 
     @property
     def address(self) -> int:
-        """The address of the mapped pages, at a page, so that two page-locked ranges never share a page."""
+        """The address of the pages, a multiple of the page size: page-locked ranges share no page."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
@@ -152,7 +152,8 @@ def touch(pages: HostPages, threads: int = 1, nodes: Sequence[frozenset[int]] = 
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Give pages physical memory: on Linux by madvise through ctypes, without the GIL; elsewhere write zeros."""
+    """Give the `nbytes` bytes at `address` physical memory: on Linux by madvise, called without the GIL;
+    elsewhere by writing zeros."""
     if not sys.platform.startswith("linux"):
         ctypes.memset(address, 0, nbytes)
         return

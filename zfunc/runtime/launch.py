@@ -31,12 +31,13 @@ POLL = 0.02  # seconds
 
 @contextmanager
 def process_group() -> Iterator[RankGroup]:
-    """The ranks of this job: those of the default process group, made from torchrun's environment.
+    """A context with the RankGroup of all ranks of this job: the default process group, made from torchrun's
+    environment variables.
 
-    With accelerators a rank uses the device numbered LOCAL_RANK, or the only one its launcher shows it. Collectives
-    on the device use its own backend (NCCL on CUDA), those on the host gloo. A device collective that waits in vain
-    is given up by `RankGroup.watch`, not by NCCL's watchdog, which would end the process without a word:
-    TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 unless it is set.
+    With accelerators a rank uses device number LOCAL_RANK, or the only device it sees. Device collectives use
+    the device's backend (NCCL on CUDA), host collectives gloo. A device collective that does not end is given
+    up by `RankGroup.watch`, not by NCCL's watchdog, which would end the process without a message: so
+    TORCH_NCCL_ASYNC_ERROR_HANDLING is set to 0 unless it is set.
     """
     if world_size() == 1:
         yield RankGroup()
@@ -86,10 +87,11 @@ def _own_device() -> torch.device | None:
 
 
 def fresh_store(store: Store, rank: int, world: int) -> Store:
-    """A view of `store` under a key prefix that rank 0 has just made up. All `world` ranks have to call this.
+    """A view of `store` with a key prefix that rank 0 has just invented; all `world` ranks have to call this
+    together. Keys of an earlier start of the job cannot be seen in it.
 
-    Each other rank sends a fresh request id, so a reply cannot come from an earlier start of the job; it then
-    acknowledges. Raises TimeoutError, or torch's own error, if a rank does not come within the store's time-out.
+    Each rank asks rank 0 for the prefix by a fresh request id, then acknowledges it. Raises TimeoutError, or
+    torch's own error, if a rank does not come within the store's time-out.
     """
     name = uuid4().hex
     if rank:

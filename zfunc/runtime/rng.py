@@ -32,19 +32,20 @@ def fold_seed(*parts: Any) -> int:
 
 
 class Draws:
-    """The random draws of one pass of a segment, `count` so far; `key` and n seed draw number n."""
+    """The random draws of one pass (a forward or backward of a segment): `count` were made so far; draw
+    number n has a generator seeded by (`key`, n)."""
 
     def __init__(self, key: int) -> None:
         self.key = key
         self.count = 0
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """A generator seeded for the next random draw of the pass."""
+        """A generator on `device`, seeded for the next random draw of this pass."""
         self.count += 1
         return self.generator_of(self.count - 1, device)
 
     def generator_of(self, n: int, device: torch.device) -> torch.Generator:
-        """A generator seeded for draw number `n` of the pass."""
+        """A generator on `device`, seeded for random draw number `n` of this pass."""
         own: dict[torch.device, torch.Generator] = _thread.__dict__.setdefault("generators", {})
         if device not in own:
             own[device] = torch.Generator(device)
@@ -53,7 +54,8 @@ class Draws:
 
 @contextmanager
 def seeded(number: int | None) -> Iterator[None]:
-    """A context whose passes in this thread draw random numbers determined by `number`; None: by torch's state."""
+    """A context in which passes of segments in this thread take their random numbers from the seed `number`;
+    with None, from torch's own generators."""
     before = getattr(_thread, "draws", None)
     _thread.draws = None if number is None else Draws(number)
     try:
@@ -64,14 +66,15 @@ def seeded(number: int | None) -> Iterator[None]:
 
 @contextmanager
 def seeded_part(*part: int) -> Iterator[None]:
-    """A context whose random draws depend on this thread's pass and the numbers `part` of a part of the pass."""
+    """A context for a part of the pass that this thread is in, such as a tile: random draws are seeded by the
+    pass's seed and the numbers `part`."""
     draws: Draws | None = getattr(_thread, "draws", None)
     with seeded(None if draws is None else fold_seed(draws.key, *part)):
         yield
 
 
 def enter_backward() -> None:
-    """Set the number of this thread's next random draw to a fixed start, so that a backward draws the same numbers
+    """Let this thread count random draws from a fixed number on, so that backward draws the same numbers
     whether it runs right after its forward or later."""
     draws: Draws | None = getattr(_thread, "draws", None)
     if draws is not None:
@@ -79,7 +82,8 @@ def enter_backward() -> None:
 
 
 def redirected() -> AbstractContextManager[Any]:
-    """A context in which random operations take the generator of the pass this thread is in."""
+    """A context in which torch's random operations use generators seeded for the pass that this thread is in
+    (`seeded`); without such a pass, nothing changes."""
     draws: Draws | None = getattr(_thread, "draws", None)
     return nullcontext() if draws is None else _Redirect(draws.generator)
 
@@ -91,7 +95,7 @@ def seeded_sequence(number: int) -> AbstractContextManager[Any]:
 
 
 class _Redirect(TorchDispatchMode):
-    """A dispatch mode that passes every random operation the generator of the pass under way."""
+    """A dispatch mode in which random operations use the generator that a function gives their device."""
 
     def __init__(self, generator: Callable[[torch.device], torch.Generator]) -> None:
         super().__init__()
@@ -121,8 +125,8 @@ def count_draws(graph: Graph) -> int:
 
 
 def number_draws(graph: Graph, num_forward: int) -> None:
-    """Number the random operations of a traced graph as an eager run would count them: the first `num_forward` are
-    the forward's. A number stays with its node when the node is copied or moved."""
+    """Number the random operations of a traced graph in the order of an eager run; the first `num_forward` of
+    them are the forward's, the others the backward's. A node keeps its number when it is copied or moved."""
     numbers = chain(range(num_forward), count(BACKWARD))
     for node in graph.nodes:
         if is_draw_node(node):
@@ -135,8 +139,8 @@ def is_draw_node(node: Node) -> bool:
 
 
 def redirect_draws(graph: Graph, *, compiled: bool) -> None:
-    """Have the numbered random operations of a graph draw from the pass that runs the graph, `compiled` by
-    torch.compile or not."""
+    """Change the numbered random operations of a traced graph: each uses a generator seeded by its number and
+    the pass that runs the graph. `compiled`: whether torch.compile compiles the graph."""
     numbered = [node for node in graph.nodes if node.op == "call_function" and "draw" in node.meta]
     # Naming torch.compiler.disable imports Dynamo, which takes a second: not before something is compiled.
     drawn = torch.compiler.disable(_drawn) if numbered and compiled else _drawn

@@ -79,15 +79,17 @@ class StageRanks(RankGroup):
             self.broken = self.job.broken
 
     def send(self, stage: int, tag: int, head: bytes, flat: Tensor) -> None:
-        """Send text `head` and host bytes `flat`, under `tag`, to this rank's counterpart in stage `stage`."""
+        """Send the bytes `head` and the host tensor `flat`, as a message numbered `tag`, to pipeline stage
+        `stage`: to its rank with this rank's number."""
         begin = (SIZES.pack(len(head), flat.numel()) + head).ljust(FIRST, b"\0")
         begin = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
         self.sent += begin.numel() + flat.numel()
         self._point_to_point("send to", dist.isend, [begin[:FIRST], flat, begin[FIRST:]], stage, tag)
 
     def receive(self, stage: int, tag: int, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
-        """The text and `nbytes` bytes (in `pinned` memory or not) that this rank's counterpart in `stage` sent with
-        `tag`. Raises RankError if no message comes, or one of another size, for which no memory is allocated."""
+        """Receive message number `tag` from pipeline stage `stage`, of its rank with this rank's number: the
+        bytes `head`, and `nbytes` bytes as a host tensor, `pinned` or not. Raises RankError if no message
+        comes, or one of another size, for which no memory is allocated."""
         begin = torch.zeros(FIRST, dtype=torch.uint8, device="cpu")
         message = self._point_to_point("receive from", dist.irecv, [begin], stage, tag)
         self._arrived(message)
@@ -130,9 +132,12 @@ class StageRanks(RankGroup):
 
 
 class _Message:
-    """A message to or from another pipeline stage, in parts. A wait of gloo cannot be given up without closing
-    all connections, so a thread waits for the parts, and callers poll. The message fails after time `limit`, and
-    the event `expired` is set then."""
+    """A message to or from another pipeline stage, in progress; it consists of several transfers. It fails
+    after time `limit`, and sets the event `expired`.
+
+    A thread waits for the transfers while callers poll, because a wait of gloo cannot be given up without
+    closing all connections.
+    """
 
     def __init__(
         self,
@@ -169,7 +174,7 @@ class _Message:
 
 
 class _Waiter(threading.Thread):
-    """A thread that waits for messages in turn; as many threads exist as messages were ever under way at once."""
+    """A thread that waits for messages, one at a time; there is one for each message in progress at most."""
 
     idle: ClassVar[list["_Waiter"]] = []
     all: ClassVar[list["_Waiter"]] = []
@@ -197,7 +202,7 @@ class _Waiter(threading.Thread):
 
 @atexit.register
 def _join() -> None:
-    """Wait for messages under way: a thread that returns from gloo while Python exits would abort the process."""
+    """At Python's exit, wait for messages in progress, or a thread returning from gloo would abort it."""
     until = time.monotonic() + SETTLE
     for waiter in _Waiter.all:
         waiter.jobs.put(None)
@@ -207,5 +212,6 @@ def _join() -> None:
 
 @cache
 def _group(_: Any, members: tuple[int, ...]) -> Any:
-    """The process group of the ranks `members`, made once; `_`, the job's own group, only tells jobs apart."""
+    """The process group of the ranks `members`, cached. The first argument, the job's own group, is a part of
+    the key only: another job needs new groups."""
     return _new_group([*members], use_local_synchronization=True)

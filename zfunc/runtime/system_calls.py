@@ -157,7 +157,8 @@ def after_fork_in_child(function: Any) -> None:
 
 
 def is_owners_alone(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's, and no other may write it; True where files have no such owner."""
+    """Whether a file or folder belongs to this user and nobody else may write it, by its `status`; True on
+    systems without such owners."""
     return not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class ThreadBudget:
-    """The number of threads of a sweep over host memory, and the reasons for the number, for the log."""
+    """The number of threads for optimizer updates on the host, and the reasons for it, for the log."""
 
     threads: int
     why: str
@@ -36,11 +36,12 @@ class ThreadBudget:
 def choose_threads(
     environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT, *, on_accelerator: bool = False
 ) -> ThreadBudget:
-    """Threads for a host sweep: the cores of `cpus`, at most the cgroup's quota, divided among the local ranks.
+    """The number of threads for optimizer updates on the host: the physical cores of `cpus`, at most the
+    cgroup's quota, divided by the number of ranks on this machine.
 
-    With an accelerator one core is left for the thread that launches its work, if there is another. OMP_NUM_THREADS
-    is followed, up to the number of CPUs, except for the 1 that torchrun sets where it starts several processes.
-    Raises ValueError for a LOCAL_WORLD_SIZE that is no whole number above 0.
+    With an accelerator one core is left for the thread that launches its work, if there are several.
+    OMP_NUM_THREADS takes precedence, up to the number of CPUs, but not the value 1 that torchrun sets for
+    several processes. Raises ValueError for a LOCAL_WORLD_SIZE that is no whole number above 0.
     """
     cores, quota = physical_cores(cpus, root), cpu_quota(root)
     ranks = local_ranks(environment)
@@ -93,7 +94,7 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs of this process's main thread, which zfunc never binds; all CPUs where threads cannot be bound."""
+    """The CPUs that this process may use: those of its main thread; all where threads cannot be bound."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(os.getpid()))
     return frozenset(range(os.cpu_count() or 1))
@@ -112,7 +113,8 @@ def default_threads() -> int:
 def share_of_nodes(
     nodes: Sequence[frozenset[int]], cpus: frozenset[int], rank: int = 0, ranks: int = 1
 ) -> tuple[frozenset[int], ...]:
-    """The CPUs in `cpus` of each NUMA node for rank `rank` of this machine's `ranks`; () if `cpus` are on one node.
+    """The NUMA nodes for rank `rank` of the `ranks` on this machine, each as its CPUs among `cpus`; () if all
+    of `cpus` are on one node.
 
     >>> two = frozenset({0, 1}), frozenset({2, 3})
     >>> [sorted(x) for x in share_of_nodes(two, frozenset(range(4)))]
@@ -129,7 +131,7 @@ def share_of_nodes(
 
 @functools.cache
 def default_nodes() -> tuple[frozenset[int], ...]:
-    """The CPUs of each NUMA node that this rank uses; () on one node. Decided once, logged in one line."""
+    """The NUMA nodes that this rank uses, each as its CPUs; () if there is one. Decided and logged once."""
     chosen = share_of_nodes(numa_nodes(), allowed_cpus(), local_rank(), local_ranks())
     if chosen:
         log.info("host Adam runs on %d NUMA nodes: CPUs %s", len(chosen), [*map(sorted, chosen)])
@@ -169,13 +171,14 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> int:
-    """The number of physical cores behind `cpus`, as hyperthreads share a core; an unknown CPU is a core."""
+    """The number of physical cores of `cpus`: hyperthreads share a core; an unknown CPU counts as one."""
     siblings = (f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
     return len({read_text(root / path) or path for path in siblings})
 
 
 def cpu_quota(root: Path = ROOT) -> float:
-    """CPUs that the cgroup grants (v2 cpu.max, v1 cfs_quota), the least over it and its parents; inf if none."""
+    """The number of CPUs that the control group grants this process (v2 cpu.max, v1 cfs_quota), the least
+    over the group and its parents; inf without a limit."""
     quotas = [math.inf]
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         if line.count(":") < 2:

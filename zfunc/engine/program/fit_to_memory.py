@@ -55,11 +55,11 @@ log = logging.getLogger("zfunc")
 
 
 def fit_to_memory(program: Program, example: Batch) -> Program:
-    """The program planned for `example`; with `state_on="device:auto,host"`, as much of the optimizer state is on
-    the device as fits there beside a step.
+    """Plan the program for a step on `example`; with `state_on="device:auto,host"`, also choose how much of
+    the optimizer state is on the device: as much as fits there beside the step.
 
-    On a CPU the device is the host, and all of the state stays there. Raises OutOfMemory if a step with all of the
-    state on the host does not fit.
+    On a CPU, where device and host are one, all of the state stays on it. Raises OutOfMemory if a step does
+    not fit even with all of the state on the host.
     """
     shaped = specialize(program, example)
     if not program.settings.fits_state:
@@ -101,8 +101,9 @@ def first_places_that_fit(
     device: torch.device,
     ranks: RankGroup,
 ) -> Program:
-    """The program that `make` compiles where `settings` say "auto": with parameters, activations and the rest as
-    near to the device as every rank has memory for, in a step on `example`."""
+    """Choose the places ("device", "host", "disk") of settings that are "auto". Returns the program that
+    `make(settings)` compiles with parameters, activations and other data as near to the device as every rank
+    has memory for, in a step on `example`."""
     fastest, tiles = fastest_shares(optimizer, settings, device, ranks), tile_counts(row_tokens(example))
     ways = settings.placed(ranks.world, disk=bool(settings.swap), update_on=fastest, tiles=tiles)
     return first_that_fits([partial(make, way) for way in ways], example, settings.automatic)
@@ -111,9 +112,11 @@ def first_places_that_fit(
 def first_that_fits(
     ways: Sequence[Callable[[], Program]], example: Batch, chosen: Iterable[str] = ()
 ) -> Program:
-    """The first program of `ways` whose step on `example` fits every rank's device and host; no step is run.
+    """The first of the programs that the functions `ways` compile whose step on `example` fits the devices
+    and hosts of all ranks; no step is run.
 
-    If none fits: the first that fits the devices, else the last. Logs the result's settings `chosen`.
+    If none fits, the first that fits the devices, else the last. Logs the values of the settings named in
+    `chosen`.
     """
     last = ways[-1]
     found: Program | None = None
@@ -141,8 +144,9 @@ def first_that_fits(
 
 
 class Attempt(NamedTuple):
-    """A step with one cut of a model: `made` is its program or plan, `missing` the bytes that the device lacks, 0
-    or less if the step fits; `futile` if it lacks room for the model's state alone, whatever the cut."""
+    """The outcome of planning a step for a model cut into segments: `made`, its program or plan; `missing`,
+    the bytes that the device lacks (0 or less if the step fits); `futile`, whether it lacks them for the
+    model's state alone, so that finer segments do not help."""
 
     made: Any
     missing: int
@@ -157,8 +161,9 @@ class Attempt(NamedTuple):
 def coarsest_cut(
     cuts: Iterable[Any], attempt: Callable[[Any], Attempt]
 ) -> tuple[Attempt | None, Any, OutOfMemory | None]:
-    """The first attempt of a model's `cuts`, each finer than the one before, that fits, as the log says, or that
-    shows that none can; else the one that lacks least. With the last cut tried, and the last error of memory."""
+    """Call `attempt` for each of `cuts`, ever finer divisions of a model into segments, until a step fits the
+    device or none can. Returns that attempt, else the one that lacks fewest bytes; the last cut tried; the
+    last OutOfMemory raised."""
     cut: Any = None
     tried = list[Attempt]()
     error: OutOfMemory | None = None
@@ -186,8 +191,9 @@ def coarsest_cut(
 def first_cut_that_fits(
     cuts: Iterable[Any], make: Callable[[Sequence[Segment]], Program], example: Batch | Mapping[str, Any]
 ) -> Program:
-    """Compile, by `make`, the first of a model's `cuts` (ever finer divisions into segments) whose step on
-    `example` fits the devices; just the first that compiles if the devices lack room for the model's state alone.
+    """Compile, by `make(segments)`, the coarsest of `cuts`, ever finer divisions of a model into segments,
+    whose step on `example` fits the devices. If the devices lack room for the model's state alone, it is the
+    first that compiles.
 
     Raises OutOfMemory, which names the model's largest part, if no cut fits.
     """
@@ -220,7 +226,8 @@ def _numel(segment: Segment) -> int:
 
 
 def _missing(program: Program, peaks: Mapping[Tier, Peak]) -> int:
-    """Bytes by which `peaks` exceed the usable memory of a device, the most of any device of any rank."""
+    """Bytes by which `peaks` exceed the usable memory of a device, for the rank and device where that is
+    most; 0 or less if all fit. A collective."""
     needed, room = needed_bytes(program, peaks), _room(program)
     own = max(needed[x] - room[x] for x in program.memories or needed)
     program.ranks.agree("compile")
@@ -228,7 +235,8 @@ def _missing(program: Program, peaks: Mapping[Tier, Peak]) -> int:
 
 
 def _room(program: Program) -> dict[str, int]:
-    """Usable bytes of each memory by name; beside an accelerator, "host" is this rank's share of host memory."""
+    """Usable bytes of each memory, by name: of each accelerator, and on "host" this rank's share; 5 % of what
+    is free is left."""
     if not on_accelerator(program.device):
         return {"host": int(available_host_bytes() * (1 - HEADROOM))}
     own = available_host_bytes() // min(local_ranks(), program.ranks.world)
@@ -239,10 +247,12 @@ def _room(program: Program) -> dict[str, int]:
 def fastest_shares(
     optimizer: Optimizer, settings: StepSettings, device: torch.device, ranks: RankGroup
 ) -> Sequence[str]:
-    """The values of `update_on` to try for "auto", the fastest updates first, in the same order on all ranks.
+    """The values of the setting `update_on` to try where it is "auto", those with the fastest updates first;
+    the same order on all ranks.
 
-    An update's time is the longer of two, at measured rates: the host's update of its share of the state, and the
-    copies (the device's share, gradients, parameters) that run meanwhile. On a CPU nothing is measured.
+    An update takes as long as the slower of two things that run at the same time, at measured rates: the
+    host's update of its share of the state, and the copies between host and device. On a CPU nothing is
+    measured.
     """
     if settings.update_on != AUTO or not on_accelerator(device):
         return UPDATE_SHARES
@@ -259,8 +269,8 @@ def fastest_shares(
 
 
 def measured_rates(device: torch.device) -> tuple[float, float]:
-    """Measure two rates in bytes a second: memory traffic of Adam's update on the host, and copies to the device,
-    or back, while copies run both ways."""
+    """Measure two rates in bytes a second: of memory traffic in Adam's update on the host; and of copies
+    between host and device in one direction, while copies run in both."""
     decision = StepDecision(False, 1.0, 1, AdamW().factors(1))
     state = {x.name: alloc_host(MEASURED, torch.float32) for x in STATE_FORMATS["fp32"]}
     pinned = alloc_host(MEASURED, torch.float32, pinned_for=device)

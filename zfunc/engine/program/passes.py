@@ -25,9 +25,9 @@ def segment_calls(
     devices: Sequence[torch.device],
     joints: dict[str, Joints] | None = None,
 ) -> tuple[CompiledSegment, ...]:
-    """The segments with forward and backward passes by their `options`. Equal segments with equal options share
-    passes, traced and compiled once; segments that differ in recomputation share the graphs of forward and backward
-    cached in `joints`."""
+    """For each segment, the functions that a step calls: forward and backward made with the segment's
+    `options`. Equal segments with equal options share functions, traced and compiled once. `joints` caches,
+    by segment name, graphs that segments share if they differ only in recomputation."""
     trainable = {span.name for span in spec.layout.spans}
     pairs: list[tuple[Segment, PassOptions, tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
     calls: list[CompiledSegment] = []
@@ -66,16 +66,18 @@ def segment_calls(
 
 
 def _own(module: nn.Module | None, name: str) -> Any:
-    """The attribute `name` that `module` or its class defines; None for an inherited one, as of another model."""
+    """The attribute `name` of `module` if the object or its own class defines it; None if it is inherited, as
+    it may then belong to another model."""
     return None if module is None else {**vars(type(module)), **vars(module)}.get(name)
 
 
 def checked(segment: Segment, last: bool) -> Callable[..., Any]:
-    """The segment's function as its passes run it: outputs are checked, and only the output `y` is differentiated.
+    """The function of `segment` with checks of its outputs, in which only the output `y` is differentiated.
 
-    The function of the `last` segment returns the loss, or `(loss, Detached(names, values))` of auxiliary scalars,
-    in fp32: a loss in fp16 would overflow at a loss scale of 2**16. A third result has auxiliary tensors of rows. A
-    function that changes module buffers returns `(y, Detached buffers)`.
+    The function of the `last` segment returns the loss in fp32 (in fp16 it would overflow at a loss scale of
+    2**16), or `(loss, Detached(names, values))` with auxiliary scalars, then perhaps a third result with
+    auxiliary tensors that have one entry per row. A function that changes module buffers returns `(y,
+    Detached buffers)`.
     """
 
     @wraps(segment.function)
@@ -88,8 +90,9 @@ def checked(segment: Segment, last: bool) -> Callable[..., Any]:
 
 
 def _with_detached_aux(segment: str, y: Any) -> Any:
-    """The last segment's output `y`: its loss in fp32, its scalar auxiliary outputs as one detached fp32 vector,
-    copies of its auxiliary outputs of rows in their own dtypes, which keep no larger tensor in memory."""
+    """The last segment's output `y` with its loss in fp32, its scalar auxiliary outputs as one detached fp32
+    vector, and copies of those with one entry per row, in their own dtypes; copies keep no larger tensor in
+    memory."""
     loss, aux = loss_and_aux(segment, y)
     if not aux:
         return loss.float()

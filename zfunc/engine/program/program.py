@@ -88,12 +88,13 @@ class Program:
         return self.devices[0]
 
     def local(self, device: int) -> int:
-        """The index in `devices` of device number `device` of the plan; 0 with pp, as a rank has one device."""
+        """The index in this process's `devices` of device number `device` of the plan; with pp 0, as a rank
+        has one device."""
         return device if len(self.devices) > 1 else 0
 
     @property
     def memories(self) -> dict[Tier, torch.device]:
-        """The program's accelerators, by the name of their memory in plans (`Region.place`); none on a CPU."""
+        """The program's accelerators by the name of their memory in plans, as "device:1"; {} on a CPU."""
         apart = self.devices if on_accelerator(self.device) else ()
         return {Region("", device=n).place: device for n, device in enumerate(apart)}
 
@@ -109,23 +110,25 @@ class Program:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype, by the precision: of inputs, and of most parameters and gradients, on the device."""
+        """The dtype, by the setting `precision`, of inputs and most parameters and gradients on devices."""
         return TORCH_DTYPES[self.settings.precision]
 
     @property
     def swap_folders(self) -> list[Path]:
-        """The absolute paths of the program's swap space, one a drive; none without optimizer state on the disk."""
+        """The absolute paths of the folders for data on the disk, one for each drive; [] if no optimizer
+        state is there."""
         folders = self.settings.swap if self.spec.swaps else ()
         return [Path(folder).expanduser().absolute() for folder in folders]
 
     def commits(self, step: int) -> bool:
-        """Whether, by `commit_every`, the step after `step` updates commits a State to the swap space: the State
-        after that step, or with `defer` the State before, whose update the step makes."""
+        """Whether, by the setting `commit_every`, the step that follows `step` updates commits a State to the
+        swap space: the State after it, or with `defer` the State before it, whose update this step makes."""
         committed = step if self.spec.deferred else step + 1
         return self.spec.swaps and committed % self.settings.commit_every == 0
 
     def close_swap(self) -> None:
-        """Close the program's swap space, if one is open. Of the State in it only the last commit stays."""
+        """Close the program's swap space (files of training state on disk), if it is open. Only the last
+        commit remains there."""
         former = self.cache.swap
         if former is not None:
             former.close()
@@ -134,8 +137,8 @@ class Program:
 
 @frozen(eq=False)
 class ShapedProgram:
-    """A program for the shapes of one batch: this rank's `plan` with real sizes, prepared for the executor, and the
-    `whole` plan of all pipeline stages."""
+    """A program planned for batches of certain shapes: `plan`, this rank's, with real sizes and prepared for
+    execution, and `whole`, that of all pipeline stages."""
 
     spec: StepSpec
     plan: Plan
@@ -147,8 +150,9 @@ class ShapedProgram:
 
 @frozen(eq=False)
 class KindsSeen:
-    """The kinds of micro-batches of batches of equal shapes so far, where values decide what a trace is: `spec` has
-    the largest sizes of all of them, for the `number`-th time, and `random` their segments that draw."""
+    """For batches of equal shapes whose values also decide what is traced: the kinds of micro-batches seen so
+    far, `spec` with the largest sizes of any of them (`number` counts its changes), and `random`, the
+    segments that draw random numbers."""
 
     kinds: frozenset[Any]
     spec: StepSpec
@@ -158,7 +162,7 @@ class KindsSeen:
 
 @define(eq=False)
 class ProgramCache:
-    """What a program creates on first use: costs and plans for the last 64 batch shapes, staging buffers."""
+    """What a program makes at first use: costs and plans for the last 64 batch shapes, staging buffers."""
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     seen: dict[Any, KindsSeen] = field(factory=dict)  # by layout of a batch, values left out
@@ -183,7 +187,7 @@ class ProgramCache:
 
 
 def warn_once(program: Program, warning: str, names: tuple[str, ...] = ()) -> None:
-    """Log `warning`, after the parameters' `names` if given, unless this program has logged the same before."""
+    """Log `warning`, followed by parameters' `names`, unless this program has logged it for these names."""
     if (names, warning) not in program.cache.said:
         program.cache.said.add((names, warning))
         log.warning("%s%s", f"{', '.join(names)}: " if names else "", warning)
@@ -208,8 +212,8 @@ def check_owner(program: Any, state: Any, action: str) -> None:
 
 
 def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
-    """Emit the recipe's operations, plan them with the schedule, for all pipeline stages, and verify the plan.
-    Raises PlanError for a wrong plan."""
+    """The verified plan of a step: the recipe's operations for `spec`, of all pipeline stages, put on lanes
+    by `schedule`. Raises PlanError for a wrong plan."""
     plan = plan_with(schedule, Graph(recipe(spec)))
     ops = plan.graph.ops
     networks: dict[tuple[bool, int], dict[str, None]] = {}  # of each stage, and of all together
@@ -236,15 +240,17 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
 
 
 def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
-    """Call `allocate()`; if the program uses the disk, a failure of one rank raises on every rank: a collective."""
+    """Return `allocate()`. If the program uses the disk, this is a collective: a failure on one rank raises
+    on every rank."""
     return all_or_none(program.ranks, allocate) if program.spec.uses_disk else allocate()
 
 
 def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> dict[Region, Any]:
-    """The program's staging buffers by region: slots, gradient sums and sums of squares, allocated once; activation
-    slots large enough for the plan of `shaped`, allocated anew for a larger batch.
+    """The memory of regions whose content lives for one step, by region: slots, gradient sums, sums of
+    squares. Allocated at the first call and kept; activation slots are allocated anew if the plan of `shaped`
+    needs larger ones.
 
-    A collective if some buffers are on the disk: ranks that make one step need new buffers together.
+    A collective if some of the buffers are on the disk.
     """
     staging = program.cache.staging
     allocate = partial(allocate_regions, devices=program.devices, folders=program.settings.swap)
@@ -267,24 +273,25 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
 
 
 def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:
-    """The module buffers that forward of segment `s` changes, by short name, as views of the memory of a State's
-    `buffers`; none if another rank has them."""
+    """The module buffers that forward of segment `s` changes, by short name, as views of memory in a State's
+    `buffers`; {} if another rank has them."""
     flat = buffers.memory.get(Region("module_buffers", (s,)))
     return {} if flat is None else buffer_views(flat, program.calls[s].buffers)
 
 
 def _slots(plan: Plan) -> list[Region]:
-    """The regions of all activation slots in `plan`, in which passes keep inputs and residuals for backward."""
+    """The regions in `plan` of all slots for activations, which wait in them for backward."""
     return [r for r in plan.graph.regions if r.role == "act"]
 
 
 def _lacks_slots(program: Program, shaped: ShapedProgram) -> bool:
-    """Whether any pipeline stage lacks activation slots, or slots large enough, for the plan of `shaped`."""
+    """Whether activation slots, of this or another pipeline stage, are too few or small for `shaped`."""
     return any(program.cache.slots.get(r, -1) < r.nbytes for r in _slots(shaped.whole))
 
 
 def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
-    """Bytes of a step's peaks already allocated, by memory: regions kept between steps, and activation slots."""
+    """Bytes of the peaks of a step's plan that are already allocated, by memory: regions kept between steps,
+    and activation slots."""
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
     if _lacks_slots(program, shaped):
         for r in _slots(shaped.plan):
@@ -296,8 +303,9 @@ def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
 
 @contextmanager
 def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
-    """A context for the caller's work on devices, on the stream of each device's compute lane; `device` is the
-    current one. Torch keeps each stream's memory apart, so memory that the caller frees serves the next step."""
+    """A context for device work outside of a step: it is queued on the streams of the compute lanes, and
+    `device` is the current device. Torch has memory pools by stream, so memory freed here can serve the next
+    step."""
     with ExitStack() as working:
         for n in sorted(range(len(program.memories)), key=device.__eq__):  # it is the current one
             working.enter_context(in_turn(program.executor.stream(_computing(program.plan, n), n)))
@@ -305,7 +313,7 @@ def on_compute_stream(program: Program, device: int = 0) -> Iterator[None]:
 
 
 def _computing(plan: Plan, device: int) -> str:
-    """The name of the lane of `plan` that computes on the device of this number."""
+    """The name of the first lane of `plan` with a compute operation of device number `device`."""
     ops = plan.graph.ops
     computing = (
         x.name for x in plan.lanes for i in x.ops if (ops[i].kind, ops[i].device) == ("compute", device)
@@ -315,7 +323,8 @@ def _computing(plan: Plan, device: int) -> str:
 
 @contextmanager
 def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Iterator[None]:
-    """A context with the staging buffers reserved; RuntimeError if another caller keeps them `patience` seconds."""
+    """A context in which the caller alone uses the staging buffers. Raises RuntimeError for `action` if
+    another caller has them for `patience` seconds."""
     program.executor.check_process(action)
     busy, held = program.cache.busy, list[bool]()
     try:
@@ -334,14 +343,15 @@ def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Ite
 
 
 def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> None:
-    """Raise OutOfMemory, on every rank, if memory `peaks` exceed what is free on any rank. A collective."""
+    """Raise OutOfMemory, on every rank, if on any the planned `peaks` exceed free memory. A collective."""
     program.ranks.agree(action, shortage=memory_shortage(program, peaks, allocated={}, action=action))
 
 
 def needed_bytes(
     program: Program, peaks: Mapping[Tier, Peak], allocated: Mapping[Tier, int] | None = None
 ) -> dict[str, int]:
-    """The bytes of `peaks`, less those `allocated`, by memory: devices, then "host"; on a CPU "host" alone."""
+    """Bytes still to be allocated: `peaks` less `allocated`, by memory: each device, then "host"; on a CPU
+    all in "host"."""
     left = {place: peak.nbytes - (allocated or {}).get(place, 0) for place, peak in peaks.items()}
     devices = {place: n for place, n in left.items() if place.startswith("device")}
     host = left["host"] + left["pinned"]
@@ -353,8 +363,8 @@ def needed_bytes(
 def memory_shortage(
     program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
 ) -> str:
-    """The text of an OutOfMemory error if `peaks`, less the bytes already `allocated`, exceed this rank's free
-    memory; else ""."""
+    """The message of an OutOfMemory error if `peaks`, less the bytes already `allocated`, exceed this rank's
+    free memory; "" if they fit."""
     needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
     apart = {place: room_for_tensors(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
@@ -373,7 +383,8 @@ def memory_shortage(
 
 
 def kept_in(program: Program, memory: str) -> str:
-    """A clause for error texts on the settings that keep optional data in `memory`, "host" or a device's; or ""."""
+    """A clause for error messages that names the settings which keep data in `memory` ("host" or a device's)
+    that could be elsewhere; "" if there is none."""
     spec, settings, usual = program.spec, program.settings, StepSettings()
     placed = (
         (x, getattr(settings, x)) for x in (*TIERS_OF, "keys_on") if memory == "host" and x != "state_on"

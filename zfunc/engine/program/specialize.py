@@ -64,13 +64,13 @@ def specialize(
     save: bool = False,
     commit: bool = False,
 ) -> ShapedProgram:
-    """The program for the shapes of `batch`, traced and planned at first use; the last 64 sets of shapes are
-    cached.
+    """The program planned for the shapes of `batch`: traced and planned at first use, and cached for the last
+    64 sets of shapes.
 
-    Where values decide shapes, each distinct layout of a micro-batch is traced, and all are planned with the
-    largest sizes at each cut of any so far. With `save` the step also writes a checkpoint, with `commit` it
-    commits to the swap space. Raises ValueError where a segment cannot take its input or the last segment returns
-    no scalar.
+    Where values of a batch decide shapes, each distinct layout of a micro-batch is traced, and the plan has
+    the largest sizes seen so far. With `save` the step also writes a checkpoint, with `commit` it commits to
+    the swap space. Raises ValueError where a segment cannot take its input or the last segment returns no
+    scalar.
     """
     micro = split_batch(batch, program.settings.micro_batches)
     by_value = any(isinstance(t, ByValue) for t in tree_leaves(batch))
@@ -106,7 +106,7 @@ def specialize(
 
 
 def _costs_of(program: Program, key: Any, micro: Batch) -> tuple[StepSpec, frozenset[int]]:
-    """What `traced_spec` returns for micro-batch `micro`, cached by `key`, its `layout_of_leaves`."""
+    """The result of `traced_spec` for micro-batch `micro`, cached under `key`, its `layout_of_leaves`."""
     costs = program.cache.costs
     if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
         program.cache.overflowed = True
@@ -119,7 +119,7 @@ def _costs_of(program: Program, key: Any, micro: Batch) -> tuple[StepSpec, froze
 
 
 def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
-    """A spec with the largest cost and size of each segment in `specs`, which are of one program's batches."""
+    """A spec in which each segment has the largest cost and sizes of those in `specs`, of one program."""
     return evolve(
         max(specs, key=lambda x: sum(cost.input_bytes for cost in x.costs)),
         costs=[_largest(of) for of in zip(*(x.costs for x in specs), strict=True)],
@@ -129,8 +129,8 @@ def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
 
 
 def _largest(values: Sequence[Any]) -> Any:
-    """The largest of several numbers; of values of an attrs class, one with the largest value in each field; of
-    tensors that inputs share, those that all of `values` have, with the smallest size."""
+    """The largest of numbers; of objects of an attrs class, one with the largest value in each field; of
+    tuples of shared tensors, those that all have, with the smallest size."""
     if isinstance(values[0], tuple):
         sizes = [{(x.leaf, x.tensor): x.nbytes for x in shared} for shared in values]
         common = (at for at in sizes[0] if all(at in own for own in sizes))
@@ -142,7 +142,8 @@ def _largest(values: Sequence[Any]) -> Any:
 
 
 def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
-    """The program planned, at first use, for a `recipe` that needs a State but no batch, such as a checkpoint's."""
+    """The program planned for a `recipe` that needs a State but no batch, such as that of a checkpoint;
+    planned at first use and cached."""
     make = partial(_plan, program, program.spec, frozenset[int](), recipe)
     return _cached(program.cache.specialized, recipe, make, most=2 * SHAPES)
 
@@ -163,10 +164,10 @@ def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) 
 
 
 def _check_values(program: Program) -> None:
-    """Warn of modules that were changed after `zfunc.segment` copied them, and of changed objects that a trace
-    depends on: such changes have no effect.
+    """Warn of modules changed after `zfunc.segment` copied them, and of changed objects that a trace depends
+    on: the changes have no effect.
 
-    Raises ValueError if a plain value outside of modules has changed that a trace depends on.
+    Raises ValueError if a plain value outside of modules, on which a trace depends, has changed.
     """
     cache = program.cache
     for segment in program.segments:
@@ -194,9 +195,11 @@ def _check_values(program: Program) -> None:
 def traced_spec(
     program: Program, micro: Batch, *, of_accelerator: bool | None = None
 ) -> tuple[StepSpec, frozenset[int]]:
-    """The StepSpec with costs traced for micro-batch `micro`, and the indices of segments that draw random numbers.
+    """The StepSpec with costs traced for micro-batch `micro`, and the indices of the segments that draw
+    random numbers.
 
-    The costs are of the program's device, or with `of_accelerator` True of an accelerator, with False of the CPU.
+    The costs are those on the program's device; `of_accelerator` True or False overrides that: on an
+    accelerator, or on the CPU.
     """
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
@@ -228,8 +231,9 @@ def traced_spec(
 def _trace_all(
     program: Program, micro: Batch, of_accelerator: bool
 ) -> tuple[list[Trace], frozenset[int], list[str]]:
-    """Trace every segment on its predecessor's output, equal ones once, at CPU costs unless `of_accelerator`. Gives
-    the traces, segments that draw random numbers, and trained parameters that no path from the loss leads to."""
+    """Trace all segments, each on the output of the one before; equal ones once. Returns the traces, the
+    indices of segments that draw random numbers, and the names of trained parameters on which the loss does
+    not depend. Costs are the CPU's unless `of_accelerator`."""
     seen: dict[Any, Trace] = {}
     traces: list[Trace] = []
     random: set[int] = set()
@@ -250,7 +254,7 @@ def _trace_all(
 
 
 def _shared_inputs(traces: Sequence[Trace]) -> list[tuple[SharedInput, ...]]:
-    """For each segment, the tensors of its input that inputs of other segments have, too."""
+    """For each segment, the tensors in its input that inputs of other segments contain as well."""
     numbers, new = list[list[int]](), count()
     known: dict[int, int] = {}  # numbers of the tensors that are passed on, by leaf of the next input
     for x in traces:
@@ -264,7 +268,8 @@ def _shared_inputs(traces: Sequence[Trace]) -> list[tuple[SharedInput, ...]]:
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
-    """Names of trained parameters on which the loss does not depend; `paths` tell it of each segment's outputs."""
+    """Names of the trained parameters on which the loss does not depend. `paths` has, for each output of each
+    segment, the weights and inputs that it depends on."""
     used, reached = set[str](), set[str | int]({0})  # outputs by number, of which the loss is one
     for call, own in zip(reversed(program.calls), reversed(paths), strict=True):
         reached = {x for n in reached if isinstance(n, int) for x in own[n]}
@@ -299,7 +304,8 @@ def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
 
 
 def _mixed(program: Program, s: int) -> str:
-    """Advice to append to an error of segment `s` if the program keeps some parameters in fp32, else ""."""
+    """Advice at the end of an error message about segment `s` if some of its parameters are fp32 beside
+    others in 16 bits; else ""."""
     if not any(x.in_fp32 for x in program.layout.all_buckets):
         return ""
     own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)
@@ -324,7 +330,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
     weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
-        """The segment's output, computed and checked once for each layout of its input."""
+        """The segment's output for `inputs`, computed and checked once for each layout, then cached."""
         leaves, structure = tree_flatten(inputs)
         known, key = program.cache.checked, (segment.name, dtypes, structure, layouts(leaves))
         if key not in known:

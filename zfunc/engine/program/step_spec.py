@@ -29,7 +29,8 @@ DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
 
 @frozen(eq=False)
 class OptimizedParameters:
-    """Each segment's parameters on `world` ranks, with what `optimizer` needs of each; caches the layouts."""
+    """The parameters of each segment with what `optimizer` says of them (group, state format, update work),
+    for `world` ranks; caches layouts in buckets."""
 
     segments: Sequence[Sequence[Parameter]]
     optimizer: Optimizer
@@ -38,13 +39,14 @@ class OptimizedParameters:
 
     @cached_property
     def parameters(self) -> list[list[Parameter]]:
-        """The parameters with group, state format and update work; refuses any that the optimizer cannot update."""
+        """The parameters of each segment, with group, state format and update work. Raises ValueError for a
+        parameter that the optimizer cannot update."""
         if isinstance(self.optimizer, GroupedOptimizer):
             self.optimizer.check_parameters(p for own in self.segments for p in own)
         return [[_in_group(p, self.optimizer, self.world) for p in own] for own in self.segments]
 
     def layout(self, settings: StepSettings) -> Layout:
-        """The layout of the parameters in buckets under `settings`; layouts that are equal are made once."""
+        """The layout of the parameters in buckets under `settings`; equal layouts are computed once."""
         return lay_out(self.parameters, settings, self.world, self._layouts)
 
 
@@ -87,7 +89,8 @@ def make_spec(
 
 
 def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
-    """`p` with the group, state format and update work that `optimizer` gives it; refuses one it cannot update."""
+    """Parameter `p` with the group, state format and update work that `optimizer` gives it. Raises ValueError
+    if the optimizer cannot update it."""
     group = optimizer.group(p.name, p.shape)
     state_format, work = optimizer.state_format(group), ELEMENTWISE
     if p.trainable and world > 1 and updates_parameters(state_format):
@@ -111,7 +114,8 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
-    """The optimizer, AdamW by default, and the settings, both with the format of moments that one of them names.
+    """The optimizer (AdamW if None) and the settings, after one has taken the format of moments that only the
+    other names.
 
     Raises TypeError for what is no optimizer, ValueError if optimizer and settings name different formats.
     """
@@ -151,7 +155,8 @@ def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:
-    """Raise TypeError if `recipe` is no recipe, PlanError unless its steps can be run, reported and saved."""
+    """Raise TypeError if `recipe` is no recipe, and PlanError if a step of its operations could not be run
+    with the functions `stages`, reported and saved."""
     if not callable(recipe) or isinstance(recipe, type):
         do = "pass such as zfunc.core.recipes.zero_offload"
         refuse("recipe", repr(recipe), "a function StepSpec -> operations", do, SettingTypeError)
@@ -187,7 +192,8 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
 
 
 def _check_gradients(graph: Graph) -> None:
-    """Raise PlanError for a graph that reads the last step's gradient, or leaves one unread, without `defer`."""
+    """Raise PlanError for a step without `defer` that reads a gradient of the step before, or leaves one for
+    the step after."""
     written: set[Region] = set()
     for op in graph:
         for r in op.reads:

@@ -55,8 +55,9 @@ log = logging.getLogger("zfunc")
 
 
 def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...], tried: Any) -> Any:
-    """Run a segment with `weights` to see that no token depends on others, else raise ValueError. `tried` is the
-    result of an earlier call, None at first: then random weights are tried, too. None if operations prove it."""
+    """Check, by running a segment with `weights`, that no token of its rows depends on others but through
+    attention, or raise ValueError. `tried` is what an earlier call returned, None at first, when random
+    weights are tried, too. Returns None if the segment's operations prove it without a trial."""
     split = tiled.split(weights, inputs)[0] if isinstance(tiled, Tiled) else None
     if not tried and split and not split.unknown and _pulled_alike(tiled.function, split, weights, inputs):
         return None
@@ -77,8 +78,8 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
 
 
 def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
-    """Copies of segment `tiled` to try: its function in one tile; `evaluate` in numbers of tiles that divide
-    `few`."""
+    """Copies of the tiled segment `tiled` for a trial: its function in one tile; and `evaluate`, its function
+    without dropout, in numbers of tiles that divide `few` tokens."""
     counts = [n for n in SIZES if few % n == 0] or [few]
     how: dict[str, Any] = {"make_vjp": _eager, "wrt_input": True, "check": None}
     made = [(1, tiled.function), *((n, tiled.evaluate) for n in counts)]
@@ -87,7 +88,8 @@ def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
 
 
 def _opened(weight: Tensor) -> Tensor:
-    """Random values like `weight`, so that in a trial gates of 0 and mixing factors of 1 have an effect."""
+    """Random values in the shape of `weight`, for a trial in which gates initialized to 0 and mixing factors
+    initialized to 1 have an effect."""
     one = sum(n > 1 for n in weight.shape) < 2
     made = torch.rand(weight.shape, generator=_generator(weight.device), device=weight.device)
     made = made * 0.6 + 0.2 if one else (made - 0.5) * (12 * weight.shape[0] / weight.numel()) ** 0.5
@@ -95,8 +97,8 @@ def _opened(weight: Tensor) -> Tensor:
 
 
 def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs: tuple[Any, ...]) -> bool:
-    """Whether differentiating a trace of forward gives the backward of `function`: not if `function` has a custom
-    backward or torch.no_grad, which a trace of forward loses."""
+    """Whether the backward of `function` is what differentiating a trace of its forward gives; it is not if
+    it has a custom backward or torch.no_grad, which a trace of forward loses."""
     leaves, structure = tree_flatten(inputs)
 
     def expressions() -> list[int]:
@@ -128,8 +130,8 @@ def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs
 
 
 def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
-    """How results of a few tokens differ between numbers of tiles, one for each of `pieces` (copies of one
-    segment), as text; "" if they agree, or if the segment runs in no dtype that is tried."""
+    """Text on how the results for a few tokens differ between `pieces`, copies of a segment that divide them
+    into different numbers of tiles; "" if they agree, or if the segment runs in no dtype that is tried."""
     tokens, few = _tokens(inputs), _few(inputs)
     # The loss of tokens of the whole row, as the first may have no labels.
     step = tokens // few if isinstance(pieces[0], TiledLoss) else 1
@@ -173,7 +175,8 @@ def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) ->
 
 
 def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
-    """The largest difference of `x` and `y` over the largest finite `y`, at least `least`; two NaNs are equal."""
+    """The largest difference of elements of `x` and `y`, relative to the largest finite element of `y`, or to
+    `least` if that is larger; two NaNs are equal."""
     if not y.numel() or torch.equal(x, y):
         return 0.0
     both = x.isnan() & y.isnan()
@@ -186,7 +189,8 @@ def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
 
 
 def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
-    """Text that names tokens of a row which change others when set to NaN, huge, large or zero values, or ""."""
+    """Text that names tokens of a row whose values, when set to NaN, huge, large or zero, change other
+    tokens' results or gradients; "" if there are none."""
     weights = evolve(weights, trained={}, fixed={**weights.trained, **weights.fixed})
     parts = _of_loss if isinstance(whole, TiledLoss) else _of_halves
     while True:
@@ -236,8 +240,9 @@ def _of_loss(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]
 
 
 def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[int], where: str) -> str:
-    """Text, ending in `where`, that names tokens of `rows` which change others in `run`'s results or gradients; or
-    "". `dims` and `made` are the dimensions of tokens in each of `rows` and in each of the results."""
+    """Text, ending in `where`, that names tokens of the tensors `rows` which change the results or gradients
+    of other tokens in `run(rows)`; "" if none do. `dims` has the token dimension of each of `rows`, `made`
+    that of each result."""
     tokens = rows[0].shape[dims[0]]
     places = [
         sorted({*few} - {end})
@@ -272,8 +277,9 @@ def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[i
 
 
 class _Answered(TorchDispatchMode):
-    """A mode in which the n-th comparison of floats returns `answers(n)`, or the opposite where an operand is NaN:
-    whatever depends on a comparison of values set to NaN changes, whatever the threshold."""
+    """A mode in which comparison number n of floats returns `answers(n)`, but the opposite where an operand
+    is NaN: so a result that depends on a comparison with a token set to NaN changes, whatever the threshold.
+    """
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
@@ -296,7 +302,8 @@ class _Answered(TorchDispatchMode):
 def _others_differ(
     found: Sequence[Tensor], before: Sequence[Tensor], dims: Sequence[int], at: list[int]
 ) -> bool:
-    """Whether tensors `found` and `before` differ at other tokens than `at`, along the dimensions `dims`."""
+    """Whether the tensors `found` and `before` differ anywhere but at the tokens `at`; `dims` has the token
+    dimension of each."""
     for x, y, dim in zip(found, before, dims, strict=False):
         for start, stop in pairwise([-1, *at, y.shape[dim]]):
             a, b = (t.narrow(dim, start + 1, stop - start - 1) for t in (x, y))
@@ -322,7 +329,7 @@ def _tokens(inputs: tuple[Any, ...]) -> int:
 
 
 def _few(inputs: tuple[Any, ...]) -> int:
-    """The number of tokens of each row in `inputs`, FEW at most, that a trial runs in tiles of several sizes."""
+    """The number of tokens of each row in `inputs`, at most FEW, for a trial in tiles of several sizes."""
     tokens = _tokens(inputs)
     return min(tokens, FEW) // SIZES[-1] * SIZES[-1] or tokens
 
@@ -332,7 +339,7 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _rows(inputs: tuple[Any, ...], part: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-    """`inputs` with `part(x)` in place of each leaf `x` [batch, tokens, ...] that is rows of tokens."""
+    """`inputs` with `part(x)` in place of each leaf `x` [batch, tokens, ...] that is a row of tokens."""
     shape = floats_of(inputs)[0].shape[:2]
     return tree_map_only(Tensor, lambda x: part(x) if x.shape[:2] == shape else x, inputs)
 

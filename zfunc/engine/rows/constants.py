@@ -36,7 +36,7 @@ SHAPED = (operator.getitem, torch.ops.aten._to_copy.default)  # beside views
 
 @frozen(eq=False)
 class Constants:
-    """The nodes of a traced forward, as those that depend on its input and the constants of a row."""
+    """The nodes of a traced forward, sorted into those that depend on its input, and constants."""
 
     depends: Set[Node]  # on an input, or in memory into which such a value is written
     free: Sequence[Node]  # of all others
@@ -49,7 +49,8 @@ class Constants:
 
 
 def constants_of(graph: Graph) -> Constants:
-    """Sort the nodes of `graph` into `Constants`; constants whose memory `graph` writes are copied first."""
+    """Sort the nodes of the traced forward `graph` into `Constants`. If `graph` writes into a constant's
+    memory, copies are inserted first."""
     # 1. What depends on an input, and what has memory into which such a value is written.
     needs, depends = needs_of(graph), set[Node]()
     more = {x for x in needs if x.op == "placeholder"}
@@ -89,7 +90,7 @@ def _is_filled(x: Node) -> bool:
 
 
 def _copied(graph: Graph, x: Node, users: Iterable[Node], before: Node) -> Node:
-    """A copy of constant `x`, made at node `before`, which `users` read in its place."""
+    """Insert a copy of constant `x` before node `before`, which `users` read instead of `x`; returns it."""
     with graph.inserting_before(before):
         copy = graph.call_function(torch.ops.aten.clone.default, (x,))
     copy.meta["val"] = x.meta["val"].clone()

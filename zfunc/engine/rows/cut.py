@@ -49,20 +49,22 @@ ATTENTION = {  # functions of attention, and their arguments that may be positio
 
 @frozen(eq=False)
 class Half:
-    """The operations of a tile before or after attention: their passes, and names of the weights they read."""
+    """The part of a segment before its attention, or after it: its forward and backward for one tile of
+    tokens (`passes`), and the names of the weights that it reads."""
 
     passes: Any  # a SegmentVJP of `(weights, rows, constants)`
     reads: tuple[str, ...]
 
     def weights(self, weights: Any) -> Any:
-        """The part of a segment's `weights` that the operations before, or after, attention read."""
+        """Those of a segment's `weights` that this part, before or after attention, reads."""
         own = ({x: t for x, t in w.items() if x in self.reads} for w in (weights.trained, weights.fixed))
         return type(weights)(*own)
 
 
 @frozen(eq=False)
 class Split:
-    """A segment cut at its attention into the operations before and after, for rows of one shape."""
+    """A segment divided at its attention into the operations before and after, to run tile by tile on rows
+    (sequences of tokens) of one length."""
 
     before: Half | None
     after: Half
@@ -80,8 +82,9 @@ class Split:
 def cut_at_attention(
     function: Function, tiles: int, make_vjp: Callable[..., Any], weights: Any, inputs: tuple[Any, ...]
 ) -> Split:
-    """Cut `function` of weights and inputs of these shapes for `tiles`; `make_vjp` makes the passes of a half.
-    Raises ValueError for rows that `tiles` does not divide, and for a forward that cannot pass in tiles."""
+    """Divide `function` of `weights` and `inputs` at its attention, for rows in `tiles`; `make_vjp` makes
+    forward and backward of each part. Raises ValueError if `tiles` does not divide the tokens, or the
+    function cannot run tile by tile."""
     # 1. The forward of a row and of a tile, node by node the same.
     values, leaves = {**weights.trained, **weights.fixed}, tree_leaves(inputs)
     shape, numbers = _rows_of(leaves)
@@ -159,7 +162,8 @@ def cut_at_attention(
 
 
 class _Marked(TorchFunctionMode):
-    """A mode in which a trace records each call of attention as one node, whose kernel is chosen later."""
+    """A mode in which a trace records each call of attention as a single node, so that its kernel can be
+    chosen later."""
 
     def __init__(self, rows: tuple[int, int] | None) -> None:
         super().__init__()
@@ -178,8 +182,9 @@ class _Marked(TorchFunctionMode):
 
 
 def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
-    """An empty tensor like the result of attention `func(**given)`, for a trace of `rows` (batch, tokens), which
-    runs no kernel. Raises ValueError for an attention that cannot be made tile by tile, such as one with a mask."""
+    """An empty tensor like the result of attention `func(**given)`, so that a trace of `rows` (batch, tokens)
+    runs no kernel. Raises ValueError for attention that cannot be computed tile by tile, such as one with a
+    mask."""
     q, k, v = (given[x] for x in ("query", "key", "value"))
     if given.get("dropout_p"):
         refuse((), "attention with dropout", "it without", f"set its rate to 0, or use {setting('tiles', 1)}")
@@ -196,7 +201,8 @@ def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
-    """The shape [batch, tokens] of rows, and the indices of the input's `leaves` that are rows of tokens."""
+    """The shape [batch, tokens] of an input's rows (sequences of tokens), and the indices of the `leaves`
+    that are rows."""
     floats = floats_of(leaves)
     if any(t.dim() < 3 or t.shape[:2] != floats[0].shape[:2] for t in floats):
         shapes = [tuple(t.shape) for t in floats]
@@ -209,7 +215,8 @@ def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
 def _traces(
     function: Function, values: Values, inputs: tuple[Any, ...], rows: tuple[int, ...], tile: int
 ) -> tuple[GraphModule, GraphModule, Any]:
-    """The graphs of forward for a tile and for a whole row, and the pytree structure of the results."""
+    """Trace forward for one tile of `tile` tokens and for a whole row. Returns both graphs, and the pytree
+    structure of the results."""
     leaves, spec = tree_flatten(inputs)
     batch, row = leaves[rows[0]].shape[:2]
 
@@ -239,8 +246,9 @@ def _traces(
 def forward_graph(
     function: Function, arguments: tuple[Any, ...], rows: tuple[int, int] | None = None
 ) -> tuple[GraphModule, Any]:
-    """Trace `function` on fake tensors: the graph, with attention as one node, and the results' pytree structure.
-    `rows` (batch, tokens) are given for tiles: then an attention that tiles cannot do raises ValueError."""
+    """Trace `function` on fake tensors. Returns the graph, in which attention is one node, and the results'
+    pytree structure. With `rows` (batch, tokens), for tiles, raises ValueError for attention that cannot be
+    computed tile by tile."""
     leaves, spec = tree_flatten(arguments)
     out_spec: Any = None
 
@@ -272,9 +280,9 @@ def tile_of(tokens: int, tiles: int) -> int:
 
 
 def _refuse_numbers(of_row: Mapping[Node, Node], depends: Set[Node]) -> None:
-    """Raise ValueError for random numbers that tokens share, and for an operation's number that differs in tile and
-    row: no trial shows either. `of_row` maps a tile's nodes to a row's; `depends` are those that depend on the
-    input."""
+    """Raise ValueError for random numbers that several tokens share, and for a number among an operation's
+    arguments that differs between a tile and a row. `of_row` maps nodes of a tile's graph to a row's;
+    `depends` are the nodes that depend on the input."""
     for a, b in of_row.items():
         x, y = a.meta.get("val"), b.meta.get("val")
         if is_draw_node(a) and (a not in depends or x.shape == y.shape):
@@ -303,9 +311,9 @@ def _refuse_bags(nodes: Sequence[Node]) -> None:
 def _refuse_noise(
     of_row: Mapping[Node, Node], apart: Sequence[Node], starts: Sequence[Node], depends: Set[Node]
 ) -> None:
-    """Raise ValueError unless operations on random numbers alone (among nodes `apart`, made of `starts`) keep
-    tokens independent. A cumulative sum of them along tokens, say, would start anew in each tile; no trial shows
-    that."""
+    """Raise ValueError unless operations on random numbers, among the nodes `apart`, keep tokens independent:
+    a cumulative sum along tokens would start anew in each tile, and no trial would show that. `starts` are
+    the nodes that these are computed from."""
     noise = {x for x in apart if is_draw_node(x)}
     draws, made = [*noise], list[Node]()
     for x in (x for x in apart if x not in noise):
@@ -319,8 +327,8 @@ def _refuse_noise(
 
 
 def _tokens_of(short: Node, long: Node, tile: int, tokens: int) -> int | None:
-    """The token dimension of a constant, node `short` of a tile's graph, `long` of a row's; None if of equal
-    shape."""
+    """The dimension along which a constant has one entry per token: node `short` of a tile's graph and `long`
+    of a row's differ in it. None if their shapes are equal."""
     a, b = (x.meta["val"] for x in (short, long))
     if not isinstance(a, Tensor) or a.shape == b.shape:
         return None

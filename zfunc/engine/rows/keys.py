@@ -23,13 +23,14 @@ SLOTS = 2  # parts from the host that have room on the device: one is copied whi
 
 @define(eq=False)
 class DeviceKeys:
-    """Keys and values [batch, key heads, tokens, features] of a row on the device, and fp32 sums of gradients."""
+    """Attention's keys and values [batch, key heads, tokens, features] of a whole row of tokens, in device
+    memory, and the fp32 sums of their gradients."""
 
     kept: tuple[Tensor, ...]
     sums: tuple[Tensor, ...] = ()
 
     def put(self, part: Part, made: Sequence[Tensor]) -> None:
-        """Copy keys and values `made` of the tokens `part` into the memory of the row."""
+        """Store `made`, keys and values of the tokens in range `part`, in the memory for the whole row."""
         for row, x in zip(self.kept, made, strict=True):
             row[:, :, slice(*part)] = x
 
@@ -38,18 +39,19 @@ class DeviceKeys:
         self.sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in self.kept)
 
     def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
-        """Yield keys and values of each part of `parts`, and with `sums` its gradient sums, to be added to."""
+        """Yield, for each range of tokens in `parts`, its keys and values, and with `sums` also its gradient
+        sums, to which the caller adds."""
         for part in parts:
             yield [x[:, :, slice(*part)] for x in (*self.kept, *(self.sums if sums else ()))]
 
     def sums_of(self, part: Part) -> list[Tensor]:
-        """The fp32 gradient sums of keys and values of the tokens `part`."""
+        """The fp32 gradient sums of keys and values for the tokens in range `part`."""
         return [x[:, :, slice(*part)] for x in self.sums]
 
 
 def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
-    """Memory for `count` parts of keys and values like `made`: on the host in a context `keys_in`, else the
-    device."""
+    """Make memory for the keys and values of a row of `count` parts, each like `made`: on the host in a
+    context `keys_in`, else on the device."""
     if (host := ON_HOST.get()) is not None:
         return HostKeys(host, made[0].device, made[0].dtype, [x.shape for x in made], count)
     return DeviceKeys(tuple(x.new_empty(*x.shape[:2], count * x.shape[2], x.shape[3]) for x in made))
@@ -57,8 +59,9 @@ def keys_like(made: Sequence[Tensor], count: int) -> "DeviceKeys | HostKeys":
 
 @define(eq=False)
 class HostKeys:
-    """Keys, values and gradient sums of a row in host memory, with room for two parts on the device. While one part
-    is attended, a copy stream takes the sums of the part before, and another brings the next part."""
+    """Attention's keys and values of a row of tokens, and the sums of their gradients, in host memory; two
+    parts of the row at a time are on the device. While one part is used, copy streams bring the next and take
+    back the sums of the one before."""
 
     host: HostMemory
     device: torch.device
@@ -75,7 +78,8 @@ class HostKeys:
         self.kept = self.host.rows(0, self.count, self._numel, self.dtype)
 
     def put(self, part: Part, made: Sequence[Tensor]) -> None:
-        """Send keys and values `made` of the tokens `part` to host memory, through a slot on the device."""
+        """Copy `made`, keys and values of the tokens in range `part`, to host memory, without waiting: by way
+        of a slot on the device."""
         if len(self.leaving) == SLOTS:
             _, _, sent = self.leaving.popleft()
             if sent is not None:  # before the memory of the slot is another's
@@ -91,16 +95,17 @@ class HostKeys:
         self.leaving.append((part, slot, None if down is None else down.record_event()))
 
     def still_here(self, part: Part) -> Tensor | None:
-        """The device slot that still has keys and values of `part`, if `part` was put last; else None."""
+        """The device slot that still has keys and values of `part`, put among the last; else None."""
         return next((slot for other, slot, _ in self.leaving if other == part), None)
 
     def start_sums(self) -> None:
-        """Take host memory for the fp32 gradient sums; sums of a part are zero until the part was visited."""
+        """Reserve host memory for the fp32 gradient sums of all parts; unvisited parts count as zero."""
         start = round_up(self.count * self._numel * self.dtype.itemsize, ALLOCATION)
         self.sums = self.host.rows(start, self.count, self._numel, torch.float32)
 
     def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
-        """Yield keys and values of each part of `parts`, and with `sums` its gradient sums, to be added to."""
+        """Yield, for each range of tokens in `parts`, its keys and values on the device, and with `sums` also
+        its gradient sums, to which the caller adds."""
         dtypes = (self.dtype, torch.float32) if sums else (self.dtype,)
         slots = [[self._slot(dtype) for dtype in dtypes] for _ in parts[:SLOTS]]
         up, down = self._stream("up"), self._stream("down")
@@ -123,7 +128,7 @@ class HostKeys:
             self.leaving.clear()
 
     def sums_of(self, part: Part) -> list[Tensor]:
-        """The fp32 gradient sums of keys and values of the tokens `part`, copied to the device."""
+        """The fp32 gradient sums of keys and values for the tokens in range `part`, copied to the device."""
         slot = self._slot(torch.float32)
         self.host.count(slot)
         if self.sums is not None:
@@ -133,7 +138,8 @@ class HostKeys:
     def _fetch(
         self, part: Part, slot: Sequence[Tensor], up: torch.Stream | None, down: torch.Stream | None
     ) -> torch.Event | None:
-        """Copy keys, values and, after `down`, sums of `part` to `slot` on stream `up`; returns the end event."""
+        """Copy keys and values of `part`, and, if `slot` has room, its gradient sums, to `slot` on stream
+        `up`; sums after the work of stream `down`. Returns the event of the end."""
         if self.kept is None:
             return None
         here = self.still_here(part)
@@ -162,6 +168,7 @@ class HostKeys:
         return torch.empty(self._numel, dtype=dtype, device=self.device)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Views of the slot `flat` as keys and values, or their sums, each [batch, key heads, tokens, features]."""
+        """Views of the flat slot `flat` as keys and values (or their gradient sums), each [batch, key heads,
+        tokens, features]."""
         parts = flat.split([x.numel() for x in self.shapes])
         return [x.view(shape) for x, shape in zip(parts, self.shapes, strict=True)]

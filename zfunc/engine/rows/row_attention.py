@@ -37,10 +37,12 @@ def attend_row(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention [batch, heads, tokens, value features] of queries [batch, heads, tokens, features] over keys and
-    values of as many tokens, and as many heads or a divisor. Scores are times `scale`, features ** -0.5 if None.
+    """Causal attention over rows of tokens. `query` is [batch, heads, tokens, features]; `key` and `value`
+    have as many tokens, and as many heads or a divisor of that number. Returns [batch, heads, tokens, value
+    features]. Scores are multiplied by `scale`, features ** -0.5 if None.
 
-    A token sees itself and tokens before, from the `first` [batch, tokens] of its document on, `window` at most.
+    A token attends to itself and to tokens before it, from `first` [batch, tokens] on, where its document
+    begins, and to at most `window` of them.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if has_torch_function(given := (query, key, value)):
@@ -95,7 +97,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *hidden: Any) -> tuple[Tensor, Tens
 
 
 def _pull(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    """Backward of `attend_row`: the gradients of queries, keys and values."""
+    """Backward of `attend_row` for the result's gradient `grad`: gradients of queries, keys and values."""
     *hidden, out, lse = more
     sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     dq, _ = _results(q, k, q)
@@ -106,15 +108,14 @@ def _pull(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Te
 
 
 def _results(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    """Empty tensors like attention's result, a token's features contiguous, and its log-sum-exp, for traces."""
+    """For traces: empty tensors with the shapes and strides of attention's result and of its log-sum-exp."""
     batch, heads, tokens, _features = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(batch, heads, tokens, dtype=torch.float32)
 
 
 def _gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    """Empty tensors like the gradients of queries, keys and values: what a trace has in place of attention's
-    backward."""
+    """For traces: empty tensors like attention's gradients of queries, keys and values."""
     return _results(q, k, q)[0], k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -124,8 +125,9 @@ Tile = tuple[Callable[[Tensor], Tensor], tuple[Tensor, ...], View]
 def _tiles(
     q: Tensor, keys: tuple[Tensor, ...], first: Tensor | None, window: int | None, scale: float
 ) -> Iterator[Tile]:
-    """Yield the tiles of attention over rows: a function that cuts a tile's part out of a tensor like `q`; the
-    `keys` (keys, values, gradient sums) that it sees a part of; and the View that says which."""
+    """Yield, for each tile of the rows, what its attention needs: a function that takes the tile's part out
+    of a tensor like `q`; the `keys` (keys, values, gradient sums) of its rows; the `View`, which says what
+    keys the tile sees."""
     whole, tokens = View(0, scale, first, window), q.shape[2]
     if by_ranges(q, DeviceKeys(keys), whole):
         yield (lambda x: x), keys, whole
@@ -145,7 +147,8 @@ def _tiles(
 
 
 def _documents(first: Tensor | None, tokens: int) -> Iterator[tuple[slice, int, int]]:
-    """Yield batch rows, first token and end of each document; one of all tokens if `first` is None or fake.
+    """Yield, for each document, its batch rows, first token and end. `first` [batch, tokens] has the first
+    token of each token's document; if it is None or fake, all tokens are one document.
 
     >>> [(start, stop) for _, start, stop in _documents(torch.tensor([[0, 0, 2, 2, 2]]), 5)]
     [(0, 2), (2, 5)]

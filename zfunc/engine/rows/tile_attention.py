@@ -30,9 +30,9 @@ ROW_TOKENS: ContextVar[int | None] = ContextVar("tokens of the row", default=Non
 
 @frozen
 class View:
-    """The keys that queries of one tile see: none after the query, none before the `first` [batch, tile] of its
-    document, and no more than `window` keys. `at` is the index in the row of the tile's first query; `begins` is a
-    lower bound of `first`."""
+    """Which keys of a row the queries of one tile see: none after the query, none before the `first` [batch,
+    tile] of its document, at most `window`. `at` is the index in the row of the tile's first query; `begins`
+    is a lower bound of all `first`."""
 
     at: int
     scale: float
@@ -42,24 +42,25 @@ class View:
 
     @property
     def hides(self) -> bool:
-        """Whether documents or a window hide keys, beside those after the query."""
+        """Whether document starts or a window hide keys from queries, in addition to causality."""
         return self.first is not None or self.window is not None
 
     def start(self, tile: int) -> int:
-        """The first key that queries of the tile may see, rounded down to a multiple of `tile` keys."""
+        """The row index of the first key that the tile may see, rounded down to a multiple of `tile`."""
         near = 0 if self.window is None else self.at - self.window + 1
         return max(0, near, self.begins) // tile * tile
 
     def parts(self, tile: int) -> Iterator[Part]:
-        """Yield ranges (start, stop) of keys: the tile's own, where every query sees a key, then earlier ones."""
+        """Yield the ranges (start, stop) of keys to attend to, of at most `tile` keys: first the tile's own,
+        in which every query sees a key, then the earlier ones."""
         yield self.at, self.at + tile
         yield from ((i, min(i + tile, self.at)) for i in range(self.start(tile), self.at, tile))
 
 
 @frozen(eq=False)
 class Attended:
-    """The attention of one tile: queries [batch, heads, tile, features], the result [batch, heads, tile, value
-    features], and its fp32 log-sum-exp [batch, heads, tile]."""
+    """The result of attention for one tile of a row, as backward needs it: the queries `q`, their `view`, the
+    result `out`, and the fp32 log-sum-exp of scores, `lse`."""
 
     q: Tensor  # [batch, heads, tile, features]
     view: View
@@ -69,7 +70,7 @@ class Attended:
 
 @frozen(eq=False)
 class Pair:
-    """The operands of one call of attention: the queries of a tile, and one part of the row's keys and values."""
+    """The operands of one call of attention: a tile's queries, keys and values of one range of the row."""
 
     q: Tensor  # [batch, heads, tile, features]
     k: Tensor  # [batch, key heads, keys, features]
@@ -79,12 +80,13 @@ class Pair:
 
     @property
     def causal(self) -> bool:
-        """Whether the keys are those of the tile itself, of which a query sees none after its own place."""
+        """Whether the keys are the tile's own, so that a query sees only those up to its own position."""
         return self.part[0] == self.view.at
 
 
 def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
-    """The attention of queries `q` [batch, heads, tile, features] over the keys and values of `row` in `view`."""
+    """Attention of one tile's queries `q` [batch, heads, tile, features] over those keys and values of `row`
+    that `view` shows."""
     if by_ranges(q, row, view):
         return _attend_ranges(q, row, view)
     out = lse = None
@@ -102,7 +104,8 @@ def attend_tile(q: Tensor, row: Keys, view: View) -> Attended:
 
 
 def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
-    """The gradient of the queries of `tile`; the gradients of keys and values are added to the sums of `row`."""
+    """Backward of `attend_tile`, given the gradient `cotangent` of its result `tile`: returns the queries'
+    gradient, and adds those of keys and values to the sums in `row`."""
     q, view = tile.q, tile.view
     if by_ranges(q, row, view):
         return _pull_ranges(cotangent, tile, row)
@@ -118,8 +121,9 @@ def pull_tile(cotangent: Tensor, tile: Attended, row: Keys) -> Tensor:
 
 
 def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[tuple[Pair, list[Tensor]]]:
-    """Yield queries `q` with each part of the keys, and with `sums` the part's gradient sums. In a trace (fake
-    tensors) the third part stands for all later ones, which cost the same."""
+    """Yield a `Pair` of queries `q` with each part of the keys of `row` that `view` shows, and with `sums`
+    that part's gradient sums. In a trace on fake tensors the third part stands for all later ones, whose
+    costs are equal."""
     parts = list(view.parts(q.shape[2]))
     times = _times(len(parts), fake=isinstance(q, FakeTensor))
     parts = parts[: len(times)]
@@ -131,8 +135,9 @@ def _pairs(q: Tensor, row: Keys, view: View, *, sums: bool = False) -> Iterator[
 
 
 def tile_numbers(tiles: int, grown: int, *, fake: bool, backward: bool = False) -> Iterator[int]:
-    """Yield the indices of a row's tiles, last first if `backward`. In a trace (`fake`), yield a few that stand for
-    tiles of similar cost: between the first `grown` tiles and the last one, the cost rises evenly."""
+    """Yield the indices of a row's `tiles`, from the last one if `backward`. In a trace (`fake`) only a few
+    are yielded, which count for the others: between the first `grown` tiles and the last one, the cost rises
+    evenly."""
     between, times = tiles - 1 - grown, dict.fromkeys(range(tiles), 1)
     if between > FEW and fake:
         ends = {grown: between // 2, tiles - 2: between // 2}
@@ -146,7 +151,8 @@ def _times(count: int, *, fake: bool) -> list[int]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """`x` [batch, heads, tile, features] with a token's features contiguous in memory, as fused kernels return."""
+    """`x` [batch, heads, tile, features], copied if need be so that a token's features are contiguous in
+    memory, as in results of fused kernels."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -185,7 +191,7 @@ def _scores(pair: Pair) -> Tensor:
 
 
 def _hidden(pair: Pair) -> Tensor:
-    """Bool mask [batch or 1, tile, keys], true for the keys of a pair that a query does not see."""
+    """Bool mask [batch or 1, tile, keys] of a pair: True where a query does not see a key."""
     view, device = pair.view, pair.q.device
     rows = torch.arange(view.at, view.at + pair.q.shape[2], device=device)[:, None]
     columns = torch.arange(*pair.part, device=device)
@@ -272,9 +278,11 @@ class _OnCudnn:
 
 
 def _fits(q: Tensor, v: Tensor) -> bool:
-    """Whether CUDA's flash attention takes `q` and `v`; for 193 to 224 features only large GPUs have a backward.
+    """Whether CUDA's flash attention accepts queries `q` and values `v`; with 193 to 224 features, only large
+    GPUs have its backward.
 
-    Raises ValueError where the process has replaced torch's flash attention, as windows and ranges may differ then.
+    Raises ValueError if the process has replaced torch's flash attention, because windows and ranges may
+    differ then.
     """
     alike = (size := q.shape[-1]) == v.shape[-1] <= 256 and not size % 8
     if not alike or runs_on_cpu(q.device) or not fuses_grouped_queries(q.device, q.dtype):
@@ -291,9 +299,9 @@ def _capability(q: Tensor) -> tuple[int, int]:
 
 
 def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Whether cuDNN's attention is known to be right for `q` and `k`: where torch itself takes cuDNN's first
-    (`check_prefer_cudnn_attention` in its sdp_utils.cpp), on Hopper, and if no block of 128 keys or queries is cut,
-    whose rest cuDNN takes into account in backward (pytorch/pytorch#196678)."""
+    """Whether cuDNN's attention is known to be right for queries `q` and keys `k`: on Hopper, where torch
+    itself prefers cuDNN (`check_prefer_cudnn_attention` in its sdp_utils.cpp), and for multiples of 128 keys
+    and queries, as backward is wrong for a partial block (pytorch/pytorch#196678)."""
     if not q.is_cuda or _capability(q) != (9, 0) or q.shape[-1] > 128:
         return False
     whole, preferred = not (q.shape[2] % 128 or k.shape[2] % 128), os.environ.get(DEPRIORITIZED, "0") == "0"
@@ -302,7 +310,7 @@ def _fits_cudnn(q: Tensor, k: Tensor) -> bool:
 
 
 def _kernel(pair: Pair) -> Any:
-    """The class that attends a pair: a fused kernel of its device that takes the pair, else torch operations."""
+    """The class that computes attention of `pair`: a fused kernel that accepts it, else torch operations."""
     q = pair.q
     if _fits(q, pair.v) and not pair.view.hides:
         # On one H200 cuDNN took 0.6 of the time of flash attention.
@@ -311,7 +319,8 @@ def _kernel(pair: Pair) -> Any:
 
 
 def by_ranges(q: Tensor, row: Keys, view: View) -> TypeGuard[DeviceKeys]:
-    """Whether CUDA's flash attention of variable-length ranges takes queries `q` and keys of `row` at once."""
+    """Whether CUDA's flash attention for variable-length sequences can compute a tile's queries `q` over the
+    keys of `row` in one call."""
     return isinstance(row, DeviceKeys) and view.hides and _fits(q, row.kept[1])
 
 
@@ -323,8 +332,9 @@ AT_ONCE = 2048  # tokens, at most, of blocks that are attended in torch at a tim
 
 @frozen(eq=False)
 class Ranges:
-    """Ranges of queries and keys in a tile of one row, for a variable-length kernel. Each block of tokens has two,
-    the document continued from the block before and the rest; one may be empty, so shapes depend on no data."""
+    """The parts of a tile that a variable-length attention kernel treats as separate sequences. A tile is
+    divided into blocks of tokens; each has two parts, the document continued from the block before, and the
+    rest. Either may be empty, so shapes do not depend on data."""
 
     queries: Tensor  # int32 [2 blocks + 1], where ranges begin in the tile, and the end of the last
     keys: Tensor  # int32 [2 blocks + 1], where ranges begin in the row, and the end of the last
@@ -332,7 +342,8 @@ class Ranges:
 
 
 def _ranges(first: Tensor, at: int, block: int) -> Ranges:
-    """Ranges of a tile whose queries begin at token `at` of the row; `first` [tile] is the first key each sees.
+    """The `Ranges` of a tile in blocks of `block` tokens, whose first query is token `at` of the row; `first`
+    [tile] is the first key that each query sees.
 
     >>> found = _ranges(torch.tensor([3, 3, 6, 7, 7, 7]), at=4, block=2)
     >>> found.queries.tolist(), found.keys.tolist()
@@ -350,12 +361,13 @@ def _ranges(first: Tensor, at: int, block: int) -> Ranges:
 
 
 def _block(tile: int) -> int:
-    """The number of tokens of a block: the largest divisor of `tile`, the tokens of a tile, up to 256."""
+    """The number of tokens of a block of a tile: the largest divisor of `tile` (tokens) up to 256."""
     return next(n for n in range(min(BLOCK, tile), 0, -1) if tile % n == 0)
 
 
 def _in_blocks(view: View, first: Tensor, *tensors: Tensor) -> Iterator[tuple[View, list[Tensor]]]:
-    """Yield tensors [tile, heads, ...] as [blocks, heads, block, ...], 2048 tokens in each, and their View."""
+    """Yield the `tensors` [tile, heads, ...] of a tile in blocks, as [blocks, heads, block, ...], about 2048
+    tokens at a time, each with the `View` of keys inside a block."""
     tile = len(first)
     block = _block(tile)
     begins = torch.arange(view.at, view.at + tile, block, device=first.device)

@@ -29,10 +29,11 @@ def tiled_vjp(
     evaluate: Callable[..., Any] | None = None,
     summed: Callable[..., Any] | None = None,
 ) -> SegmentVJP:
-    """Forward and backward of `function`, whose rows of tokens pass in tiles; backward recomputes whole tiles.
+    """Forward and backward of a segment's `function`, which run tile by tile on rows of tokens; backward
+    recomputes each tile.
 
-    `evaluate` is the function without dropout. A last segment passes in tiles if there is `summed`, which makes
-    targets with which its loss is a sum over tokens. `joints` caches the graphs of rows that pass whole.
+    `evaluate` is the function without dropout. A last segment runs in tiles only with `summed`, which changes
+    targets so that the loss is a sum over tokens. `joints` caches graphs of rows that are not divided.
     """
 
     def make(part: Callable[..., Any], **how: Any) -> SegmentVJP:
@@ -55,8 +56,8 @@ def tiled_vjp(
 
 
 def evaluated_in_tiles(function: Callable[..., Any], tiles: int, name: str) -> Callable[..., Any]:
-    """`function` in `tiles` of its rows of tokens, without gradients. Other inputs, such as rows that `tiles` does
-    not divide, or one token after those in a cache, pass whole."""
+    """`function` without gradients, run on its rows of tokens in `tiles` parts. Inputs whose tokens `tiles`
+    does not divide, or that continue a cache of keys, are not divided."""
 
     def eager(part: Callable[..., Any], **_: Any) -> SegmentVJP:
         return SegmentVJP(lambda w, inputs: (part(w.fixed, *inputs), None), lambda *_: ({}, []), False)

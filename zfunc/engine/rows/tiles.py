@@ -32,11 +32,11 @@ from zfunc.runtime.rng import seeded_part
 
 @define(eq=False)
 class Tiled:
-    """Forward and backward of a segment whose rows [batch, tokens, ...] pass in tiles. `make_vjp` makes the passes
-    of the part of a tile before or after attention.
+    """Forward and backward of a segment that run tile by tile on rows [batch, tokens, ...], so memory follows
+    the tile. `make_vjp` makes forward and backward of the parts before and after attention.
 
-    Raises ValueError for a number of tiles that does not divide the tokens, and for a segment in which a token
-    depends on others but through attention.
+    Raises ValueError if `tiles` does not divide the tokens, and for a segment in which a token depends on
+    others but through attention.
     """
 
     function: Function
@@ -51,7 +51,8 @@ class Tiled:
     checked: dict[Any, Any] = field(factory=dict)  # see `_check_once`
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Any, None]:
-        """Run forward tile by tile; returns the segment's output for whole rows, and None as residuals."""
+        """Run forward tile by tile. Returns (the segment's output for whole rows, None): no residuals are
+        kept."""
         if not floats_of(inputs):
             return self.whole.forward(weights, inputs)
         split, leaves = self.split(weights, inputs)
@@ -59,14 +60,15 @@ class Tiled:
         return self._forward(split, weights, leaves, self.tiles), None
 
     def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
-        """Run backward tile by tile; returns the gradients of weights by name, and of the input's rows."""
+        """Run backward tile by tile; returns gradients of weights, by name, and of the input's rows."""
         if not floats_of(inputs):
             return self.whole.backward(weights, inputs, None, cotangents)
         split, leaves = self.split(weights, inputs)
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace a tile's passes before step one. Returns the weights and input leaves each output depends on."""
+        """Trace forward and backward of a tile ahead of the first step. Returns, for each output, the weights
+        and input leaves that it depends on."""
         if not floats_of(inputs):
             return self.whole.prepare(weights, inputs, y)
         split, leaves = self.split(weights, inputs)
@@ -125,7 +127,7 @@ class Tiled:
     # --- the cut ------------------------------------------------------------------------------------------------
 
     def split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
-        """The segment's `Split`, made once for weights and inputs of these shapes, and the leaves of `inputs`."""
+        """The segment divided at attention, cached for these shapes, and the leaves of `inputs`."""
         leaves = tree_leaves(inputs)
         everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
         key = layouts(everything)
@@ -141,8 +143,9 @@ class Tiled:
 
 @define(eq=False)
 class TiledLoss:
-    """Forward and backward of a last segment by tiles of its rows. `summed` turns a batch's targets into ones with
-    which the loss is a sum over tiles. `passes` are those of one tile; backward recomputes each tile."""
+    """Forward and backward of a last segment that run tile by tile on rows of tokens. `summed` changes a
+    batch's targets so that the loss is the sum of the tiles' losses. `passes` are forward and backward of one
+    tile, which backward recomputes."""
 
     function: Function
     evaluate: Function  # the same without dropout
@@ -159,7 +162,7 @@ class TiledLoss:
         self.passes = self.make_vjp(self.function, recompute="none", wrt_input=self.wrt_input, last=True)
 
     def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, None]:
-        """Run forward tile by tile; returns the loss, the sum over tiles, and None as residuals."""
+        """Run forward tile by tile. Returns (loss, None): the sum of the tiles' losses, and no residuals."""
         _check_once(self, weights, inputs)
         losses = list[Tensor]()
         for n, (_, tile) in enumerate(self._each(inputs)):
@@ -173,7 +176,7 @@ class TiledLoss:
         return losses[0].sum(), None
 
     def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
-        """Run backward tile by tile; returns the gradients of weights by name, and of the input's rows."""
+        """Run backward tile by tile; returns gradients of weights, by name, and of the input's rows."""
         sums: Values = {}
         below: list[Tensor] = []
         for at, tile in self._each(inputs, backward=True):
@@ -186,7 +189,8 @@ class TiledLoss:
         return _rounded(sums, weights.trained), below
 
     def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
-        """Trace a tile's passes before step one. Returns the weights and input leaves the loss depends on."""
+        """Trace forward and backward of a tile ahead of the first step. Returns the weights and input leaves
+        that the loss depends on."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
     def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
@@ -202,8 +206,9 @@ class TiledLoss:
 
 
 def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
-    """Raise ValueError if tokens of a row depend on others; tried once per row shape and segment name.
-    `tiled.checked` caches what `check` returned by shape (None: no trial is needed), and True by shape and name."""
+    """Raise ValueError if tokens of a row depend on others but through attention; checked once for each row
+    shape and segment name. `tiled.checked` has what `check` returned by shape (None: no trial is needed), and
+    True by (shape, name)."""
     row = floats_of(inputs)[0]
     done, key = tiled.checked, (row.shape, weights.name)
     if tiled.check is None or isinstance(row, FakeTensor) or key in done or done.get(row.shape, ()) is None:
@@ -213,9 +218,9 @@ def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
 
 
 def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
-    """Memory for the gradient of a segment's input `x`: the memory of the cotangent (the gradient of its output) if
-    there is only one, laid out like `x`, else new. Overwriting is safe: a tile reads its cotangent before its own
-    gradient is written, and cotangents of tiles have memory of their own (`tiled_vjp`)."""
+    """Memory for the gradient of a segment's input `x`: that of the only cotangent (gradient of the output),
+    if it is laid out like `x`, else new memory. Overwriting is safe, as each tile reads its cotangent before
+    its own gradient is written."""
     c = cotangents[0]
     alike = (c.shape, c.stride(), c.dtype) == (x.shape, x.stride(), x.dtype)
     whole = c.is_contiguous() and c.untyped_storage().nbytes() == c.numel() * c.itemsize
@@ -223,7 +228,7 @@ def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
 
 
 def _rounded(sums: Values, trained: Values) -> Values:
-    """Round fp32 gradient `sums` to the dtypes of the `trained` weights, one at a time, to free each sum."""
+    """The fp32 gradient `sums` rounded to the dtypes of the `trained` weights, one at a time, then freed."""
     found: Values = {}
     for name, w in trained.items():
         total = sums.pop(name, None)
@@ -238,7 +243,7 @@ def _add(sums: Values, grads: Values) -> None:
 
 @define(eq=False)
 class TiledRow:
-    """The tiles of rows in one pass of a segment, with the constants, keys and values of the rows."""
+    """Rows of tokens in one pass of a tiled segment: their tiles, constants, keys and values."""
 
     split: Split
     weights: Any
@@ -259,13 +264,14 @@ class TiledRow:
         return slice(*self.part(i))
 
     def numbers(self, *, backward: bool = False) -> Iterator[int]:
-        """Yield the row's tile indices, last first if `backward`; for fake tensors a few that count for all."""
+        """Yield the row's tile indices, last first if `backward`; of fake tensors a few stand for all."""
         window, fake = self.split.window, isinstance(self.leaves[self.split.rows[0]], FakeTensor)
         grown = 1 if window is None else 1 + -(-window // self.split.tile)
         return tile_numbers(self.tiles, grown, fake=fake, backward=backward)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """An empty tensor [batch, tokens, ...] for a whole row, of which `x` [batch, tile, ...] is one tile."""
+        """An empty tensor [batch, tokens, ...] for whole rows, given `x` [batch, tile, ...], one tile of
+        it."""
         return x.new_empty(x.shape[0], self.tiles * self.split.tile, *x.shape[2:])
 
     def _inputs(self, i: int, *more: Any) -> tuple[list[Any], list[Any]]:
@@ -278,22 +284,24 @@ class TiledRow:
         return [*rows, *more], constants
 
     def run(self, half: Half, i: int, *more: Any) -> tuple[list[Any], Any]:
-        """Run forward of `half` on tile `i` and `more` inputs; returns its results and residuals."""
+        """Run forward of `half`, the part of the segment before or after attention, on tile `i` and the
+        inputs `more`; returns results and residuals."""
         with seeded_part(i, int(half is self.split.after)):
             return half.passes.forward(half.weights(self.weights), self._inputs(i, *more))
 
     def pull(
         self, half: Half, i: int, residuals: Any, cotangents: list[Tensor], *more: Any
     ) -> tuple[Values, list[Tensor]]:
-        """Run backward of `half`: gradients of weights, by name, and of the rows of tile `i` and `more` inputs."""
+        """Run backward of `half`, the part before or after attention, on tile `i`; returns the gradients of
+        weights, by name, and of the tile's rows and the inputs `more`."""
         with seeded_part(i, int(half is self.split.after)):
             return half.passes.backward(
                 half.weights(self.weights), self._inputs(i, *more), residuals, cotangents
             )
 
     def queries(self, i: int) -> tuple[list[Any], Any]:
-        """Queries of tile `i` and the first keys of their documents, or [] without attention, and the residuals of
-        the operations before attention; keys and values of the tile are kept."""
+        """Run the part before attention on tile `i`, and keep the tile's keys and values. Returns its queries
+        and the first keys that they may see, as a list, empty without attention; and the part's residuals."""
         if self.split.before is None:
             return [], None
         (q, k, v, *first), residuals = self.run(self.split.before, i)
@@ -304,9 +312,9 @@ class TiledRow:
         return [q, *(first or [None])], residuals
 
     def look(self, firsts: Iterable[tuple[int, Tensor | None]]) -> None:
-        """Wait for the device, and read on the host at which token the documents of each tile begin (`firsts`, by
-        tile), so that a tile takes only keys of its documents. A trace has no data, and counts the copy and all
-        keys."""
+        """Copy to the host, waiting for the device, the first key that each tile may see, so that tiles skip
+        keys of earlier documents. `firsts` has pairs (tile, first keys of its queries). Fake tensors have no
+        data: only the copy is counted, and no keys are skipped."""
         known = {i: None if x is None else x.amin() for i, x in firsts}
         if found := [x for x in known.values() if x is not None]:
             begins = torch.stack(found)
@@ -316,11 +324,11 @@ class TiledRow:
                 self.begins = dict(zip(known, here.tolist(), strict=True))
 
     def part(self, i: int) -> Part:
-        """The first token of tile `i` and the one after its last, which are also its part of the keys."""
+        """The tokens of tile `i` in its row, as (first, one after the last)."""
         return i * self.split.tile, (i + 1) * self.split.tile
 
     def attended(self, i: int, queries: list[Any]) -> list[Attended]:
-        """The attention of tile `i` over the row's keys, as a list of one; empty without queries."""
+        """Attention of the `queries` of tile `i` over the row's keys, as a list of one; [] for none."""
         if not queries:
             return []
         q, first = queries
@@ -328,6 +336,7 @@ class TiledRow:
         return [attend_tile(q, self.keys, view)]
 
     def pull_attention(self, i: int, cotangent: Tensor, tile: Attended) -> list[Tensor]:
-        """Gradients of queries, keys and values of tile `i`, to be called after all later tiles."""
+        """The gradients of queries, keys and values of tile `i`, given that of attention's result; call it
+        after all later tiles."""
         dq = pull_tile(cotangent, tile, self.keys)
         return [dq, *(x.to(tile.q.dtype) for x in self.keys.sums_of(self.part(i)))]

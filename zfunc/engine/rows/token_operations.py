@@ -52,8 +52,9 @@ class _UnknownError(Exception):
 def unknown_operation(
     of_row: Mapping[Node, Node], nodes: Iterable[Node], given: Iterable[Node], results: Iterable[Node]
 ) -> str:
-    """The first of `nodes`, in a tile's graph, not known to compute each token on its own, as text, or "". `of_row`
-    maps nodes to a row's graph. In nodes `given` and `results` tokens have a dimension of their own."""
+    """The name of the first of `nodes` that is not known to compute each token on its own; "" if all are.
+    `nodes` are of a tile's graph, which `of_row` maps to a row's; in the nodes `given` and `results`, tokens
+    have a dimension of their own."""
     known: dict[Node, Places | None] = {x: (1, 1) if _longer(x, of_row[x]) else None for x in given}
     try:
         for x in (y for y in nodes if y not in known):
@@ -64,8 +65,9 @@ def unknown_operation(
 
 
 def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | None]) -> Places | None:
-    """How tokens lie in the dimension of the result of node `x` that is longer in a row than in a tile: the sizes
-    (outer, inner) around them; None for a result without tokens. `known` has the answers of earlier nodes."""
+    """How tokens are arranged in the result of node `x`: sizes (outer, inner) if the dimension that is longer
+    in a row than in a tile is [outer, tokens, inner]; None for a result without tokens. `known` has the
+    answers of earlier nodes."""
     having = [y for y in x.all_input_nodes if known[y] is not None]
     places, longer = {known[y] for y in having}, _longer(x, of_row[x])
     if not having and not longer:
@@ -88,8 +90,8 @@ def _places(x: Node, of_row: Mapping[Node, Node], known: Mapping[Node, Places | 
 
 
 def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node, int], longer: Any) -> bool:
-    """Whether operation `name` of node `x` computes each token on its own, by its arguments `given`: `at` has the
-    token dimension of each tensor among them, `longer` that of the result."""
+    """Whether operation `name` of node `x`, with arguments `given`, computes each token on its own. `at` has
+    the token dimension of each tensor argument, `longer` those of the result."""
     dims = lambda y: next(t for t in tree_leaves(y.meta["val"]) if isinstance(t, Tensor)).dim()  # noqa: E731
     from_last = {dims(y) - n for y, n in at.items()}
     if torch.Tag.pointwise in x.target.tags or name in ELEMENTS:
@@ -116,7 +118,8 @@ def _keeps_apart(x: Node, name: str, given: Mapping[str, Any], at: Mapping[Node,
 
 
 def _regrouped(before: Any, after: Any, old: int, new: int, places: Places) -> Places:
-    """The (outer, inner) sizes around tokens after a view, from dimension `old` of `before` to `new` of `after`."""
+    """The sizes (outer, inner) around tokens after a view changes shape `before` to `after`, in which tokens
+    move from dimension `old` to `new`; `places` are the sizes before."""
     outer, rest = divmod(prod(before[:old]) * places[0], prod(after[:new]))
     inner, left = divmod(prod(before[old + 1 :]) * places[1], prod(after[new + 1 :]))
     tokens = before[old] // prod(places)
@@ -132,13 +135,15 @@ def arguments(x: Node) -> dict[str, Any]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether an argument is the same in the traces of a tile and of a row, but for nodes in the argument."""
+    """Whether an argument of an operation is the same in the traces of a tile (`one`) and of a row (`other`);
+    nodes in it are not compared."""
     a, b = tree_leaves(one), tree_leaves(other)
     return len(a) == len(b) and all(isinstance(p, Node) or p == q for p, q in zip(a, b, strict=True))
 
 
 def _longer(short: Node, long: Node) -> list[int]:
-    """The dimensions of a result's first tensor that are longer in the trace of a row than in that of a tile."""
+    """The dimensions in which the result of node `long`, in a row's trace, is longer than that of `short`, in
+    a tile's."""
     values = [[t for t in tree_leaves(x.meta.get("val")) if isinstance(t, Tensor)] for x in (short, long)]
     if not all(values):
         return []

@@ -60,7 +60,8 @@ def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def decide(op: Op, mem: Memory, step: StepContext) -> None:
-    """Decide whether this step clips its gradient, and by how much, is skipped (fp16 overflow) or is refused.
+    """Decide whether this step is skipped (fp16 overflow) or refused, and the factor by which its gradient is
+    unscaled and clipped.
 
     Raises NonFiniteError for a non-finite loss or norm without loss scaling.
     """
@@ -82,8 +83,8 @@ def _means(op: Op, mem: Memory) -> list[float]:
 
 
 def _write_rows(op: Op, mem: Memory, step: StepContext) -> None:
-    """Write auxiliary outputs of rows to host memory: those of all micro-batches, then of all ranks, in order. With
-    pp, all ranks get them from the last segment's pipeline stage."""
+    """Write the auxiliary outputs that have one entry per row to host memory, in the order of micro-batches,
+    then of ranks. With pp, all ranks get those of the last segment's pipeline stage."""
     if not op.touches("all_rows"):
         return
     spec, ranks = step.spec, step.ranks
@@ -119,7 +120,7 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 
 def wait_for_copies(step: StepContext) -> None:
-    """With several ranks, wait until the device has written its copies to host memory, which is read next."""
+    """With several ranks, wait for the device's copies to host memory, which the caller reads next."""
     wait_for_device(step, step.devices[0], "copies to the host")
 
 

@@ -18,8 +18,8 @@ FORM = "tensors, numbers, text and None, in lists, tuples and dicts"
 
 
 def as_message(tree: Any, nbytes: int, *, pinned: bool = False) -> tuple[bytes, Tensor]:
-    """Write a pytree as a message: its structure as JSON, and its tensors in host memory [nbytes], with `pinned`
-    copied from an accelerator without waiting.
+    """Write a pytree as a message between ranks: its structure as JSON, and its tensors in one host tensor
+    [nbytes], `pinned` so that copies from an accelerator need no wait.
 
     Raises TypeError for a leaf other than a tensor, number, text or None.
     """
@@ -29,7 +29,8 @@ def as_message(tree: Any, nbytes: int, *, pinned: bool = False) -> tuple[bytes, 
 
 
 def from_message(head: bytes, flat: Tensor) -> Any:
-    """The pytree of a message, with its tensors in `flat`. Raises RankError for a head that no `as_message` makes.
+    """The pytree of a message of `as_message`, with tensors that are views of `flat`. Raises RankError for
+    another `head`.
 
     >>> head, flat = as_message({"x": (torch.ones(2), None, "a")}, 512)
     >>> from_message(head, flat)

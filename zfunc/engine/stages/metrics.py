@@ -21,15 +21,15 @@ def _compared(aux: dict[str, Any]) -> dict[str, Any]:
 
 @frozen
 class Metrics:
-    """The report of one step.
+    """The report of one training step.
 
-    `loss` is the mean loss, and `aux` has the last segment's auxiliary outputs by name: of scalars the mean, a
-    float; of rows those of the batches of all ranks, a tensor on the host. `grad_norm` is the gradient's norm
-    before clipping, unscaled; with the setting `norms`, `norms` has each parameter's by name.
-    `step` is the number of the step, from 1; `skipped` is set by an overflow at this `loss_scale`. `host_seconds`
-    is the part of `seconds` in host operations. `sent_bytes` went to other ranks (see `zfunc.runtime.collectives`).
-    `timeline` and its `plan` are there with `trace=True`, and `saved`, the checkpoint's path or the reason of its
-    failure, with `save=`.
+    `loss` is the mean loss. `aux` has the last segment's auxiliary outputs by name: of scalars the mean, as a
+    float; of outputs with one entry per row those of all ranks' batches, as a host tensor. `grad_norm` is the
+    norm of the unscaled gradient before clipping; with the setting `norms`, `norms` has each parameter's by
+    name. `step` is the step's number, from 1; `skipped` is True after an overflow at this `loss_scale`.
+    `seconds` is the duration, `host_seconds` the part of it in host operations. `sent_bytes` went to other
+    ranks (see `zfunc.runtime.collectives`). `timeline` and its `plan` are set with `trace=True`; `saved`, the
+    checkpoint's path or the reason of its failure, with `save=`.
     """
 
     loss: float

@@ -33,7 +33,8 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 def weights(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a bucket's parameters, or this rank's slice of them, from the disk to a host page or a device's slot."""
+    """Copy a bucket's parameters, or this rank's slice of them, one tier up: from the disk to a pinned slot,
+    or from the host to a slot on the device."""
     _, b = op.index
     (source,), (target,) = op.reads, op.writes
     if source.tier == "disk":
@@ -49,13 +50,14 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def weights_in_page(page: Tensor, place: BucketPlaces) -> Tensor:
-    """This rank's slice of a bucket's parameters, as a view of `page`, the memory that they were read into."""
+    """This rank's slice of a bucket's parameters, as a view of `page`, the host memory into which they were
+    read from the disk."""
     return page.view(TORCH_DTYPES[place.dtype])[: place.shard_numel]
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a segment's activations, one pytree of its input and residuals, between device, host and disk. On the
-    host a tensor of several segments' inputs is in the stash of the first one alone."""
+    """Copy what a segment's backward needs, a pytree of input and residuals, between device, host and disk.
+    On the host, a tensor in several segments' inputs is stored with the first one alone."""
     (target,) = op.writes
     if target.tier == "disk":
         page, place = mem[op.reads[0]], mem[target]
@@ -76,8 +78,9 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def sent(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a pass's output for the next device's pass: to pinned memory, then to the device; from the device that
-    made it, a peer; or between ranks."""
+    """Copy a pass's output (an activation or its gradient) to the device of the next pass, by one of the
+    operations on the way: from device to pinned memory, from there to a device, from a peer device, or
+    between ranks."""
     if op.kind == "network":
         _between_ranks(op, mem, step)
         return
@@ -97,7 +100,8 @@ def _arrived(tree: Any, nbytes: int, device: torch.device) -> Any:
 
 
 def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
-    """Send a pass's output to another rank's pipeline stage, or receive it, with a tag unique within the step."""
+    """Send a pass's output to the rank of another pipeline stage, or receive it there, as a message whose tag
+    is unique in the step."""
     (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
     row = MOVES[op.verb]
     way = F if row.thing == "input" else B
@@ -117,7 +121,8 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy this rank's slice of a gradient, direction or new parameters between tiers, unless a step is skipped."""
+    """Copy this rank's slice of a bucket's gradient, update direction or new parameters between host and
+    device; new parameters not in a skipped step."""
     if op.touches("decision") and mem[op.read("decision")].skip:
         return
     b, source, target = op.index[min(1, len(op.index) - 1)], op.reads[-1], op.writes[0]
@@ -135,7 +140,7 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def squares(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the sums of squares of a bucket's gradient, or the norms that they are made of, from device to host."""
+    """Copy a bucket's sums of squares, or norms in their place on accelerators, from device to host."""
     source, target = mem[op.read("squares")], mem[op.write("squares")]
     target.rows = source.rows
     target.flat.copy_(source.flat, non_blocking=True)
@@ -148,7 +153,8 @@ def waiting_gradient(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def state(op: Op, mem: Memory, step: StepContext) -> None:
-    """Read the part of a bucket's state that is on the disk, or write it back unless the step is skipped."""
+    """Read that part of a bucket's optimizer state that lives on the disk into a slot, or write it back
+    unless the step is skipped."""
     if op.touches("decision"):
         if not mem[op.read("decision")].skip:
             on_disk: StateOnDisk = mem[op.write("extent")]
@@ -161,7 +167,8 @@ def state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy a bucket's state to a device's slot for an update, or back with new parameters; no copy if skipped."""
+    """Copy a bucket's optimizer state to a slot on the device for its update, or back together with new
+    parameters; nothing is copied back in a skipped step."""
     if op.touches("decision") and mem[op.read("decision")].skip:
         return
     (slot,) = (r for r in op.regions if r.buffer == "update_slot")
@@ -187,7 +194,7 @@ def updated_state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the part of a bucket's state that lives in memory into the slot that a commit writes to the disk."""
+    """Copy a bucket's optimizer state in memory into the slot that a commit writes to the disk."""
     on_disk: StateOnDisk = mem[op.read("extent")]
     slot: Flat = mem[op.write("state_slot")]
     for name, place in on_disk.views(slot.flat).items():
@@ -196,13 +203,14 @@ def copy_state(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def whole_state(op: Op, mem: Memory, step: StepContext) -> None:
-    """Write a bucket's whole state to the disk for a commit, even in a skipped step: the disk's may be outdated."""
+    """Write a bucket's whole optimizer state to the disk for a commit, also in a skipped step, as that on
+    disk may be older."""
     on_disk: StateOnDisk = mem[op.write("extent")]
     on_disk.write(mem[op.read("state_slot")].flat, on_disk.all)
 
 
 def commit(op: Op, mem: Memory, step: StepContext) -> None:
-    """Commit the state that all ranks have written to the disk: training resumes from the commit after a crash."""
+    """Commit the training state that all ranks have written to the disk: a restart resumes from there."""
     decision: StepDecision = mem[op.read("decision")]
     if op.touches("norm") and not decision.skip and not math.isfinite(mem[op.read("norm")]):
         return  # the step will be refused, with its state
@@ -214,8 +222,8 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]) -> None:
-    """Commit a swap space on every rank. A rank whose commit another rank lacks must write no more: the next write
-    could overwrite the last commit that all ranks have."""
+    """Commit the swap space of every rank, with `metadata`. If only some ranks succeed, their spaces refuse
+    further writes, which could overwrite the last commit that all ranks have."""
     before = swap.number
     try:
         all_or_none(ranks, partial(swap.commit, metadata))

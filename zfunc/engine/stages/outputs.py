@@ -49,8 +49,8 @@ def _check_aux(segment: str, name: str, value: Any) -> None:
 
 
 def check_aux_rows(segment: str, outputs: Iterable[RowsOutput], rows: int) -> None:
-    """Raise ValueError unless the first dimension of each of the last segment's `outputs` is the number of `rows`
-    of its inputs, and none is empty."""
+    """Raise ValueError unless each of the auxiliary `outputs` that should have one entry per row has as many
+    as its inputs have `rows`, and is not empty."""
     for x in outputs:
         if x.shape[0] != rows or not x.nbytes:
             raise ValueError(
@@ -75,19 +75,22 @@ def aux_names(y: Any) -> tuple[str, ...]:
 
 
 def aux_rows(y: Any) -> tuple[RowsOutput, ...]:
-    """The auxiliary outputs of rows in `y`, the output of the last segment's `checked` function."""
+    """The descriptions of the auxiliary outputs with one entry per row in `y`, what the last segment's
+    `checked` function returned."""
     if isinstance(y, Tensor) or len(y) == 2:
         return ()
     return described(dict(zip(y[2].names, y[2].tensors, strict=True)))
 
 
 def outputs_of_rows(aux: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The auxiliary outputs in `aux` that have dimensions, so must have one entry for each row of the batch."""
+    """Those auxiliary outputs in `aux`, by name, that are not scalars, and so must have one entry for each
+    row of the batch."""
     return {name: x for name, x in aux.items() if isinstance(x, Tensor) and x.dim()}
 
 
 def described(rows: Mapping[str, Tensor]) -> tuple[RowsOutput, ...]:
-    """For each auxiliary output of rows: its name, shape, dtype and bytes, of one micro-batch."""
+    """Descriptions (name, shape, dtype, bytes) of `rows`, the auxiliary outputs of one micro-batch that have
+    one entry per row."""
     return tuple(
         RowsOutput(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes)
         for name, t in rows.items()

@@ -22,8 +22,8 @@ Memory = MutableMapping[Region, Any]
 
 @frozen(eq=False)
 class CompiledSegment:
-    """A segment as a step's operations run it: its passes, constants, and its parameters' full names by short
-    name."""
+    """A segment as operations of a step call it: forward, backward and their variants, its constants on each
+    device, and the full names of its parameters by short name."""
 
     name: str
     function: Callable[..., Any]  # its own, with checked outputs
@@ -38,13 +38,14 @@ class CompiledSegment:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """The segment's constants on the first of the devices that run it."""
+        """The segment's constants, by short name, on the first of the devices that run the segment."""
         return self.constants_on[min(self.constants_on)]
 
 
 @frozen(eq=False)
 class StepContext:
-    """Constants of a step, for functions that run its operations. `loss_scale` scales gradients on the device."""
+    """What is constant during one step, passed to every function that runs an operation: program, ranks,
+    counters. `loss_scale` is the factor of the loss and gradients on the device."""
 
     spec: StepSpec
     calls: tuple[CompiledSegment, ...]
@@ -66,7 +67,8 @@ class StepContext:
     def decision(
         self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0, aux: Sequence[float] = ()
     ) -> StepDecision:
-        """The `StepDecision`, with `loss` and `aux`, to skip this step or update by the gradient times `factor`."""
+        """The `StepDecision` of this step: to `skip` its update, or to update with the gradient times
+        `factor`; `loss` and `aux` are for the metrics."""
         named = dict(zip(self.spec.aux, aux, strict=True)) if aux else {}
         scale = factor / self.loss_scale
         return StepDecision(skip, scale, self.number, self.factors, loss, named, self.spec.unused)
@@ -85,7 +87,7 @@ def named_like_verbs(*stages: Stage) -> dict[str, Stage]:
 
 
 def gaps(start: int, stop: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The gaps from `start` to `stop` that the ascending ranges `covered` leave, as (start, stop).
+    """The ranges (start, stop) between `start` and `stop` that the ascending ranges `covered` do not cover.
 
     >>> gaps(0, 9, [(0, 2), (2, 4), (6, 7)])
     [(4, 6), (7, 9)]

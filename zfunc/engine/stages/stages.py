@@ -40,7 +40,7 @@ from zfunc.runtime.accelerator import on_accelerator
 
 
 def load(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one micro-batch to the device, with floating-point inputs cast to the compute dtype."""
+    """Copy a micro-batch's inputs, targets or both to the device; casts float inputs to the compute dtype."""
 
     def to_device(t: Tensor, *, cast: bool) -> Tensor:
         dtype = step.dtype if cast and t.is_floating_point() else t.dtype
@@ -85,8 +85,8 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], None]) -> None:
-    """Warn if a micro-batch's loss is not the mean of the losses of its halves, so that the number of micro-batches
-    changes the loss. The comparison takes no more memory than the last segment's forward."""
+    """Warn if a micro-batch's loss is not the mean of the losses of its two halves, because the number of
+    micro-batches then changes the result. Takes no more memory than the last segment's forward."""
     call, inputs = step.calls[op.index[1]], _with_targets(mem[_input(op)], op, mem)
     buffers = buffer_views(mem[op.read("module_buffers")], call.buffers) if call.buffers else {}
     weights = _weights(op, mem, call, buffers)
@@ -116,7 +116,8 @@ def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], 
 
 
 def recompute(op: Op, mem: Memory, step: StepContext) -> None:
-    """Run one segment's forward again for the residuals of its backward, with the first run's seed and buffers."""
+    """Run one segment's forward on a micro-batch again, for the residuals that its backward needs, with the
+    random seed and module buffers of the first run."""
     call, (x, (_, before)) = step.calls[op.index[1]], _left_by_forward(op, mem)
     with step.randomness(*op.index):
         residuals = call.passes.recompute(_weights(op, mem, call, before), (x,))
@@ -131,13 +132,15 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def backward_input(op: Op, mem: Memory, step: StepContext) -> None:
-    """Run one segment's backward for its input's gradient; keep what the gradients of its weights are made of."""
+    """Run one segment's backward on a micro-batch as far as the input's gradient needs; keep what
+    `backward_weight` needs."""
     below, mem[op.write("pending")] = _pull(op, mem, step)
     _write_below(op, mem, below)
 
 
 def backward_weight(op: Op, mem: Memory, step: StepContext) -> None:
-    """Compute the gradients of one segment's weights from what `backward_input` kept, with the forward's seed."""
+    """Compute the gradients of one segment's weights from what `backward_input` kept, with the random seed of
+    its forward."""
     run, pending = mem[op.read("pending")]
     with step.randomness(*op.index):
         _write_grads(op, mem, step, run(*pending))
@@ -152,8 +155,8 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one segment's gradients into its bucket's slot; the first segment that a bucket gets zeroes the padding
-    between parameters."""
+    """Copy one segment's gradients into the flat gradient of a bucket. The first segment to do so also zeroes
+    the padding between parameters."""
     _, b, _ = op.index
     bucket, slot, grads = step.spec.layout.buckets[b], mem[op.write("grad")], mem[op.read("grads")]
     if op.write("grad") not in op.reads:
@@ -179,7 +182,8 @@ def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
-    """Sum the squares of this rank's slice of a bucket's complete gradient, or, on accelerators, take its norms."""
+    """Sum the squares of this rank's slice of a bucket's complete gradient on the device; an accelerator
+    writes norms of its parts instead."""
     (b,) = op.index
     bucket, own = step.spec.layout.buckets[b], step.slice_of(b)
     grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
@@ -201,7 +205,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
-    """Add a bucket's gradient, delivered to the host, to its fp32 sum; sum that sum's squares in the same pass."""
+    """Add a bucket's gradient, copied to the host, to its fp32 sum there; sum the squares of the result."""
     _, b, _ = op.index
     first, shard = op.write("grad_shard") not in op.reads, step.slice_of(b)
     numel = shard.stop - shard.start  # where they are slots they have room for more
@@ -221,7 +225,8 @@ def hold(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
-    """Add one sum of a tied bucket's gradients to the first sum; on the host, also sum the result's squares."""
+    """Add one of the gradient sums of a bucket of tied parameters (one for each segment) to the first; on the
+    host, also sum the result's squares."""
     total, part = (mem[r] for r in op.reads)
     if op.touches("squares"):
         b, _ = op.index
@@ -233,7 +238,8 @@ def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def keep_buffers(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the module buffers that forward changed to the State: on all ranks those of rank 0."""
+    """Copy the module buffers that forward changed, such as running statistics, to the State: on all ranks
+    those of rank 0; not in a skipped step."""
     if mem[op.read("decision")].skip:
         return
     for kept in op.writes:
@@ -311,7 +317,8 @@ def _host_of(op: Op, mem: Memory) -> HostMemory | None:
 
 
 def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:
-    """What a segment's forward left for its backward: its input, residuals (or None), and the buffers it read."""
+    """What a segment's forward left for its backward: (input, (residuals or None, the module buffers that
+    forward read))."""
     if (recomputed := Region("recomputed", op.index)) in op.reads:
         return mem[recomputed]
     if op.touches("act_slot"):
@@ -322,12 +329,14 @@ def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Ten
 
 
 def _input(op: Op) -> Region:
-    """The region of the input of the segment that operation `op` runs; `op` may read the output as well."""
+    """The region that holds the input of the segment which operation `op` runs; `op` may read the segment's
+    output as well."""
     return Region("act", op.index)
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
-    """Cotangents of a segment's outputs, from the segment above; of the loss, scale / (micro-batches * ranks)."""
+    """The gradients of a segment's outputs, which the segment above made; for the loss, its scale /
+    (micro-batches * ranks)."""
     if op.touches("targets"):
         seed = step.loss_scale / (step.spec.settings.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.devices[op.device])]
@@ -335,7 +344,8 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
 
 
 def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
-    """Call the segment's pass that the verb of `op` names, such as `backward`, with the seed of its forward."""
+    """Run that backward of a segment which the verb of `op` names, such as `backward_input`, with the random
+    seed of its forward."""
     call = step.calls[op.index[1]]
     x, (residuals, before) = _left_by_forward(op, mem)
     weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)
@@ -357,8 +367,8 @@ def _write_below(op: Op, mem: Memory, below: list[Tensor]) -> None:
 
 
 def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable[[slice], Tensor]) -> None:
-    """Write the sums of squares of this rank's slice of bucket `b`. `sum_of` computes them for a part of the slice:
-    the whole slice or, with the setting `norms`, each parameter's part."""
+    """Write the sums of squares of this rank's slice of bucket `b` to `squares`: one for the whole slice, or,
+    with the setting `norms`, one for each parameter in it. `sum_of(part)` computes one."""
     squares.rows = None
     rows = squares.flat.zero_().view(-1, SUM_PARTS)  # those of parameters that other ranks have, too
     if not step.spec.settings.norms:
@@ -372,6 +382,6 @@ def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable
 
 
 def _places(flat: Tensor, bucket: Bucket, names: Container[str]) -> list[Tensor]:
-    """Views of a bucket's flat gradient for its parameters `names`, in the parameters' shapes."""
+    """Views of a bucket's flat gradient, one for each parameter in `names`, in the parameter's shape."""
     own = (x for x in bucket.spans if x.name in names)
     return [flat[x.start - bucket.start : x.stop - bucket.start].view(x.shape) for x in own]

@@ -28,7 +28,8 @@ KEPT = "program", "state"  # lifetimes of regions that an update may hold on to
 
 
 def update(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update this rank's slice of a bucket on the host: optimizer state, and new parameters for the device."""
+    """Run the optimizer on the host for this rank's slice of a bucket: updates its optimizer state, and
+    writes the new parameters for the device."""
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
@@ -37,7 +38,7 @@ def update(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update this rank's slice of a bucket on the device: its optimizer state and its parameters."""
+    """Run the optimizer on the device for this rank's slice of a bucket: optimizer state and parameters."""
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
@@ -59,8 +60,8 @@ def average(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision, copy: Tensor | None) -> None:
-    """Update a bucket's optimizer state with the gradient that `op` reads, and set `copy`, a slot or the bucket's
-    parameters, to the new ones; if a step that failed made this update already, only set `copy`."""
+    """Update a bucket's optimizer state with the gradient that `op` reads, and write the new parameters to
+    `copy`. If a failed step has already made this deferred update, only `copy` is written."""
     (b,) = op.index
     optimizer, state = step.optimizer, state_of(op, mem)
     copy = state.pop(PARAMS, copy)
@@ -87,7 +88,7 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
 
 @frozen(eq=False)
 class UpdateRun:
-    """One call of the optimizer in the update of a bucket: slices of the bucket's buffers, and other arguments."""
+    """One call of the optimizer in the update of a bucket: slices of buffers, and the other arguments."""
 
     state: CheckedState
     grad: Tensor
@@ -97,7 +98,8 @@ class UpdateRun:
 
 @frozen(eq=False)
 class PreparedUpdate:
-    """The optimizer calls that update a bucket: its buffers are sliced once, and checked once, in the first run."""
+    """The optimizer calls that update one bucket. Its buffers are sliced when this is made, and checked in
+    the first run only."""
 
     of: tuple[Any, ...]  # the tensors that were cut, and the parameters that the loss does not reach
     grad: Tensor
@@ -115,11 +117,12 @@ def _prepared(
     *,
     by_parameter: bool,
 ) -> PreparedUpdate:
-    """The update of a bucket's `state` and new parameters `out`, in runs of a group or, `by_parameter`, of each
-    parameter; without `unused` parameters. The last step's is returned if all its tensors are the same objects;
-    else memory is sliced, and checked, anew.
+    """The optimizer calls that update a bucket's `state` and write new parameters to `out`: one for each
+    range of parameters of one group, or, `by_parameter`, for each parameter; parameters in `unused` are left
+    out.
 
-    The result is kept for the next step, unless it has memory of this step alone.
+    The last step's calls are returned if all tensors are the same objects. New ones are kept for the next
+    step, unless some memory is of this step alone.
     """
     of = (*state.values(), _gradient_memory(op, mem), out, unused)
     found = step.prepared.get((op.verb, op.index))
@@ -143,7 +146,8 @@ def _prepared(
 
 
 def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (start, stop, optimizer arguments) of each group's runs in this rank's slice; `unused`: not updated."""
+    """Yield (start, stop, optimizer arguments) for each range of parameters of one group in this rank's slice
+    `shard`, without those in `unused`."""
     for start, stop, group in bucket.runs_within(shard.start, shard.stop, unused):
         yield start - shard.start, stop - shard.start, {"group": group}
 
@@ -151,7 +155,7 @@ def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tup
 def _parameters(
     bucket: Bucket, shard: slice, unused: Collection[str]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (start, stop, optimizer arguments) of each parameter in this rank's slice; `unused`: not updated."""
+    """Yield (start, stop, optimizer arguments) of each parameter in slice `shard` that is not in `unused`."""
     for start, stop, span in bucket.spans_within(shard.start, shard.stop):
         group = LEFT if span.name in unused else span.group
         yield start - shard.start, stop - shard.start, {"group": group, "shape": span.shape}
@@ -178,7 +182,8 @@ def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
-    """Orthogonalize the directions of whole matrices that this rank's slice has parts of, and keep these parts."""
+    """For Muon: orthogonalize the update directions of all matrices of which this rank's slice of a bucket
+    has a part; those parts are kept."""
     (b,) = op.index
     if mem[op.read("decision")].skip:
         return
@@ -194,7 +199,8 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
-    """This rank's slice, at `shard`, of the bucket's gradient that `op` reads; a slot's memory may be longer."""
+    """This rank's slice of the bucket's gradient that `op` reads: elements `shard` of a whole gradient, or
+    the start of a slot."""
     memory = _gradient_memory(op, mem)
     return memory[shard] if op.touches("grad") else memory
 
@@ -207,7 +213,7 @@ def _gradient_memory(op: Op, mem: Memory) -> Tensor:
 
 
 def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
-    """The optimizer state of the bucket that `op` touches, by name: in memory, and in the slot it is copied to."""
+    """The optimizer state, by buffer name, of the bucket that `op` works on: in memory and in its slot."""
     state = {r.buffer: mem[r] for r in op.operands("state")}
     for r in op.operands("paged"):
         state |= mem[r].views
@@ -220,13 +226,13 @@ def _params(op: Op, mem: Memory) -> Tensor | None:
 
 
 def _own(op: Op, step: StepContext, out: Tensor) -> Tensor:
-    """This rank's slice of `out` if `op` writes whole parameters; else `out`, a slot or page, as it is."""
+    """This rank's slice of `out` if `op` writes whole parameters; `out` itself if it is the slice."""
     whole = op.touches("params")
     return step.ranks.own_slice(step.spec.layout.all_buckets[op.index[0]], out) if whole else out
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
-    """Gather a bucket's parameters from the slices of all ranks; in a skipped step, the old parameters."""
+    """All-gather a bucket's parameters from the ranks' slices; in a skipped step the old ones."""
     (b,) = op.index
     params: Flat = mem[op.write("params")]
     step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])

@@ -36,10 +36,11 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 @define(eq=False)
 class Flat:
-    """Flat memory of one bucket, or of one bucket at a time in a slot, and named `views` of it.
+    """The flat memory of one bucket, or of a slot for one bucket at a time, and `views` of it by name.
 
-    For parameters, the views are the parameters in their shapes, by full name; a rank's slice of a bucket, in which
-    a parameter may be cut, has none. For paged optimizer state, the views are the state's buffers by name.
+    For parameters, the views are the parameters in their shapes, by full name; a rank's slice of a bucket has
+    none, as it may have parts of parameters. For optimizer state read from the disk, the views are the
+    state's buffers.
     """
 
     flat: Tensor
@@ -53,7 +54,8 @@ class Flat:
         return cls(flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans})
 
     def hold(self, bucket: Bucket) -> Tensor:
-        """Set the views of this memory to the parameters of `bucket`; returns the part that these take."""
+        """Make the views of this memory those of the parameters of `bucket`; returns the part of the memory
+        that they take."""
         if bucket.index not in self._held:
             self._held[bucket.index] = Flat.of(self.flat[: bucket.numel], bucket)
         held = self._held[bucket.index]
@@ -62,36 +64,36 @@ class Flat:
 
 
 def flat_of(held: Flat | Tensor) -> Tensor:
-    """The flat tensor of `held`, the memory of one region of a State: a `Flat`, or the tensor itself."""
+    """The flat tensor of `held`, which is a `Flat` or that tensor itself."""
     return held.flat if isinstance(held, Flat) else held
 
 
 @frozen(eq=False)
 class OnHost:
-    """A residual that a device's kernel keeps in host memory and reads there, such as the seed of fused
-    attention's dropout: copies of activations between tiers leave the tensor where it is."""
+    """Wraps a residual that lies in host memory although its segment runs on a device, such as the seed of
+    fused attention's dropout: copies between tiers leave it where it is."""
 
     value: Tensor
 
 
 @define(eq=False)
 class Squares:
-    """Sums of squares of one bucket's gradient: a row of fp64 numbers, whose sum is exact, for the bucket or for
-    each of its parameters. A device writes fp32 norms of parts instead: then `rows` has, for each norm, the row to
-    which its square will be added."""
+    """Memory for the sums of squares of one bucket's gradient: rows of fp64 numbers that add up exactly, one
+    row for the bucket or for each of its parameters. If a device writes fp32 norms of parts instead, `rows`
+    has, for each norm, the row to which its square will be added."""
 
     flat: Tensor  # fp64
     rows: Sequence[int] | None = None
 
     @property
     def norms(self) -> Tensor:
-        """Norms of parts of the bucket's gradient, in fp32, one for each entry of `rows`."""
+        """View of the memory as fp32 norms of parts of the gradient, one for each entry of `rows`."""
         return self.flat.view(torch.float32)[: len(self.rows or ())]
 
 
 @define(eq=False)
 class ActivationSlot:
-    """Flat memory for the tensors of one pytree at a time: what a segment's backward needs, its input included."""
+    """Flat memory for one pytree of tensors at a time: input and residuals that a backward needs."""
 
     flat: Tensor  # uint8
     tree: Any = None
@@ -103,7 +105,7 @@ class ActivationSlot:
         return self.flat.numel()
 
     def hold(self, other: "ActivationSlot") -> None:
-        """Take over the pytree of the slot `other`, whose bytes were copied into this slot's memory."""
+        """Take over the pytree of slot `other`, whose bytes have been copied into this slot's memory."""
         further = self.flat.storage_offset() - other.flat.storage_offset()
 
         def here(t: Tensor) -> Tensor:
@@ -113,9 +115,10 @@ class ActivationSlot:
         self.tree = tree_map_only(Tensor, here, other.tree)
 
     def put(self, tree: Any, instead: Mapping[int, Any] | None = None) -> None:
-        """Copy the tensors of `tree` to this slot, without waiting for a device; shared memory stays shared.
+        """Copy the tensors of `tree` into this slot without waiting for a device; tensors that share memory
+        share it here, too.
 
-        `instead` has values, by number, that are copied in place of leaves of `tree`; None for a leaf left out.
+        `instead` replaces leaves of `tree` by number before the copy; None leaves one out.
         """
         leaves, structure = tree_flatten(tree)
         for n, value in (instead or {}).items():
@@ -150,9 +153,11 @@ class ActivationSlot:
 
 
 def _close_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors that are copied as one: tensors that overlap in memory, or lie in one unit of allocation.
+    """Yield groups of tensors to be copied as one: those that overlap in memory, or lie in one unit of
+    allocation.
 
-    So a group's copy is no larger than copies of its tensors alone, nor than the part of the storage that it spans.
+    Copying a group takes no more memory than copying its tensors one by one, nor than the range of storage
+    that it spans.
     """
     group, storage, start, end = list[Tensor](), 0, 0, 0
     for t in sorted(tensors, key=lambda t: (storage_of(t), byte_range(t))):
@@ -170,7 +175,7 @@ def _close_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 @frozen(eq=False)
 class StateOnDisk:
-    """One bucket's state in a swap space on the disk: its extent, and the dtype of each state buffer by name."""
+    """One bucket's state in a swap space (files on disk): its extent, and each buffer's dtype by name."""
 
     swap: SwapSpace = field(repr=False)
     b: int
@@ -184,15 +189,17 @@ class StateOnDisk:
         }
 
     def read(self, flat: Tensor, names: Sequence[str]) -> None:
-        """Read consecutive state buffers `names` from the disk to their places in `flat`, as in `views`."""
+        """Read the consecutive state buffers `names` from the disk to their positions in `flat` (`views`)."""
         self.swap.read(self.b, names, self._places(flat, names))
 
     def write(self, flat: Tensor, names: Sequence[str]) -> None:
-        """Write consecutive state buffers `names` to the disk from their places in `flat`, as in `views`."""
+        """Write the consecutive state buffers `names` to the disk from their positions in `flat`
+        (`views`)."""
         self.swap.write(self.b, names, self._places(flat, names))
 
     def read_weights(self, page: Tensor | None = None) -> Tensor:
-        """Read a bucket's parameters, or this rank's slice of them, to the start of `page`, or into new memory."""
+        """Read the bucket's parameters, of several ranks this one's slice, from the disk to the start of
+        `page`, or into new host memory; returns a view."""
         return self.read_part(next(x for x in (PARAMS, FROZEN, HIGH_HALF) if x in self.all), page)
 
     def read_part(self, name: str, page: Tensor | None = None) -> Tensor:
@@ -210,7 +217,7 @@ class StateOnDisk:
 
     @property
     def is_written(self) -> bool:
-        """Whether the disk has values of the bucket's state yet."""
+        """Whether the bucket's state has been written to the disk at least once."""
         return self.swap.is_written(self.b)
 
     @property
@@ -220,7 +227,7 @@ class StateOnDisk:
 
     @property
     def all(self) -> list[str]:
-        """The names of all state buffers of the bucket on the disk."""
+        """The names of all of the bucket's state buffers that the disk has room for."""
         return [x.name for x in self.extent.parts]
 
     def _places(self, flat: Tensor, names: Sequence[str]) -> list[memoryview]:
@@ -240,7 +247,8 @@ def states_on_disk(spec: StepSpec, swap: SwapSpace) -> dict[int, StateOnDisk]:
 
 @define(eq=False)
 class SpilledBytes:
-    """Room on the disk for one region: stripes of unnamed files, which are gone when their process ends."""
+    """Disk space for one region, such as a waiting gradient, divided among unnamed files, which vanish when
+    their process ends."""
 
     files: Sequence[DirectFile] = field(repr=False)
     stripes: Sequence[Stripe]
@@ -250,13 +258,14 @@ class SpilledBytes:
     held: Any = None  # of activations: the slot that they were written from, as it was then
 
     def write(self, page: Tensor) -> None:
-        """Write the first `nbytes` bytes of `page` to the region's spill files, and keep their checksums."""
+        """Write the region's bytes from the start of `page` to the disk, and remember their checksums."""
         self.checksums, new = None, [0] * num_checksums(self.stripes)
         write_striped(self.files, [self._buffer(page, new)])
         self.checksums = new
 
     def read(self, page: Tensor) -> None:
-        """Read the region's bytes into `page`, if any were written. Raises DiskError if a checksum differs."""
+        """Read the region's bytes from the disk to the start of `page`, if any were written. Raises DiskError
+        if a checksum differs."""
         if self.checksums is None:
             return
         try:
@@ -269,7 +278,7 @@ class SpilledBytes:
 
 
 def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Region, SpilledBytes]:
-    """Reserve room on the disk for `regions`, each in equal parts in all `folders`.
+    """Reserve disk space for each of `regions`, in equal parts in all `folders`.
 
     Raises DiskError where a disk is full, and CheckpointError for a folder that is missing or in memory.
     """
@@ -290,9 +299,10 @@ HOLDERS = {"params": Flat, "paged": Flat, "act": ActivationSlot, "squares": Squa
 def allocate_regions(
     regions: Iterable[Region], devices: Sequence[torch.device], folders: Sequence[str]
 ) -> dict[Region, Any]:
-    """Zeroed memory for each region, in one allocation for all regions of a buffer on one tier or device.
+    """Allocate zeroed memory for `regions`; those with the same buffer name, tier and device are views of one
+    allocation.
 
-    Regions of one buffer may differ in dtype. Regions on the disk get room in spill files in `folders`.
+    Regions of one buffer may differ in dtype. Regions on the disk get space in unnamed files in `folders`.
     """
     groups: dict[tuple[str, Tier], list[Region]] = {}
     for r in regions:

@@ -39,11 +39,13 @@ def fill_state(
     *,
     strict: bool = True,
 ) -> list[str]:
-    """Read this rank's part of a checkpoint into the buffers of a State, but for trained parameters on the device.
+    """Read this rank's part of a checkpoint into a State's `buffers`, except trained parameters on the
+    device, which are made from the master weights later.
 
-    Moving averages that the checkpoint lacks begin as the weights. Unless `strict`, trained parameters that were
-    frozen when saved, or whose saved moments the optimizer cannot read, begin with moments of 0; returns their
-    names, if this rank has a slice. Raises CheckpointError with file, tensor and offset for damaged bytes.
+    Moving averages that the checkpoint lacks begin as the weights. Unless `strict`, trained parameters that
+    were frozen when saved, or whose saved moments the optimizer cannot read, begin with moments of 0; returns
+    their names, where this rank has a slice. Raises CheckpointError, with file, tensor and offset, for
+    damaged bytes.
     """
     # 1. What this rank keeps, and whether it was saved as it is kept.
     manifest, world = checkpoint.manifest, ranks.world
@@ -103,8 +105,9 @@ def fill_buffers(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
 
 
 def kept_frozen(manifest: Manifest, spec: StepSpec) -> dict[str, frozenset[int]]:
-    """Indices of frozen buckets of which a State keeps more than parameters, by field of `StepSpec`: fp32 weights,
-    if these are rounded for the device; moving averages, if the checkpoint has them and the program keeps any."""
+    """The frozen buckets of which a State keeps more than the parameters, by field of `StepSpec`: indices of
+    those with fp32 weights, if the device's are rounded, and of those with moving averages, if the checkpoint
+    has them and the program keeps any."""
 
     def rounded(entry: ParameterEntry, dtype: Dtype) -> bool:
         pieces = entry.pieces.get(FROZEN, ())
@@ -119,7 +122,7 @@ def kept_frozen(manifest: Manifest, spec: StepSpec) -> dict[str, frozenset[int]]
 
 
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:
-    """The slices of frozen parameters that this rank keeps: its share of each bucket, or the whole bucket."""
+    """Yield the slices of frozen parameters that this rank keeps: its part of each bucket, or all of it."""
     for bucket in layout.frozen_buckets:
         if buffers.homes.get(bucket.index, ranks.stage) != ranks.stage:
             continue
@@ -130,7 +133,7 @@ def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterat
 
 
 def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
-    """The State's memory for slice `x` of a parameter's state, frozen weights or average: a view of a buffer."""
+    """A view of a State's memory for slice `x` of a parameter's state, frozen weights or moving average."""
     if x.kind == FROZEN and x.bucket in buffers.weights:
         flat = buffers.weights[x.bucket].flat
     elif x.kind == EMA.name:
@@ -142,13 +145,13 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
 
 
 def _parts(x: Slice) -> Iterator[tuple[int, int]]:
-    """Split slice `x` into ranges (start, stop) of at most 131,072 elements of its parameter."""
+    """Yield ranges (start, stop) of at most 131,072 elements of the parameter that together are slice `x`."""
     for start in range(x.start, x.stop, PART):
         yield start, min(start + PART, x.stop)
 
 
 def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers) -> None:
-    """Set a parameter's state to its saved weights and moments of 0 in this rank's `slices`, by buffer name."""
+    """Set this rank's `slices` of a parameter's state, by buffer name, to the saved weights, moments of 0."""
     memory = {kind: slice_memory(buffers, x).zero_() for kind, x in slices.items()}
     first = slices["master" if "master" in slices else HIGH_HALF]
     for start, stop in _parts(first):
@@ -158,7 +161,8 @@ def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers)
 
 
 def _fill(reader: CheckpointReader, buffers: Buffers, slices: Iterable[Slice]) -> None:
-    """Read saved values into the State's memory of `slices`: directly, or in parts to a device or another dtype."""
+    """Read the saved values of `slices` into the State's memory: directly, or part by part where that is on a
+    device or has another dtype."""
     direct: list[tuple[WantedSlice, memoryview]] = []
     for x in slices:
         into = slice_memory(buffers, x)
@@ -180,9 +184,10 @@ def _convert(
     *,
     strict: bool,
 ) -> bool:
-    """Convert a parameter's saved state to the state format of `bucket`, in this rank's `slices`, by buffer name.
+    """Convert a parameter's saved state to the state format of `bucket`, and store it in this rank's
+    `slices`, by buffer name.
 
-    Returns whether the optimizer can read the saved format; if `strict`, raises CheckpointError where it cannot.
+    Returns whether the optimizer can read the saved format; with `strict`, raises CheckpointError if not.
     """
     manifest = reader.manifest
     own = {x.name: x for x in STATE_FORMATS[bucket.state_format]}

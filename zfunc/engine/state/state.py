@@ -32,10 +32,11 @@ from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 
 @define(eq=False)
 class Ownership:
-    """The owner of a State's buffers: the State of this `generation`, or none if they are `lost`, with the reason.
+    """Which State may use a set of buffers: the one of this `generation`, or none if they are `lost`, which
+    has the reason. A step passes buffers on to the next State.
 
-    `deferred` is the decision of an update that is still to be made: of all but the `updated` buckets, and of the
-    moving averages of all but the `averaged` ones.
+    `deferred` is the decision of an update that is still to be made, except for the buckets in `updated`, and
+    for the moving averages of the buckets in `averaged`.
     """
 
     generation: int = 0
@@ -45,7 +46,8 @@ class Ownership:
     averaged: frozenset[int] = frozenset()
 
     def check(self, generation: int, step: int, action: str) -> None:
-        """Raise DonatedStateError unless `action` may use the buffers of the State of `generation`, at `step`."""
+        """Raise DonatedStateError, for the call `action`, unless the State of `generation`, at `step`
+        updates, owns the buffers."""
         if self.lost:
             raise DonatedStateError(f"{action}: this state is gone: {self.lost}")
         if generation != self.generation:
@@ -56,9 +58,10 @@ class Ownership:
             )
 
     def settle(self, name: str, decision: StepDecision, norm: float, *, defers: bool) -> None:
-        """Record the decision of step `name`, which has ended; with `defers`, its update is still to be made.
+        """Record the `decision` of the step called `name`, which has ended; with `defers`, its update is
+        still to be made.
 
-        Raises NonFiniteError for a gradient norm that is not finite if the updates did not wait for the norm.
+        Raises NonFiniteError for a gradient `norm` that is not finite if the updates did not wait for it.
         """
         if not math.isfinite(norm) and not decision.skip:
             self.lost = f"{name} had a gradient norm of {norm}, seen only after the updates"
@@ -71,20 +74,22 @@ class Ownership:
             self.deferred = decision
 
     def take_back(self) -> None:
-        """Give the buffers back to the State before the last step, which changed nothing."""
+        """Return the buffers to the State from before the last step, which has changed nothing in them."""
         self.generation -= 1
 
     @contextmanager
     def running(
         self, name: str, ops: Sequence[Op], *, defers: bool, donated: bool, way_on: str
     ) -> Iterator[dict[int, bool]]:
-        """A context in which `ops` run on a State's buffers, `donated` to the next State or changed in place.
+        """A context in which operations `ops` run on a State's buffers, which are `donated` to the next
+        State, or changed in place.
 
         With `defers`, the operations before the decision make the deferred updates of the step before.
 
-        Yields a dict to be filled: by index, operations that have started, and whether they have ended. After a
-        failure the State owns the buffers again, unless an update of this step had begun, or a deferred update had
-        begun and not ended. Deferred updates not begun are made later. Errors quote `name` and `way_on`.
+        Yields a dict that the caller fills: by index, the operations that have started, and whether they have
+        ended. After a failure the old State owns the buffers again, unless an update of this step has begun,
+        or a deferred one has begun and not ended; deferred updates not begun are made later. Errors quote
+        `name` and `way_on`.
         """
         started: dict[int, bool] = {}
         self.generation += donated
@@ -106,9 +111,11 @@ class Ownership:
             raise
 
     def _unfinished(self, ops: Sequence[Op], started: Mapping[int, bool], *, defers: bool) -> str:
-        """The name of the first update that makes the State unusable, or ""; records deferred updates that ended.
+        """The name of the first update that has begun and makes the State unusable after a failure; "" if
+        there is none. Also records the deferred updates that have ended.
 
-        A deferred update has ended once its optimizer state or average is written: copies to devices are repeated.
+        A deferred update has ended once its optimizer state or average is written: copies to devices are
+        repeated.
         """
         decide = next((i for i, op in enumerate(ops) if op.writes == (Region("decision"),)), len(ops))
         late = decide if defers else 0  # operations before are of the deferred updates
@@ -127,7 +134,7 @@ class Ownership:
 
 @define(eq=False)
 class Buffers:
-    """The memory of a State: a tensor for each region, or a `Flat` for parameters.
+    """The memory of a training State: for each region a tensor, or for parameters a `Flat`.
 
     Only the State that `owner` records may use this memory.
     """
@@ -154,7 +161,7 @@ class Buffers:
     _changed: bool = False
 
     def place(self, memory: Mapping[Region, Any], layout: Layout) -> None:
-        """Add `memory`, allocated for these regions, to the State; parameters are found by bucket as well."""
+        """Add `memory`, by region, to this State's; parameters can then be found by bucket as well."""
         self.memory |= memory
         for r, x in memory.items():
             if r.role == "params":
@@ -162,7 +169,7 @@ class Buffers:
                 self.weights[r.index[0]] = x
 
     def drop(self, regions: Iterable[Region]) -> None:
-        """Drop the State's references to the memory of `regions`, which were released from the device."""
+        """Drop the references to the memory of `regions`, which were copied off the device, to free it."""
         for r in regions:
             self.memory[r] = None
             if r.role == "params":
@@ -177,10 +184,11 @@ class Buffers:
         return found
 
     def state(self, b: int, *, write: bool = False) -> dict[str, Tensor]:
-        """The optimizer state of bucket `b`, by the names in `zfunc.core.optimizer_state`; of a frozen bucket on
-        the disk, its parameters.
+        """The optimizer state of bucket `b`, by buffer name (see `zfunc.core.optimizer_state`); of a frozen
+        bucket on the disk, its parameters.
 
-        State on the disk is read, of one bucket at a time; with `write`, `close` writes it back.
+        State on the disk is read into memory, for one bucket at a time; after `write`, `close` writes it
+        back.
         """
         state = self.state_in_memory(b)
         if b not in self.on_disk or not self.on_disk[b].moved:
@@ -200,26 +208,26 @@ class Buffers:
         return {r.buffer: self.memory[r] for r in self._in_memory.get(("state", b), ())}
 
     def parameters(self, b: int) -> Flat:
-        """The parameters of bucket `b`, trainable or frozen; parameters that live on the disk are read."""
+        """The parameters of bucket `b`, trainable or frozen; if they live on the disk, they are read."""
         if b in self.weights:
             return self.weights[b]
         self.close()
         return Flat(self.on_disk[b].read_weights(), {})
 
     def frozen_master(self, b: int) -> Tensor | None:
-        """This rank's slice of the fp32 weights that frozen bucket `b` was loaded from, in memory or read from the
-        disk; None where only the rounded parameters are kept."""
+        """This rank's slice of the fp32 weights of frozen bucket `b`, which the parameters were rounded from:
+        in memory, or read from the disk; None if they are not kept."""
         if b not in self.masters:
             return None
         return self.on_disk[b].read_part(MASTER) if b in self.on_disk else self.memory[Region(MASTER, (b,))]
 
     def ema(self, b: int) -> Tensor | None:
-        """This rank's slice of the moving average of bucket `b`'s weights, or None; of a frozen bucket, as last
-        updated."""
+        """This rank's slice of the moving average of bucket `b`'s weights, None if there is none; of a frozen
+        bucket as of the last `average_frozen`."""
         return self.memory.get(Region(EMA.name, (b,)))
 
     def close(self) -> None:
-        """Write the bucket's state that `state` read from the disk back, if it was changed, and free its memory."""
+        """Write state on the disk that `state` has read back if it was to be changed; free its memory."""
         opened, changed = self._opened, self._changed
         self._opened, self._changed = None, False
         if opened is not None and changed:

@@ -35,7 +35,8 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: b
 
 
 def _of_home(ranks: RankGroup, home: int, bucket: Bucket, own: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Broadcast a bucket's parameters from pipeline stage `home`, which passes them as `own`, to every host."""
+    """Broadcast a bucket's parameters, of `dtype`, to the hosts of all ranks from pipeline stage `home`,
+    which passes them as `own`."""
     own = torch.empty(bucket.numel, dtype=dtype, device="cpu") if own is None else own
     return ranks.from_stage(home, own)  # pyright: ignore  # StageRanks
 
@@ -51,7 +52,8 @@ def _bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: 
 
 
 def _kept_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
-    """The fp32 weights that this rank has of a bucket, on the host: its slice, or the whole bucket."""
+    """The fp32 weights, on the host, that this rank has of a bucket: its slice, or of parameters on every
+    rank all."""
     state = buffers.state(bucket.index)
     if FROZEN in state and MASTER not in state:
         return state[FROZEN].float()
@@ -61,7 +63,7 @@ def _kept_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
 
 
 def averaged(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor | None:
-    """This rank's slice of the up-to-date moving average of a bucket's weights; None where none is kept."""
+    """This rank's slice of the moving average of a bucket's weights, up to date; None if none is kept."""
     average = buffers.ema(bucket.index)
     if average is None or bucket.index not in buffers.averages:
         return average
@@ -70,7 +72,8 @@ def averaged(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor | Non
 
 
 def kept_of_frozen(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
-    """This rank's slices of a frozen bucket's fp32 weights and of their moving average, by kind, where kept."""
+    """What this rank keeps of a frozen bucket beside its parameters, by kind: its slices of the fp32 weights
+    and of their moving average."""
     kept = {FROZEN: buffers.frozen_master(bucket.index), EMA.name: averaged(buffers, bucket, ranks)}
     return {kind: x for kind, x in kept.items() if x is not None}
 
@@ -86,10 +89,10 @@ def rounded(name: str, weights: Tensor, dtype: Precision) -> Tensor:
 def parameter_weights(
     buffers: Buffers, layout: Layout, ranks: RankGroup, *, ema: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter once: its full name, and its fp32 weights in its shape, on the host; read only. With
+    """Yield each parameter once, as (full name, fp32 weights in its shape), on the host and read only. With
     `ema`, the moving averages of the weights.
 
-    Each bucket is a collective: all ranks have to exhaust the iterator.
+    A collective for each bucket: all ranks have to exhaust the iterator.
     """
     for bucket in layout.all_buckets:
         flat = bucket_weights(buffers, bucket, ranks, ema=ema)
@@ -106,10 +109,10 @@ def put_weights(
     *,
     keep_moments: bool = False,
 ) -> None:
-    """Set the weights of parameter `span` to `value`, in this rank's part of the state and of the parameters.
-    The parameter's moments have to be 0, unless `keep_moments`.
+    """Set the weights of parameter `span` to `value`, in this rank's slices of the master weights and of the
+    parameters. Its moments must be 0, unless `keep_moments`.
 
-    Works on a part of the elements at a time: splitting fp32 weights into two halves takes memory.
+    Works on a part of the elements at a time, because splitting fp32 weights into two halves takes memory.
     """
     flat, bucket = value.flatten(), layout.bucket_of(span)
     state, params = buffers.state(bucket.index, write=True), buffers.weights.get(bucket.index)
@@ -151,8 +154,8 @@ def begin_again(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
 
 
 def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) -> None:
-    """Set the parameters of these buckets from the fp32 weights in the optimizer state, on every rank: a collective
-    for each bucket of which a rank has more than its slice."""
+    """Set the parameters of `buckets` to the rounded master weights, on every rank: a collective for each
+    bucket of which a rank has more than its slice."""
     for bucket in (x for x in buckets if buffers.homes.get(x.index, ranks.stage) == ranks.stage):
         on_disk = bucket.index not in buffers.weights
         state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
@@ -172,7 +175,7 @@ def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) 
 
 
 def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Bring the moving averages of frozen weights, which steps do not write, up to date."""
+    """Bring the moving averages of frozen weights up to date, which steps leave as they are."""
     for bucket in (x for x in layout.frozen_buckets if x.index in buffers.averages):
         average, now = buffers.ema(bucket.index), averaged(buffers, bucket, ranks)
         if average is not None and now is not None:
@@ -181,7 +184,7 @@ def average_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def begin_averages(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Set the moving average of the weights of every bucket, where one is kept, to these weights."""
+    """Set the moving averages of all weights, where averages are kept, to the weights."""
     for bucket in layout.all_buckets:
         average = buffers.ema(bucket.index)
         if average is not None and bucket.index in buffers.averages:
@@ -196,8 +199,8 @@ def begin_averages(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 def gathered(
     buffers: Buffers, spec: StepSpec, bucket: Bucket, device: torch.device, ranks: RankGroup
 ) -> dict[str, Tensor]:
-    """The parameters of a bucket by full name: where they live, or, if each rank has a slice or one pipeline stage
-    has them, gathered on `device` by a collective."""
+    """The parameters of a bucket by full name: those in memory or on the disk, or, if each rank has a slice
+    or one pipeline stage has them, copies on `device` made by a collective."""
     home = buffers.homes.get(bucket.index)
     if home is not None:
         own = _gathered(buffers, spec, bucket, device, ranks) if home == ranks.stage else None
@@ -224,9 +227,10 @@ def _gathered(
 def segment_weights(
     buffers: Buffers, spec: StepSpec, s: int, device: torch.device, ranks: RankGroup, *, ema: bool = False
 ) -> dict[str, Tensor]:
-    """The parameters of segment `s` by full name, on `device`. A collective where each rank has a slice.
+    """The parameters of segment `s` by full name, on `device`. A collective if each rank has a slice of them.
 
-    With `ema`, the moving averages of the weights, rounded to the dtype of the parameters: always a collective.
+    With `ema`, the moving averages of the weights, rounded to the dtype of the parameters: always a
+    collective.
     """
     weights: dict[str, Tensor] = {}
     for b in spec.layout.weights_of(s):

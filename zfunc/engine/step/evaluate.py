@@ -57,17 +57,18 @@ def weights(
     dtype: Precision | torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter, trained or frozen, as (full name, tensor) in its shape, a bucket at a time: for an
-    engine that generates with the weights. A tied parameter comes once, under the name that owns it.
+    """Yield every parameter, trained or frozen, as (full name, tensor) in its shape, a bucket at a time: for
+    an engine that generates with the weights. A tied parameter comes once, under the name that owns it.
 
-    Without `dtype` the tensors are what the device computes with; with "fp32", "bf16" or "fp16", or torch's dtypes,
-    the master weights, rounded. `device` is the program's unless given. The tensors are for reading, and may be
-    views of the State, which the next step changes. Beside the model and the tensor itself there is one bucket in
-    memory, with `dtype` on the host in fp32, if each tensor is dropped before the next: it may keep its bucket.
+    Without `dtype` the tensors are what the device computes with; with "fp32", "bf16" or "fp16", or torch's
+    dtypes, the master weights, rounded. `device` is the program's unless given. The tensors are for reading,
+    and may be views of the State, which the next step changes. Takes memory for the tensor and for one bucket
+    (in fp32 on the host, with `dtype`), if each tensor is dropped before the next, as a tensor may keep its
+    bucket alive.
 
-    With several ranks all of them have to call this and exhaust the iterator; each gets all parameters. Raises
-    DonatedStateError for a used state, also if a step is made before the iterator is exhausted, and ValueError for
-    a weight that is too large for `dtype`.
+    With several ranks all of them have to call this and exhaust the iterator; each gets all parameters.
+    Raises DonatedStateError for a used state, also if a step is made before the iterator is exhausted, and
+    ValueError for a weight that is too large for `dtype`.
     """
     if dtype is not None:
         dtype = one_precision("weights: dtype", dtype)
@@ -129,8 +130,8 @@ def buffers(program: Program, state: State) -> dict[str, Tensor]:
 
 
 def _module_buffers(program: Program, state: State, s: int) -> dict[str, Tensor]:
-    """The module buffers that forward of segment `s` changes, by short name: views of the State's memory, or, with
-    pipeline stages on ranks, copies on the host that a collective makes."""
+    """The module buffers that forward of segment `s` changes, by short name: views of the State's memory, or,
+    with pp, copies on the host made by a collective."""
     own, like, spec = module_buffers(program, state.buffers, s), program.calls[s].buffers, program.spec
     if not like or not spec.mesh.over_ranks:
         return own
@@ -165,10 +166,11 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
 def outputs(
     program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]], *, ema: bool = False
 ) -> Iterator[Any]:
-    """Yield the output of each segment in turn, computed on demand; `apply` returns the last one's.
+    """Yield the output of each segment in turn, computed when it is asked for; the last is what `apply`
+    returns.
 
-    `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.sequences.KVCache` to
-    generate token by token. A collective where `apply` is one.
+    `more` has, for each segment, the arguments after its input, such as targets, or a
+    `zfunc.models.sequences.KVCache` to generate token by token. A collective where `apply` is one.
     """
     check_state(program, state, "apply")
     _check_ema(program, ema, "apply")

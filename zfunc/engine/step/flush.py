@@ -39,8 +39,9 @@ def run_on_state(
     *,
     donated: bool = True,
 ) -> tuple[StepRun, dict[Region, Any]]:
-    """Run the plan of update `number` on the memory of `state` (changed in place unless `donated`) and the step's
-    `own` regions. Other ranks are told if it fails. Returns the run, and all regions with what the plan wrote."""
+    """Run a plan, that of update `number`, on the memory of `state` and the step's `own` regions. The memory
+    is donated to the next State, or changed in place unless `donated`. If it fails, other ranks are told.
+    Returns the run, and all regions with what the plan wrote."""
     step, mem = step_on(program, shaped, state, number, debug=options.debug)
     mem |= own
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
@@ -66,8 +67,9 @@ def way_on(program: Program) -> str:
 def step_on(
     program: Program, shaped: ShapedProgram, state: State, number: int, *, debug: bool = False
 ) -> tuple[StepContext, dict[Region, Any]]:
-    """The constants of the step that makes update `number`, and the memory it begins with: the State's regions, the
-    program's staging buffers, and the decision of the step before. With `debug`, updates check buffers anew."""
+    """What the step that makes update `number` starts from: its constants, and memory by region (the State's,
+    the program's staging buffers, the decision of the step before). With `debug`, buffers are checked in
+    every update."""
     ranks, owner = program.ranks, state.buffers.owner
 
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
@@ -104,11 +106,11 @@ def step_on(
 
 
 def flush(program: Program, state: State) -> State:
-    """Make the deferred update of the last step now, in place, and return `state`.
+    """Make the update that the last step deferred (setting `defer`) now, in place, and return `state`.
 
-    Without this call the next step makes the update, or any call that reads the State. With `defer`, a swap space
-    gets the commit that the next step would make of this State by `commit_every`, with the last commit's `extra`.
-    All ranks have to call this together. Raises DonatedStateError for a used state, CheckpointError or DiskError
+    Without this call the next step makes the update, or any call that reads the State. A swap space gets the
+    commit that the next step would make of this State by `commit_every`, with the last commit's `extra`. All
+    ranks have to call this together. Raises DonatedStateError for a used state, CheckpointError or DiskError
     where a commit fails.
     """
     refuse_inference_mode("flush")
@@ -126,7 +128,8 @@ def flush(program: Program, state: State) -> State:
 
 
 def make_deferred_update(program: Program, state: State, action: str) -> None:
-    """Make the deferred update of `state`, if one is left, for `action`, which reads the State; it stays valid.
+    """Make the deferred update of `state`, if one is left, because the call `action` reads the State, which
+    stays valid.
 
     If one rank has a deferred update, all have, and all ranks have to call this together.
     """

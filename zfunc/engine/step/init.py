@@ -134,7 +134,8 @@ def replace(
 
 
 def _own_values(segment: Segment, seed: int, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The initial values of the parameters that a segment owns, by full name: from `params`, else the segment's."""
+    """The initial fp32 values, by full name, of the parameters that `segment` owns: from `params` if given
+    there, else from the segment."""
     given = {**segment.initial(seed), **params}
     own = [p for p in segment.parameters if p.name not in segment.shared]
     if missing := [p.name for p in own if p.name not in given]:
@@ -157,9 +158,9 @@ def allocate_state(
     swap: SwapSpace | None = None,
     kept: Mapping[str, frozenset[int]] | None = None,
 ) -> Buffers:
-    """Allocate zeroed buffers for a State, on all ranks together: a collective. `kept` has, by field of StepSpec,
-    the frozen buckets with fp32 weights or averages. Raises OutOfMemory before any allocation, also if no step
-    would fit.
+    """Allocate zeroed buffers for a State, on all ranks together: a collective. `kept` has, by field of
+    StepSpec, the frozen buckets with fp32 weights or averages. Raises OutOfMemory before any allocation, also
+    if no step would fit beside the State.
 
     Optimizer state on the disk is in the swap space `swap`, or in a new one.
     """

@@ -69,7 +69,7 @@ def release(program: Program, state: State) -> State:
 
 
 def _park(program: Program, buffers: Buffers, regions: list[Region]) -> None:
-    """Copy a State's `regions` from the device to host memory, which is allocated at the first release and kept."""
+    """Copy a State's `regions` from the device to host memory, allocated at the first release and reused."""
     if not buffers.parked and regions:
         needed, free = sum(r.nbytes for r in regions), available_host_bytes()
         if needed > free:

@@ -204,7 +204,8 @@ def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = Tr
 
 
 def _fill(program: Program, buffers: Buffers, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
-    """Fill a State's buffers, `strict` as in `load`; returns names of parameters whose moments begin at 0."""
+    """Fill a State's buffers from a checkpoint; unless `strict`, parameters may be trained in one and frozen
+    in the other. Returns the names of parameters whose moments begin at 0."""
     saved = checkpoint.manifest.buffers
     for s, segment in enumerate(program.segments):
         if into := module_buffers(program, buffers, s):
@@ -226,7 +227,7 @@ def _resume_swap(program: Program) -> Restored:
 
 
 def _restored(program: Program, buffers: Buffers, saved: Manifest | CommitMetadata, path: Path) -> Restored:
-    """Make a State of filled `buffers` at the saved position, with its parameters and the program's staging."""
+    """Make a State of filled `buffers` at the saved position; sets device parameters, allocates staging."""
     send_weights(buffers, program.layout.buckets, program.ranks)
     all_or_none(program.ranks, partial(staging_buffers, program))
     _log_changed_settings(path, saved.optimizer, saved.position.step, program)
@@ -238,7 +239,7 @@ def _restored(program: Program, buffers: Buffers, saved: Manifest | CommitMetada
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:
-    """The folders of the checkpoints below `path` to try to load, the newest first, as rank 0 sees them."""
+    """The folders of checkpoints in `path` to try to load, newest first, as rank 0 sees them."""
 
     def candidates() -> list[str]:
         if ranks.rank:
@@ -268,12 +269,12 @@ def _open(folder: Path, program: Program, *, strict: bool) -> Checkpoint:
 
 
 def _named(program: Program, kind: Literal["buffers", "constants"]) -> dict[str, torch.Tensor]:
-    """Module buffers by full name: of kind "buffers", which forward changes, or "constants", which nothing does."""
+    """Module buffers of all segments by full name: "buffers", which forward changes, or "constants"."""
     return {s.buffer_name(short): t for s in program.segments for short, t in getattr(s, kind).items()}
 
 
 def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
-    """Raise CheckpointError if a checkpoint's module buffers differ from constants of the program's modules."""
+    """Raise CheckpointError if module buffers in a checkpoint differ from the program's constants."""
     for name, t in _named(program, "constants").items():
         if name in checkpoint.manifest.buffers:
             fill_buffers(checkpoint, {name: (saved := torch.empty_like(t))})
@@ -285,7 +286,7 @@ def _check_constants(checkpoint: Checkpoint, program: Program) -> None:
 
 
 def _log_begun(own: list[str], ranks: RankGroup) -> None:
-    """Log parameters whose moments begin at 0, of all ranks; `own` are those of which this rank has a slice."""
+    """Log all ranks' parameters whose moments begin at 0; `own` are those with a slice on this rank."""
     begun = [*dict.fromkeys(name for text in ranks.texts(json.dumps(own)) for name in json.loads(text))]
     if begun and not ranks.job.rank:
         more = f" and {len(begun) - 3} more" if begun[3:] else ""
@@ -304,5 +305,5 @@ def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, progr
 
 
 def _shown(value: Any) -> str:
-    """A setting as messages show it: a float in six digits."""
+    """The text of a setting for messages; a float has at most six digits."""
     return repr(float(f"{value:.6g}") if isinstance(value, float) else value)

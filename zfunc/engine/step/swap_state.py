@@ -27,9 +27,10 @@ from zfunc.runtime.host_memory import alloc_host
 
 
 def create_swap(program: Program, spec: StepSpec) -> SwapSpace | None:
-    """Make a new swap space on every rank for a State with `spec`; None without state on the disk. A collective.
+    """Make a new swap space (files of training state on disk) on every rank for a State with `spec`; None if
+    no state is on the disk. A collective.
 
-    The program's former swap space stays in use if the new one is refused, because the former has a commit. Raises
+    If the new one is refused, the program's former swap space, which has a commit, stays in use. Raises
     CheckpointError for folders that cannot have a swap space.
     """
     ranks, former = program.ranks, program.cache.swap
@@ -65,8 +66,9 @@ def open_swap(program: Program) -> SwapSpace:
 def commit_state(
     program: Program, state: State, extra: Mapping[str, Any] | None = None, *, changed: Collection[int] = ()
 ) -> None:
-    """Commit `state`, with `extra`, to the program's swap space, if it has one, after writing the state that steps
-    since the last commit updated, and that of the `changed` buckets. A collective."""
+    """Commit `state`, with `extra`, to the program's swap space, if it has one. First writes what the disk
+    lacks: the state that steps have updated since the last commit, and that of the buckets `changed`. A
+    collective."""
     if (swap := state.buffers.swap) is None:
         return
     all_or_none(program.ranks, partial(_write_missing, program, state, swap, changed))
@@ -74,14 +76,15 @@ def commit_state(
 
 
 def commit_again(program: Program, state: State, *, changed: Collection[int] = ()) -> None:
-    """Commit `state`, and buckets `changed`, to its swap space, if any, with the last `extra`. A collective."""
+    """Commit `state`, with buckets `changed`, to its swap space, if any, with the last `extra`: a
+    collective."""
     if (swap := state.buffers.swap) is not None:
         last = swap.record()
         commit_state(program, state, last and last["extra"], changed=changed)
 
 
 def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Collection[int]) -> None:
-    """Write to `swap` the buffers of `state` that the disk lacks or has outdated, as those of `changed` buckets."""
+    """Write to `swap` the buffers of `state` that the disk lacks or has outdated, and `changed` buckets."""
     state.buffers.close()
     committed = swap.record()
     updated = committed is not None and committed["position"]["step"] != state.step
@@ -101,7 +104,7 @@ def _write_missing(program: Program, state: State, swap: SwapSpace, changed: Col
 
 
 def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Read the optimizer state that lives in memory, and this rank's slice of frozen parameters, from the disk."""
+    """Read the optimizer state that is kept in memory, and this rank's frozen parameters, from the disk."""
     for b, on_disk in buffers.on_disk.items():
         if names := on_disk.in_memory:
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
@@ -120,7 +123,7 @@ def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
-    """The part of a bucket's state that is in memory, by name; of a frozen bucket, this rank's parameter slice."""
+    """A bucket's optimizer state in memory, by buffer name; of a frozen bucket this rank's parameters."""
     if FROZEN in buffers.on_disk[bucket.index].in_memory:
         return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
     return buffers.state_in_memory(bucket.index)
@@ -163,7 +166,8 @@ def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) ->
 
 
 def optimizer_settings(program: Program, step: int) -> dict[str, Any]:
-    """The optimizer's settings in JSON's own types; the learning rate and the like are of update max(1, `step`)."""
+    """The optimizer's settings as JSON values; those that change by step, such as the learning rate, as of
+    update max(1, `step`)."""
     optimizer, update = program.optimizer, max(1, step)
     return {
         **to_plain(optimizer.factors(update)),

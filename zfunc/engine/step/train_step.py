@@ -128,7 +128,8 @@ def _train_step(
     own: dict[Region, Any] = {Region("batch", (m,)): micro for m, micro in micros}
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
-        """The metadata of this step's commit; None if an overflow at the smallest loss scale ends the training."""
+        """The metadata of this step's commit, given its decision; None if an overflow at the smallest loss
+        scale ends the training."""
         try:
             now = state if shaped.spec.deferred else _after(program, state, batch, decision)
         except NonFiniteError:
@@ -181,7 +182,8 @@ def _train_step(
 
 
 def _after(program: Program, state: State, batch: Batch, decision: StepDecision) -> State:
-    """The State after a step of `state` on `batch`. Raises NonFiniteError for an overflow at the smallest scale."""
+    """The State after a step of `state` on `batch`, with its counters and loss scale. Raises NonFiniteError
+    for an overflow at the smallest loss scale."""
     return evolve(
         state,
         generation=state.buffers.owner.generation,
@@ -198,10 +200,10 @@ def _after(program: Program, state: State, batch: Batch, decision: StepDecision)
 def _check_ranks_agree(
     program: Program, shaped: ShapedProgram, state: State, batch: Batch, shortage: str = ""
 ) -> None:
-    """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
+    """Raise RankError, on every rank, unless all ranks are about to make the same step. One small collective.
 
-    Weights that every rank has are compared by checksum, once after `init` or `load`. A rank without enough memory
-    for the step says so in `shortage`, and all ranks raise OutOfMemory.
+    Weights that all ranks have are compared by checksum, once after `init` or `load`. A rank that lacks
+    memory for the step passes a description, `shortage`, and all ranks raise OutOfMemory.
     """
     ranks = program.ranks
     if not ranks.several or shortage:
@@ -227,14 +229,14 @@ def _check_ranks_agree(
 
 
 def _deciding(batch: Batch) -> list[str]:
-    """What an error about ranks with other plans says of the values in `batch` that decide shapes."""
+    """Sentences for the error that ranks have different plans, about values in `batch` that decide shapes."""
     values = [x.tensor.tolist() for x in tree_leaves(batch) if isinstance(x, ByValue)]
     do = "group rows by these values, and let all ranks take rows of one group in a step"
     return [f"values of the batch that decide shapes, {values!s:.100}: {do}"] if values else []
 
 
 def _check_rows(program: Program, batch: Batch) -> None:
-    """Raise RankError, on every rank, unless the n-th ranks of all pipeline stages have the same batch rows."""
+    """Raise RankError, on every rank, unless rank n of each pipeline stage has the same batch rows."""
     ranks, digest = program.ranks, hashlib.blake2b(digest_size=16)
     leaves = [t.tensor if isinstance(t, ByValue | Whole) else t for t in tree_leaves(batch)]
     for t in (t for t in leaves if isinstance(t, Tensor)):

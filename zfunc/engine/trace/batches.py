@@ -26,7 +26,8 @@ Batch = tuple[Any, ...]
 
 @frozen(eq=False)
 class Whole:
-    """A tensor of a batch that has no rows, such as a table of positions: every micro-batch gets all of it.
+    """Marks a tensor of a batch that has no rows, such as a table of positions: it is not split, and every
+    micro-batch gets all of it.
 
     >>> import torch
     >>> split_batch((torch.ones(4, 2), Whole(torch.ones(3, 3))), 2)[1][1].shape
@@ -38,8 +39,9 @@ class Whole:
 
 @frozen(eq=False)
 class ByValue:
-    """A tensor of a batch on whose values, not shape alone, a trace depends; `whole` if the tensor has no rows. If
-    `counted`, only on how many elements are set in masks made of it, which batches of equal shapes share."""
+    """Marks a tensor of a batch on whose values, not only its shape, a trace depends; `whole` if it has no
+    rows. If `counted`, the trace depends only on how many elements are set in masks made of it, and batches
+    of equal shapes share it."""
 
     tensor: Tensor
     whole: bool = False
@@ -51,7 +53,8 @@ class ByValue:
 
 
 class Values:
-    """The values of a tensor that a trace depends on: no leaf of a pytree, but part of its structure."""
+    """The values of a tensor on which a trace depends. It is not a leaf of a pytree but part of the
+    structure, so other values make another structure."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach().cpu().clone()
@@ -70,14 +73,15 @@ class Values:
 
 @frozen(eq=False)
 class BySample:
-    """A tensor and its values in one batch. Pytree structures of two `BySample` are equal whatever their values."""
+    """A tensor of a batch and its values, of which a trace depends only on counts; pytrees with other values
+    have equal structures."""
 
     tensor: Tensor
     sample: Values
 
 
 class _AnySample(list[Values]):
-    """The context of a `BySample` in a pytree: it has the sample's values, and equals any other such context."""
+    """The pytree context of a `BySample`: has the values of one batch, and equals any other such context."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _AnySample)
@@ -99,7 +103,7 @@ register_pytree_node(
 
 
 def unmarked(tree: Any) -> Any:
-    """A copy of a pytree with the tensor in place of each `Whole`, and `Values` in place of each `ByValue`."""
+    """A copy of a pytree with each `Whole` replaced by its tensor, and each `ByValue` by its `Values`."""
     return tree_map_only((Whole, ByValue), lambda x: x.read() if isinstance(x, ByValue) else x.tensor, tree)
 
 
@@ -110,10 +114,12 @@ def row_tokens(batch: Batch) -> int:
 
 
 def unpacked(batch: Any, last: Segment) -> Batch:
-    """A batch as a tuple `(inputs, targets, ...)`; all elements after the inputs go to the `last` segment.
+    """A batch as a tuple `(inputs, targets, ...)`; all elements after the inputs are arguments of the `last`
+    segment.
 
-    `last.read_batch`, if given, unpacks any batch. Else `last.read_dict`, if given, unpacks a dict; without it the
-    targets are "labels", the inputs the rest. Raises TypeError or ValueError for other batches.
+    `last.read_batch`, if given, does this for any batch. Else a dict is read by `last.read_dict`, or without
+    it has the targets under "labels" and the inputs under the other names. Raises TypeError or ValueError for
+    other batches.
     """
     several = isinstance(batch, tuple | list) and all(isinstance(x, Mapping) and LABELS in x for x in batch)
     if (several and batch) or isinstance(batch, Iterator):
@@ -141,7 +147,7 @@ def _labels_apart(batch: Mapping[str, Any]) -> Batch:
 
 
 def layout_of_leaves(batch: Batch) -> Any:
-    """The pytree structure, shapes, dtypes and constants of a batch; batches with equal layouts share a plan."""
+    """A key of a batch: pytree structure, shapes, dtypes, constants. Batches of equal keys share a plan."""
     leaves, structure = tree_flatten(batch)
     return structure, tuple((t.shape, t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves)
 

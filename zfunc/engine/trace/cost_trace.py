@@ -71,12 +71,12 @@ UNFUSED = {  # operations that a compiler does not fuse with their neighbours, b
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the FLOPs and launches of operations, and the bytes of the storages that they allocate: alive now
-    (`live`), and at most (`peak`).
+    """A mode that counts what operations cost: FLOPs, kernel launches, and bytes of the memory that they
+    allocate, alive now (`live`) and at most (`peak`).
 
-    `random` records whether an operation drew random numbers. `peak` includes the workspace of kernels: of CUDA's
-    where the trace stands for passes `of_accelerator`, else of the CPU's. In a `compiled` pass, kernels that can be
-    fused count as one. `host` counts the bytes of keys and values in host memory.
+    `random` records whether an operation drew random numbers. `peak` includes the workspace of kernels:
+    CUDA's `of_accelerator`, else the CPU's. If the pass is `compiled`, kernels that can be fused count as
+    one. `host` counts bytes of keys and values in host memory.
     """
 
     def __init__(self, *, of_accelerator: bool = False, compiled: bool = False) -> None:
@@ -113,7 +113,7 @@ class AllocationTracker(TorchDispatchMode):
         return out
 
     def cost(self, kept: int = 0) -> PassCost:
-        """The cost of a traced pass; its workspace is the peak in bytes without the `kept` ones from before."""
+        """The cost traced so far; its workspace is the peak in bytes less the `kept` bytes from before."""
         return PassCost(
             self.flops,
             self._traffic.total_bytes(self._sizes),
@@ -146,7 +146,7 @@ class AllocationTracker(TorchDispatchMode):
         self._traffic.freed(key)
 
     def holds(self, t: Tensor) -> bool:
-        """Whether an operation under this tracker allocated the storage of tensor `t`, still alive."""
+        """Whether an operation under this tracker allocated the memory of `t`, which is still alive."""
         return t.untyped_storage()._cdata in self._sizes
 
 
@@ -168,12 +168,14 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
 
 
 def cuda_kernel_bytes(func: Any, args: Any) -> int:
-    """Bytes of workspace that CUDA's kernel of an operation allocates beside its results: 0 but for attention.
+    """Bytes of workspace that CUDA's kernel of an operation allocates beside its results; 0 except for
+    attention.
 
-    Backward of flash attention sums dq in fp32, in heads of whole blocks, with one number for each row; a range has
-    room for 128 more rows. Deterministic kernels take as many sums of dq as keep every multiprocessor busy. Where
-    query heads share keys, flash attention and cuDNN have dk and dv for every query head. Flash attention copies
-    arguments that are not contiguous (`mha_bwd`, `mha_varlen_bwd` in torch's flash_attn/flash_api.cpp).
+    In its backward, flash attention sums dq in fp32, padded to whole blocks of heads, and keeps one number
+    for each row; a range of tokens has 128 rows more. Deterministic kernels make as many sums of dq as keep
+    all multiprocessors busy. Where query heads share keys, flash attention and cuDNN make dk and dv for each
+    query head. Flash attention also copies arguments that are not contiguous (`mha_bwd`, `mha_varlen_bwd` in
+    torch's flash_attn/flash_api.cpp).
     """
     if (packet := func._overloadpacket) not in ATTENTION_BACKWARDS:
         return 0
@@ -216,9 +218,10 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 @cache
 def formula(packet: Any) -> Callable[..., int] | None:
-    """The function that counts the FLOPs of an operation, None where no matrices are multiplied.
+    """The function that counts the FLOPs of the operator `packet`; None if it multiplies no matrices.
 
-    Formulas of this file go before torch's registry, which lacks some and counts causal attention whole.
+    Formulas of this file come before those of torch's registry, which lacks some, and counts causal attention
+    as if it were full.
     """
     name = packet.__name__
     if name.startswith(("_scaled_dot_product_", "_flash_attention_")):
@@ -230,8 +233,9 @@ def formula(packet: Any) -> Callable[..., int] | None:
 
 
 def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
-    """FLOPs of attention: two products in forward, five in backward, which makes the scores again. A kernel skips
-    the keys hidden by causality or a window, not those hidden by a mask. Ranges count as one document."""
+    """FLOPs of attention: two matrix products in forward, five in backward, which computes the scores again.
+    Keys hidden by causality or a window are not counted, those hidden by a mask are. Ranges count as one
+    document."""
     q, k, v = (given[x] for x in ("query", "key", "value"))  # [batch, heads, tokens, size]
     ranges = func.name().startswith("aten::_flash_attention_")  # then [..., tokens, heads, size]
     (*batch, tokens, size), seen = (
@@ -260,7 +264,8 @@ def _vector_flops(*tensors: Any, **_: Any) -> int:
 
 
 def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of torch's grouped_mm: each row times one matrix, or groups of columns times rows, or matrix pairs."""
+    """FLOPs of torch's grouped_mm: of groups of `rows` times one of `matrices` each, of groups of columns
+    times rows, or of pairs of matrices."""
     pairs = len(rows) if rows.dim() == matrices.dim() == 3 else 1
     return 2 * pairs * math.prod(rows.shape[-2:]) * matrices.shape[-1]
 
@@ -278,7 +283,8 @@ OWN_FLOPS: dict[Any, Callable[..., int]] = {
 
 @cache
 def _made_of(func: Any) -> Callable[..., Any] | None:
-    """The function whose operations are counted in place of the composite operation `func`; else None."""
+    """The function whose operations are counted in place of `func`, a composite operation; None for
+    others."""
     has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     composite = func.namespace == "aten" and has("CompositeImplicitAutograd") and not has("CPU")
     return MADE_OF.get(func, func.decompose if composite else None)
@@ -298,12 +304,13 @@ def is_launched(func: Any) -> bool:
 
 @frozen
 class Trace:
-    """Costs of a segment's passes for one micro-batch, and its output `out` on the meta device, of `output_bytes`.
-    `paths` has the weights and input leaves on which each output depends. `passed_on` maps a leaf of the output
-    that is a tensor of the input, by number, to the number there; `alone[n]` are the bytes that a stash without
-    leaf `n` of the input saves.
+    """The traced costs of a segment's passes for one micro-batch, and its output `out`, on the meta device,
+    of `output_bytes`.
 
-    `cost.input_bytes` is 0 here, and the workspace of backward includes the gradients that backward returns.
+    `paths` has, for each output, the weights and input leaves that it depends on. `passed_on` maps the number
+    of an output leaf that is a tensor of the input to its number there; `alone[n]` are the bytes that an
+    offloaded input saves without leaf `n`. `cost.input_bytes` is 0 here; the workspace of backward includes
+    the gradients that it returns.
     """
 
     out: Any
@@ -327,12 +334,12 @@ def trace(
     of_accelerator: bool = False,
     fake: FakeTensors | None = None,
 ) -> Trace:
-    """Trace the passes that one segment has by `options`, on tensors of which only shape, strides and dtype matter:
-    forward, and unless nothing is differentiated, backward. `guess(weights, inputs)` returns the output, or None;
-    with the output the passes are traced to graphs once, ahead of the run whose costs are counted.
+    """Trace a segment's `passes`, made with `options`: forward, and, if anything is differentiated, backward.
+    Of the tensors only shape, strides and dtype matter. If `guess(weights, inputs)` returns the output,
+    graphs are traced once, before the run whose costs are counted.
 
-    `buffers` are the module buffers that forward changes; backward reads their old values. `of_accelerator`: the
-    trace, on the CPU, stands for an accelerator. Traces that share graphs share the mode `fake`.
+    `buffers` are the module buffers that forward changes; backward reads their old values. `of_accelerator`:
+    a trace on the CPU stands for an accelerator. Traces that share graphs share the mode `fake`.
     """
     pulled, compiled = options.wrt_input or bool(weights.trained), bool(options.compiled)
     ways = (F, *(R,) * options.ahead, *(B,) * pulled, *(I, W) * options.split)
@@ -387,12 +394,12 @@ def trace(
 
 
 def _view_of(t: Tensor) -> tuple[Any, ...]:
-    """A key equal for tensors that are the same elements of the same storage."""
+    """A key of tensor `t`; equal for tensors that are the same elements of the same storage."""
     return storage_of(t), t.dtype, t.storage_offset(), tuple(t.shape), t.stride(), t.is_conj(), t.is_neg()
 
 
 def _moved(t: Tensor) -> tuple[int, int]:
-    """The identity of the storage of `t`, and the bytes that a kernel moves for `t`, at most the storage's."""
+    """(identity of the storage of `t`, bytes that a kernel moves for `t`, at most the storage's)."""
     storage = t.untyped_storage()
     return storage._cdata, min(t.numel() * t.dtype.itemsize, storage.nbytes())
 

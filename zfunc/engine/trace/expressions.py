@@ -16,7 +16,8 @@ NO_COPY = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def expression(joint: GraphModule, known: dict[Any, int]) -> int:
-    """A number for the operations of `joint`: equal for equal ones, if both numbers are made with one `known`."""
+    """A number that identifies the operations of the graph `joint`: equal for graphs of equal operations, if
+    `known`, which numbers expressions, is the same dict."""
     numbers = dict[Node, int]()
     for i, (node, needs) in enumerate(needs_of(joint.graph).items()):
         leaves, structure = tree_flatten((node.args, node.kwargs))

@@ -63,8 +63,8 @@ _TRACING, _TRACES = Lock(), ContextVar("whether this context traces", default=Fa
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A context in which no other thread traces, as make_fx and the partitioner patch the process. A trace within
-    another trace, or in a copy of the other's context, does not wait."""
+    """A context in which no other thread traces, because make_fx and the partitioner patch the whole process.
+    A trace inside another one, or in a copy of its context, does not wait."""
     if _TRACES.get():
         yield
         return
@@ -85,7 +85,7 @@ def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
 def part_of_graph(
     module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
 ) -> GraphModule:
-    """Copy `nodes` of a graph into a graph of their own, `given -> results`, in which `given` are placeholders."""
+    """Copy `nodes` of a graph to a graph of their own with placeholders `given` and outputs `results`."""
     part, copies = Graph(), dict[Node, Node]()
     for x in given:
         copies[x] = part.placeholder(x.name)
@@ -98,7 +98,8 @@ def part_of_graph(
 
 @frozen(eq=False)
 class GraphPiece:
-    """A part of a graph as a graph of its own, with the names of the weights it reads and its random draws."""
+    """A part of a traced graph that can be run by itself, with the names of the weights that it reads and the
+    numbers of its random draws."""
 
     run: GraphModule  # (*weights that are read, *given) -> results
     reads: tuple[str, ...]
@@ -113,9 +114,9 @@ def piece_of(
     results: Sequence[Any],
     end: Node,
 ) -> GraphPiece:
-    """The part of a graph that computes `results` of the nodes `given` and of the `weights` that the part reads.
-    Writes into the memory of results belong to the part if node `end`, a reader of the results, comes after
-    them."""
+    """The part of a graph that computes `results` from the nodes `given` and those of `weights` that it
+    needs. In-place writes into the memory of results are included if node `end`, which reads the results,
+    comes after them."""
     needed = needed_for([*results, *needs[end]], needs, given)
     reads = tuple(name for name, x in weights.items() if x in needed)
     inputs = dict.fromkeys([*(weights[name] for name in reads), *given])
@@ -138,8 +139,9 @@ def needs_of(graph: Graph) -> Needs:
 
 
 def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ()) -> set[Node]:
-    """The nodes that compute `results` of the nodes `given`, with those of `given` that are used. Later writes into
-    the memory of `results` are left out: nodes that read the results need those writes."""
+    """The nodes that compute `results` from the nodes `given`, including those of `given` that are used.
+    Later in-place writes into the memory of `results` are not included: nodes that read the results need
+    them."""
     left, needed = [x for x in results if isinstance(x, Node)], set[Node]()
     while left:
         if (node := left.pop()) not in needed:
@@ -158,8 +160,9 @@ def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
 
 
 def decode_late(graph: Graph, num_forward: int) -> None:
-    """Move each operation that decodes quantized weights to its first reader. Backward repeats those it reads, as
-    no cut keeps their results. The first `num_forward` nodes of `graph` are the forward's."""
+    """Move each operation that decodes quantized weights in `graph` to just before its first reader, and
+    repeat it for backward, so no decoded weights are kept. The first `num_forward` nodes of `graph` are the
+    forward's."""
     nodes = list(graph.nodes)
     made = {x for x in nodes[:num_forward] if x.target in DECODERS and x.users}
     if not made:
@@ -180,12 +183,13 @@ def decode_late(graph: Graph, num_forward: int) -> None:
 
 
 def _views_one_of(node: Node, made: Collection[Node]) -> bool:
-    """Whether a node is a view of one of the nodes `made`."""
+    """Whether `node` is a view of one of the nodes `made`."""
     return isinstance(node.target, OpOverload) and node.target.is_view and node.args[0] in made
 
 
 def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """Cut a joint graph in two: backward takes weights and inputs, and repeats nodes of forward."""
+    """Divide a joint graph into a forward and a backward that takes weights and inputs, and recomputes what
+    it needs of forward."""
     forward = part_of_graph(joint.module, joint.leaves, joint.forward, joint.results)
     given, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
     backward = part_of_graph(joint.module, given, nodes, joint.gradients)
@@ -194,9 +198,11 @@ def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def _cast_again(graph: Graph, num_forward: int) -> None:
-    """Repeat casts to a wider dtype where backward first reads them: until then only the narrow tensor lives.
+    """Repeat casts of forward to a wider dtype just before backward first reads them, so that only the
+    narrower tensor is kept until then.
 
-    The first `num_forward` nodes of `graph` are the forward's. A cast from or into written memory is not repeated.
+    The first `num_forward` nodes of `graph` are the forward's. A cast from or to memory that is written in
+    place is not repeated.
     """
     nodes, written = list(graph.nodes), of_written_memory(graph)
     for node in nodes[:num_forward]:
@@ -214,7 +220,8 @@ def _cast_again(graph: Graph, num_forward: int) -> None:
 
 
 def keep_as_autograd(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """Cut a joint graph in two: backward is given each tensor of forward that it reads, as autograd keeps them."""
+    """Divide a joint graph into a forward and a backward that gets every tensor of forward that it reads, as
+    autograd keeps them."""
     of_forward = {*joint.leaves, *joint.forward}
     reads = [x for node in joint.backward for x in node.all_input_nodes]
     reads += [x for x in joint.gradients if isinstance(x, Node)]
@@ -228,7 +235,7 @@ def keep_as_autograd(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """Cut a joint graph in two, with the residuals that torch's min-cut partitioner chooses."""
+    """Divide a joint graph into forward and backward; torch's min-cut partitioner chooses the residuals."""
     # 1. The partitioner takes pure graphs: writes in place become writes out of place, if the bits are the same.
     module = joint.module
     changes = [node for node in module.graph.nodes if mutates(node.target)]
@@ -262,8 +269,8 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
-    """`min_cut` with residuals for which room can be planned. Raises ValueError if the workspace of a recurrent
-    kernel is a residual: only the kernel knows its size, and in a trace the workspace has no elements."""
+    """`min_cut`, if the sizes of all residuals are known in a trace. Raises ValueError if the workspace of a
+    recurrent kernel is kept, as only the kernel knows its size."""
     forward, backward = min_cut(joint)
     for x in list(forward.graph.nodes)[-1].args[0][len(joint.results) :]:
         value = x.meta["val"]
@@ -273,11 +280,13 @@ def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[GraphModule, GraphModule]:
-    """Split a backward, whose `trained` first results are gradients of weights: `given -> (*others, *pending)` and
-    `pending -> gradients of weights`. Only the first graph reads the first `weights` placeholders.
+    """Divide a backward, whose first `trained` results are gradients of weights, into two graphs: `given ->
+    (*others, *pending)`, and `pending -> gradients of weights`. Only the first graph reads the first
+    `weights` placeholders.
 
-    The second graph has the matrix products, and nodes that only they need. A gradient made without a product, as
-    of a norm's weight, is made in the first graph: the gradient is small, and the tensors it is made of are not.
+    The second graph has the matrix products, and nodes that only they need. A gradient made without a
+    product, as of a norm's weight, is made in the first graph: the gradient is small, the tensors it is made
+    of are large.
     """
     *nodes, output = backward.graph.nodes
     results, needs = list(output.args[0]), needs_of(backward.graph)
@@ -307,14 +316,15 @@ def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[G
 
 
 def _multiplies(node: Node) -> bool:
-    """Whether the operation of a graph's node is a matrix product or made of such, as torch counts FLOPs."""
+    """Whether the operation of `node` is a matrix product, or composed of such, by torch's count of FLOPs."""
     packet = getattr(node.target, "overloadpacket", None)
     return packet in flop_registry or packet is torch.ops.aten._grouped_mm
 
 
 def _with_equal_nodes_merged(module: GraphModule) -> GraphModule:
-    """A copy of a pure graph where nodes that call one function with the same arguments are one node. Random draws,
-    empty tensors, and nodes that share memory with a result stay apart, as in eager code."""
+    """A copy of a graph without in-place writes in which nodes that call one function with the same arguments
+    are one node. Random draws, empty tensors, and nodes that share memory with a result stay separate, as in
+    eager code."""
     *nodes, output = module.graph.nodes
     merged, known = part_of_graph(module, (), nodes, output.args[0]), dict[Any, Node]()
     merged.graph.eliminate_dead_code()
@@ -356,7 +366,7 @@ def changed_by(node: Node) -> list[Node]:
 
 
 def of_written_memory(graph: Graph) -> set[Node]:
-    """The nodes of a graph that share memory with a node that an operation of the graph writes into."""
+    """The nodes of a graph whose results share memory with a tensor that the graph writes in place."""
     memory = {node: memory_of(node) for node in graph.nodes}
     changed = {m for node in graph.nodes if mutates(node.target) for x in changed_by(node) for m in memory[x]}
     return {node for node, own in memory.items() if own & changed}

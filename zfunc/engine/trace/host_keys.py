@@ -13,8 +13,9 @@ from zfunc.engine.trace.tensor_memory import COUNTED
 
 @define(eq=False)
 class HostMemory:
-    """Host memory for keys, values and gradient sums of one row at a time, pinned for an accelerator, and the bytes
-    that a pass uses (`nbytes`) and copies (`copied_bytes`). In a trace, which only counts, `flat` is None."""
+    """Host memory for attention's keys, values and gradient sums of one row of tokens at a time, pinned for
+    an accelerator. `nbytes` and `copied_bytes` count what a pass uses and copies. In a trace, which only
+    counts, `flat` is None."""
 
     flat: Tensor | None = None  # uint8
     nbytes: int = 0
@@ -37,8 +38,8 @@ WAIT: ContextVar[Callable[[], None]] = ContextVar("what waits for the device", d
 
 @contextmanager
 def keys_in(host: HostMemory | None, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A context in which rows in tiles keep keys and values in `host`, or with None on the device. Passes call
-    `wait`, which waits for the device, before they read its results on the host."""
+    """A context in which attention of rows in tiles keeps keys and values in `host`, or, if that is None, on
+    the device. Passes call `wait`, which waits for the device, before they read its results on the host."""
     before = ON_HOST.set(host), WAIT.set(wait)
     try:
         yield

@@ -16,12 +16,12 @@ from zfunc.core.spec import ALLOCATION
 
 
 def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The names of the buffers that forward of a module changes in training mode; and, by the name of each tensor
-    to be cast, the name of the tensor whose dtype is needed.
+    """The names of the buffers that forward of `module` changes in training mode, such as running statistics;
+    and a dict that maps a tensor to be cast to the tensor whose dtype it needs.
 
-    Running statistics stay in fp32 where the step computes in 16 bits, so a norm's weight and bias are widened, as
-    PyTorch's kernels expect. Vectors of spectral norm have the dtype of their matrix. Raises ValueError, with the
-    name of the `segment`, for a SyncBatchNorm in training mode.
+    Running statistics stay in fp32 where the step computes in 16 bits, so a norm's weight and bias are cast
+    to that, as PyTorch's kernels expect. Vectors of spectral norm have the dtype of their matrix. Raises
+    ValueError, with the name of the `segment`, for a SyncBatchNorm in training mode.
     """
     names, types = list[str](), dict[str, str]()
     for path, m in module.named_modules():

@@ -9,13 +9,17 @@ from zfunc.core.spec import StepSpec
 
 @frozen
 class PassOptions:
-    """The options of a segment's passes. Segments of one function with equal options share passes and traces.
+    """What the forward and backward of a segment depend on beside its function. Segments with the same
+    function and equal options share traces.
 
     - `wrt_input`: backward returns the gradient of the input, too; `last`: the segment returns the loss.
-    - `moving`: backward gets weights and inputs in other memory than forward, which is filled anew meanwhile.
-    - `split`: backward comes in two halves; `ahead`: a pass before backward makes what it recomputes.
+    - `moving`: weights and inputs are in other memory in backward than in forward, and the old memory is
+      reused.
+    - `split`: backward is divided into one for the input and one for the weights; `ahead`: what backward
+      recomputes is made in a separate pass before it.
     - `compiled`: `torch.compile` compiles each pass, in the mode that is named, if any.
-    - `tiles`: the number of tiles in which rows of tokens pass; `keys_on_host`: their keys and values are there.
+    - `tiles`: the number of tiles that rows of tokens are divided into; `keys_on_host`: their keys and values
+      are in host memory.
     """
 
     recompute: Recompute
@@ -30,14 +34,14 @@ class PassOptions:
 
     @property
     def priced(self) -> "PassOptions":
-        """These options as costs depend on them: `moving` costs only with min-cut, a split or an early
-        recompute."""
+        """These options without those that change no cost: `moving` costs only with min-cut, a split backward
+        or an early recomputation."""
         parts = self.split or self.ahead
         return evolve(self, moving=self.moving and (parts or self.recompute == "min-cut"))
 
 
 def pass_options(spec: StepSpec) -> tuple[PassOptions, ...]:
-    """The options of the passes of each segment in a step of `spec`."""
+    """The options with which forward and backward of each segment are made for a step of `spec`."""
     settings, parts, first = spec.settings, spec.mesh.parts, spec.layout.first_trainable
     alike = settings.compile_segments, settings.tiles, settings.keys_on == "host"
     return tuple(

@@ -44,8 +44,9 @@ Facts = dict[str, Any]  # what is compared of a value, by a name that the user k
 
 
 class _Same:
-    """A wrapper, for a comparison, that equals another wrapper of the same object only. A tensor is held weakly;
-    its requires_grad and, unless it is a parameter, its version must be the same, too."""
+    """A wrapper of an object that equals only another wrapper of the same object. A tensor is held weakly,
+    and must also have the same requires_grad and, unless it is a parameter, the same number of in-place
+    writes."""
 
     def __init__(self, x: Any) -> None:
         self.ref, self.state = (lambda: x), ()
@@ -65,12 +66,13 @@ def version_of(t: Tensor) -> int:
 
 
 def _itself(x: Any) -> Any:
-    """The key by which `x` is compared: `x` if hashable, else, and for a tensor, the identity of the object."""
+    """The key by which `x` is compared: `x` if it is hashable and no tensor, else the object's identity."""
     return _Same(x) if isinstance(x, Tensor) or type(x).__hash__ is None else x
 
 
 def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str, Any]]:
-    """The types and attributes of a module and its submodules; with `tensors` also parameters and buffers."""
+    """Yield (name, value) for the types and attributes of a module and its submodules; with `tensors` also
+    parameters and buffers."""
     for path, m in module.named_modules() if module is not None else ():
         yield f"attribute {path}" if path else "the module", type(m)
         slots = {**m._parameters, **m._buffers} if tensors else {}
@@ -80,16 +82,16 @@ def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str
 
 
 def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], Any] = _itself) -> Facts:
-    """The attributes of a module and its submodules, by name, for a comparison; with `tensors` also parameters and
-    buffers. Tensors, functions and other values that are not plain are compared by what `by` returns for them, by
-    default their identity. Modules whose attributes without tensors are equal behave alike."""
+    """What the behavior of a module depends on, by name, to be compared: attributes of it and its submodules;
+    with `tensors` also parameters and buffers. Tensors, functions and other values that are not plain are
+    represented by `by(value)`, by default their identity."""
     return {name: _compared(value, by, 0) for name, value in attributes(module, tensors=tensors)}
 
 
 def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plain: bool = True) -> Facts:
-    """The plain values, by name, that a module's forward (`function`, if `module` is None) and the user's functions
-    and methods called there read from closures and globals. Unless `plain`, also plain class attributes, and for
-    other values their identity, and the plain values directly in an object, list or dict."""
+    """The plain values, by name, that a module's forward (or `function`, without a module), and the user's
+    functions called there, read from closures and globals. Unless `plain`, also class attributes, and of
+    other values the identity and the plain values directly in them."""
     found: Facts = {}
     classes = {*map(type, module.modules())} if module else set[Any]()
     for own in (x for c in classes for x in c.__mro__ if not (plain or _of_library(x))):
@@ -114,7 +116,7 @@ def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plai
 
 
 def _glimpse(x: Any) -> Any:
-    """The identity of `x` and the plain values directly in `x`, for a comparison that takes microseconds."""
+    """A cheap key of `x` for comparisons: its identity and the plain values directly in it."""
     own = {} if callable(x) or _of_library(type(x)) else getattr(x, "__dict__", {})
     inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else own
     plain = [(k, repr(y)) for k, y in inside.items() if isinstance(y, PLAIN)] if len(inside) <= MOST else []
@@ -122,8 +124,7 @@ def _glimpse(x: Any) -> Any:
 
 
 def _of_library(x: Any) -> bool:
-    """Whether a function or a class belongs to Python, torch or another library, whose values are no part of a
-    model."""
+    """Whether a function or class belongs to Python, torch or another library, not to the user's model."""
     return str(x.__module__).partition(".")[0] in LIBRARIES
 
 
@@ -132,8 +133,8 @@ def _is_plain(x: Any) -> bool:
 
 
 def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
-    """A key to compare `value`, `depth` levels deep: plain values in it; `by(x)` of others, and of those six levels
-    deep."""
+    """A key to compare `value` by, which is `depth` levels inside another value: plain values count
+    themselves; others, and all at level six, by `by(x)`."""
     if isinstance(value, PLAIN):
         return repr(value)  # so that a NaN equals itself, and 1 is not True
     if isinstance(value, np.ndarray):
@@ -153,7 +154,7 @@ def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
 
 
 def first_change(before: Facts, after: Facts) -> str:
-    """A description of the first value that differs between the facts `before` and `after`, or ""."""
+    """Text on the first fact, by name, in which `after` differs from `before`; "" if they are equal."""
     for name in {**before, **after}:
         values = [x.get(name, "absent") for x in (before, after)]
         if values[0] != values[1]:
@@ -165,11 +166,12 @@ def first_change(before: Facts, after: Facts) -> str:
 
 
 class _InPlaceError(Exception):
-    """Raised for an operation that writes into a tensor it was given; `args` has the operation and the tensor."""
+    """Raised for an operation that writes into a tensor it was given; `args`: the operation, the tensor."""
 
 
 class _Log(AllocationTracker):
-    """Records the operations of a call, with their arguments. An impure one raises ValueError or _InPlaceError."""
+    """A mode that records the operations of a call, with their arguments. Raises ValueError or _InPlaceError
+    for an impure one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +193,8 @@ class _Log(AllocationTracker):
         self.ops.append((name, [self._token(x) for x in leaves], structure))
 
     def _token(self, x: Any) -> Any:
-        """A key of `x`, an operation's argument, to compare two calls: its origin, values, or identity if large."""
+        """A key of the argument `x` of an operation, to compare two calls: where it comes from, its values,
+        or, if it is large, its identity."""
         if not isinstance(x, Tensor):
             return repr(x) if isinstance(x, float) else x
         if id(x) in self._results:
@@ -227,7 +230,8 @@ def check_deterministic(
     inputs: tuple[Any, ...],
     constants: Container[str] = (),
 ) -> tuple[Any, Facts]:
-    """Check that a segment's `function` is pure; returns its output, and the values it reads outside of `module`.
+    """Check, by two calls, that a segment's `function` is pure. Returns its output, and the values that it
+    reads outside of `module`.
 
     `constants` are the names of the `params` that are never trained. Raises ValueError, with the name of what
     changes, if the function writes into an argument, if two calls differ, or if a call changes a value.
@@ -273,7 +277,7 @@ def check_deterministic(
 def _named(
     func: Any, tensor: Tensor, module: nn.Module | None, params: dict[str, Tensor], constants: Container[str]
 ) -> ValueError:
-    """The error for a tensor that operation `func` writes into: names the tensor, and says what to use instead."""
+    """The error for a tensor that operation `func` writes into: names it, and says what to use instead."""
     shape, instead = tuple(tensor.shape), "return a new tensor instead (of a module, with inplace=False)"
     name = (
         f"a tensor of shape {shape} made outside the function (a parameter, input, buffer or captured tensor)"
@@ -302,7 +306,7 @@ def _logged(call: Callable[[], Any]) -> tuple[Any, _Log]:
 
 
 def _difference(one: _Log, other: _Log) -> str:
-    """A description of the first operation in which two calls of a function differ, or ""."""
+    """Text on the first operation in which two recorded calls of a function differ; "" if they are equal."""
     nothing = "nothing", list[Any](), None
     for n, (a, b) in enumerate(zip_longest(one.ops, other.ops, fillvalue=nothing)):
         if a[0] != b[0]:

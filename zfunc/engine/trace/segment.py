@@ -36,9 +36,9 @@ Values = dict[str, Tensor]
 
 @frozen(eq=False)
 class Look:
-    """A snapshot of a module, taken in microseconds. `shown`: attributes and values in containers, compared by
-    identity; `numbers`: flags, and how often tensors were written; `values`: the same of parameters, by
-    description."""
+    """A snapshot of a module, cheap to make, to see whether it has changed. `shown`: attributes and values in
+    containers, compared by identity; `numbers`: flags, and how often buffers were written in place; `values`:
+    how often each parameter was, by description."""
 
     shown: list[Any]
     numbers: list[int]
@@ -170,8 +170,8 @@ class Segment:
 
     @cached_property
     def _watched(self) -> tuple[list[Callable[[], Iterable[Any]]], list[Any], list[Tensor]]:
-        """Of the source module, what the method `look` compares: functions that return the values of attributes and
-        of filled containers; the empty containers; the buffers."""
+        """What the method `look` compares of the source module: functions that return the values of
+        attributes and containers; the containers that are empty; the buffers."""
         modules = [] if self._source is None else [*self._source[0].modules()]
         inside = [x for m in modules for x in vars(m).values() if isinstance(x, dict | list)]
         full = [*map(vars, modules), *(x for x in inside if 0 < len(x) <= MOST)]
@@ -198,7 +198,7 @@ class Segment:
         return {short: id(own[short]) for short in self.buffers if short in own}
 
     def like(self, other: "Segment") -> bool:
-        """Whether two segments compute the same function, so that they can share a trace and a compilation."""
+        """Whether this segment computes the same function as `other`, so that both can share traces."""
         signatures = [
             (
                 *(x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters], x.codes),
@@ -240,8 +240,8 @@ def make_segment(
     prefix: str,
     written: Iterable[str] = (),
 ) -> Segment:
-    """Make a Segment as `segment` does, but name each parameter `prefix` + its name in the module. `written` are
-    buffers that forward changes beside those of `changed_by_forward`."""
+    """Make a Segment as `segment` does, with parameters named `prefix` + the name in the module. `written`
+    names further buffers that forward changes, beside those that `changed_by_forward` finds."""
     # 1. What cannot be a function of its parameters.
     refuse_inference_mode("segment")
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
@@ -340,7 +340,7 @@ def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module |
 
 
 def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, headed `where`, if two tensors, one of them trained, lie in the same part of a storage."""
+    """Raise ValueError, beginning with `where`, if two tensors share memory and one of them is trained."""
     apart: dict[int, tuple[int, int, int, str, Tensor]] = {}
     for name, t in tensors.items():
         if t.layout is torch.strided and t.numel():
@@ -359,7 +359,8 @@ def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
-    """The parameters or buffers (`kind`) of a module: tied ones by each name, those of a module used twice once."""
+    """The parameters or buffers (`kind`) of a module, by name. A tensor tied under several names is listed
+    under each; those of a submodule that occurs twice are listed once."""
     return {
         f"{prefix}.{k}" if prefix else k: t
         for prefix, m in module.named_modules()
@@ -371,8 +372,9 @@ def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
 def _functional(
     skeleton: nn.Module, twins: Mapping[str, str], types: Mapping[str, str], changing: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """A module as a function of parameters and inputs: tied tensors by `twins` (name to name), casts by `types`
-    (name to that of a tensor with the dtype); also returns new values of buffers `changing`."""
+    """A module as a function of parameters and inputs. `twins` maps a tied tensor's name to that of its
+    owner, `types` a tensor to be cast to the one whose dtype it gets. With buffers `changing`, also returns
+    their new values."""
     lock = threading.RLock()  # during the call the skeleton holds the parameters
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
@@ -405,7 +407,8 @@ def _skeleton(module: nn.Module) -> nn.Module:
 
 
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:
-    """Parameters and buffers, by name, of a meta module, on the CPU and set by `reset_parameters` with `seed`."""
+    """The parameters and the buffers, by name, of a module on the meta device, made on the CPU by its
+    `reset_parameters` with random `seed`."""
     real = copy.deepcopy(module).to_empty(device="cpu")
     with torch.no_grad():
         for t in (*real.parameters(), *real.buffers()):
@@ -489,7 +492,7 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
 
 
 class EndsInLoss(nn.Sequential):
-    """Modules that run one after the other, of which the last, a loss, also gets the targets."""
+    """An nn.Sequential whose last module is a loss, which also gets the targets."""
 
     def forward(self, x: Any, *targets: Any) -> Any:
         """The loss of input `x` and `targets`; without targets, the output of all modules but the loss."""

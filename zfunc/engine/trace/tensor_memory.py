@@ -53,7 +53,8 @@ MOST_RUN = 1 << 22  # elements of all arguments of a kernel that is run while a 
 
 
 def counted_times(items: Iterable[tuple[T, int]]) -> Iterator[T]:
-    """Yield `x` of each pair `(x, times)`; until the next, each operation on fake tensors counts `times` times."""
+    """Yield `x` of each pair `(x, times)`; in the code that handles `x`, each operation on fake tensors
+    counts `times` times."""
     for x, times in items:
         before = COUNTED.set(COUNTED.get() * times)
         yield x
@@ -61,9 +62,9 @@ def counted_times(items: Iterable[tuple[T, int]]) -> Iterator[T]:
 
 
 class FakeTensors(FakeTensorMode):
-    """A mode of fake tensors, which have no data, with the strides and dtypes of real ones where those are cheap to
-    know. For that, some kernels whose strides torch's fake tensors get wrong run on zeros, if arguments are
-    small."""
+    """A mode of fake tensors (tensors without data) that have the strides and dtypes of real results where
+    these are cheap to know: kernels of which torch's fake tensors get strides wrong run on zeros, if
+    arguments are small."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The results of an operation as fake tensors, with the strides of real ones where known."""

@@ -59,7 +59,8 @@ for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
 
 @frozen
 class SegmentWeights:
-    """The tensors of a segment by short name: `trained` is differentiated, `fixed` (frozen, constants) is not."""
+    """The tensors that a segment's function gets, by short name: `trained` ones are differentiated, `fixed`
+    ones (frozen parameters, constants) are not."""
 
     trained: Values
     fixed: Values
@@ -95,17 +96,18 @@ def _unsplit(*_: Any) -> Any:
 class SegmentVJP:
     """Forward and backward of a segment.
 
-    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`. If the segment
-      changes buffers, `y` is `(y, Detached buffers)`.
-    - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
-      those of the input's floating-point leaves. `cotangents` are like `differentiated(y)`, in shape and dtype.
-    - `backward_input`, with the arguments of `backward`, returns the gradients of the input and `(run, pending)`;
-      `run(*pending)` returns those of the weights. Both equal the gradients of `backward`.
-    - `recompute(weights, inputs)` returns residuals for a backward that recomputes, at any time before it, or None
-      if `backward` recomputes them itself.
-    - `keeps` is False if residuals of `forward` are always None, because backward recomputes.
-    - `prepare(weights, inputs, y)` traces the passes for the shapes of its arguments, ahead of step one; a `y` like
-      the output saves a second trace. Returns, for each output, the trained weights and input leaves it depends on.
+    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`. If the
+      segment changes buffers, `y` is `(y, Detached buffers)`.
+    - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained`, by name,
+      and those of the input's floating-point leaves. `cotangents` are the gradients of `differentiated(y)`.
+    - `backward_input`, with the arguments of `backward`, returns the gradients of the input, and `(run,
+      pending)`; `run(*pending)` returns the gradients of the weights. Both equal those of `backward`.
+    - `recompute(weights, inputs)` returns the residuals for a backward that recomputes, and may be called any
+      time before it; None if `backward` recomputes by itself.
+    - `keeps` is False if `forward` never returns residuals, because backward recomputes.
+    - `prepare(weights, inputs, y)` traces forward and backward for the shapes of its arguments ahead of the
+      first step; a `y` like the output saves a second trace. Returns, for each output, the trained weights
+      and input leaves that it depends on.
     """
 
     forward: Callable[..., tuple[Any, Any]]
@@ -118,8 +120,8 @@ class SegmentVJP:
     def run(
         self, way: str, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Any
     ) -> Any:
-        """Run the pass of letter `way`; for W, gradients of weights, `residuals` is `backward_input`'s second
-        result."""
+        """Run the pass of kind `way`: "F" forward, "B" backward, "I" its input half, "W" its weight half
+        (whose `residuals` are the second result of `backward_input`), "R" recomputation."""
         if way == W:
             run, pending = residuals
             return run(*pending)
@@ -134,13 +136,14 @@ def make_vjp(
     name: str = "",
     joints: "Joints | None" = None,
 ) -> SegmentVJP:
-    """Forward and backward of `function(params, *inputs)` under `options`, without tiles.
+    """Make forward and backward of `function(params, *inputs)` with `options`, for inputs that are not
+    divided into tiles.
 
-    If memory is `moving`, a result that is a view of a weight is copied, a residual that is a view of a weight or
-    an input is made again. A segment that cannot be traced for "min-cut", or is `moving` and has residuals whose
-    size a trace does not know, recomputes all, or nothing if it is the `last`; one that cannot be traced for "all"
-    runs eagerly. Both are logged with the segment's `name`. `joints` caches graphs of forward and backward, from
-    which passes with other recomputation are cut as well.
+    If memory is `moving`, a result that is a view of a weight is copied, and a residual that is a view of a
+    weight or an input is made again in backward. A segment that cannot be traced for "min-cut", or is
+    `moving` with residuals of a size unknown in a trace, recomputes all (or nothing, if it is the `last`);
+    one that cannot be traced for "all" runs eagerly. Both are logged with the segment's `name`. `joints`
+    caches graphs of forward and backward, to be divided for other options as well.
     """
     recompute, last, moving = options.recompute, options.last, options.moving
     pull = pull_of(function, options.wrt_input, last)
@@ -163,11 +166,12 @@ def make_vjp(
 
 
 def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
-    """`(weights, inputs) -> (y, pullback)` of `function`, by torch's `vjp`: of weights and, if `wrt_input`, of the
-    input. A list passed as third argument gets, for each output, the weights and input leaves it depends on.
+    """A function `(weights, inputs) -> (y, pullback)` made of `function` by torch's `vjp`; the pullback
+    returns gradients of weights and, if `wrt_input`, of the input. A list passed as third argument receives,
+    for each output, the weights and input leaves that it depends on.
 
-    Raises ValueError for a function without a floating-point output, and for the `last` segment's, which returns
-    the loss, if the loss depends on no tensor that is differentiated.
+    Raises ValueError, when called, for a function without a floating-point output, and for the `last`
+    segment's if the loss depends on no tensor that is differentiated.
     """
 
     def pull(
@@ -233,8 +237,8 @@ def paths_of(pull: Pull, weights: SegmentWeights, inputs: tuple[Any, ...], _: An
 
 
 def paths_to(outputs: Sequence[Tensor], leaves: Mapping[Any, Tensor]) -> Paths:
-    """Which of the `leaves`, by key, autograd's graph connects to each of the `outputs`. Values would not tell: a
-    gradient may be zero, and a parameter detached."""
+    """For each of `outputs`, which of `leaves`, by key, autograd's graph connects it to. Values would not
+    tell that: a gradient may be zero, and a parameter detached."""
     keys, found = {id(t): key for key, t in leaves.items()}, Paths()
     for y in outputs:
         nodes = [y.grad_fn] if y.grad_fn is not None else []
@@ -249,7 +253,7 @@ def paths_to(outputs: Sequence[Tensor], leaves: Mapping[Any, Tensor]) -> Paths:
 
 
 def _use_here(grads: list[Tensor]) -> None:
-    """Keep the memory of `grads` for this thread's stream: autograd makes them on the stream of the forward."""
+    """Keep the memory of `grads` for this thread's stream: autograd makes them on that of the forward."""
     real = [t for t in grads if not isinstance(t, FakeTensor)]
     if real:
         record_use(real[0].device, real)
@@ -271,10 +275,13 @@ def _floating(t: Any) -> bool:
 
 @define(eq=False)
 class _Traced:
-    """A segment's passes as graphs `cut` from its joint graph: `forward(*leaves) -> (*outputs, *residuals)` and
-    `backward(*residuals, *cotangents) -> gradients`. Unless forward `keeps` residuals, backward gets the leaves, or
-    residuals that a third graph, `(*leaves) -> residuals`, makes `ahead` of backward. Traces of the last 64 sets of
-    shapes are cached; where tracing fails, that is logged and `fallback` runs."""
+    """A segment's passes as graphs `cut` from its joint graph: `forward(*leaves) -> (*outputs, *residuals)`
+    and `backward(*residuals, *cotangents) -> gradients`. Unless forward `keeps` residuals, backward gets the
+    leaves instead, or residuals that a third graph, `(*leaves) -> residuals`, makes `ahead` of it.
+
+    Graphs are cached for the last 64 sets of shapes; where tracing fails, that is logged, and `fallback`
+    runs.
+    """
 
     joint_of: Callable[..., JointGraph]
     options: PassOptions
@@ -342,7 +349,8 @@ class _Traced:
     def _graphs(
         self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
     ) -> tuple[list[Any], Any]:
-        """Leaves of weights and inputs; and the graphs, or None, traced at first use for an output like `guess`."""
+        """The leaves of weights and inputs, and the graphs for their shapes, traced at first use for an
+        output like `guess`; None for the graphs if they cannot be traced."""
         # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
         plain = all(isinstance(x, Tensor) for x in inputs)
         moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
@@ -393,7 +401,8 @@ def _named(run: Callable[..., Any], names: tuple[str, ...], *pending: Tensor) ->
 
 @frozen
 class _LeafView:
-    """A residual that is a view of a weight or an input: of leaf number `leaf`, from its element `offset` on."""
+    """Stands for a residual that is a view of a weight or an input: of leaf number `leaf` of these, from
+    element `offset` on."""
 
     leaf: int
     shape: tuple[int, ...]
@@ -401,13 +410,14 @@ class _LeafView:
     offset: int
 
     def of(self, leaves: list[Any]) -> Tensor:
-        """This view, made anew of leaf number `leaf` of `leaves`, the weights and inputs that backward gets."""
+        """The view itself, of leaf number `leaf` in `leaves`, the weights and inputs that backward gets."""
         leaf: Tensor = leaves[self.leaf]
         return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
 
 
 def moving_passes(passes: SegmentVJP) -> SegmentVJP:
-    """`passes` with each result copied out of the memory of weights, inputs or residuals, overwritten later."""
+    """The forward and backward of `passes`, with results copied out of memory that weights, inputs or
+    residuals use, because it is overwritten later."""
 
     def moved(weights: SegmentWeights, inputs: tuple[Any, ...], made: tuple[Any, Any]) -> tuple[Any, Any]:
         # Slots hold bytes, which do not say that they are meant conjugated or negated.
@@ -441,7 +451,8 @@ def moving_passes(passes: SegmentVJP) -> SegmentVJP:
 
 
 def with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
-    """`passes` with input gradients in memory of their own, as a tiled segment below writes into that memory."""
+    """The forward and backward of `passes`, with input gradients copied to new memory, because a tiled
+    segment below overwrites them."""
 
     def backward(
         weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
@@ -458,7 +469,7 @@ def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def _without_leaves(x: Any, leaves: list[Any]) -> Any:
-    """Residual `x`, or a _LeafView in its place if `x` is a view of one of `leaves`, the weights and inputs."""
+    """Residual `x`, or, if it is a view of one of `leaves` (weights, inputs), a _LeafView in its place."""
     if not isinstance(x, Tensor):
         return x
     for n, leaf in enumerate(leaves):
@@ -488,7 +499,8 @@ class _NoGradientError(ValueError):
 
 
 class _OtherOutputError(Exception):
-    """Raised if a segment's output has other cotangents than its trace assumed; `args[0]` are those it has."""
+    """Raised if the output of a segment has other shapes than its trace assumed; `args[0]` describes the
+    cotangents (output gradients) that it needs."""
 
 
 def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
@@ -499,8 +511,9 @@ def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
 def joint_graph(
     pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
 ) -> JointGraph:
-    """Trace forward and backward of a segment as one graph, from `leaves` (weights and inputs, of structure
-    `spec`), cached in `joints`. Raises _OtherOutputError if the outputs have other `cotangents`."""
+    """Trace forward and backward of a segment as one graph, from `leaves`, the weights and inputs, of pytree
+    structure `spec`; cached in `joints`. Raises _OtherOutputError if the outputs do not fit `cotangents`, the
+    descriptions of their gradients."""
     key = layouts(leaves), spec, tuple(cotangents)
     if joints is not None and key in joints:
         return joints[key]
@@ -556,7 +569,8 @@ def joint_graph(
 
 
 def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
-    """A callable that runs `graph` with the pass's random numbers; `compiled`: whether to compile it, or how."""
+    """A callable that runs `graph` with the random numbers of the pass it is called in; `compiled`: whether
+    torch.compile compiles it, or in which mode."""
     # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
     graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
     # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
@@ -573,7 +587,7 @@ def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
 
 
 def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the compiled pass `run`, which a CUDA graph may replay: its results are copied out of the graph's
+    """A wrapper of the compiled pass `run`, which may replay a CUDA graph: copies results out of the graph's
     memory, which the next replay overwrites."""
 
     def call(*tensors: Any) -> list[Any]:
@@ -586,7 +600,7 @@ def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_device_graphs(beside: bool) -> None:
-    """Raise ValueError if steps run `beside` the main thread, where alone this torch has CUDA graphs."""
+    """Raise ValueError if steps run `beside` the main thread and this torch has CUDA graphs only there."""
     if beside and not GRAPHS_IN_THREADS:
         got = f'"reduce-overhead" beside the main thread with torch {torch.__version__}'
         got += ", whose graphs of a device are the main thread's"
