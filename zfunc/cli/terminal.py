@@ -37,7 +37,8 @@ def can_redraw(stream: TextIO | None = None) -> bool:
 
 @contextmanager
 def progress_line() -> Generator[Callable[[str], None]]:
-    """A context with a function that shows a text in one stderr line, at most once a second; erased at the end."""
+    """A context that yields a function to show a text in a line of stderr, once a second at most; erased
+    last."""
     shown, last = False, time.monotonic()
 
     def show(text: str) -> None:

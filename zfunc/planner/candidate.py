@@ -106,8 +106,9 @@ class Repetition:
         return all(self._stays(at, few, large[at]) for at, few in small.items() if "device" in at)
 
     def _stays(self, tier: Tier, few: list[list[int]], many: list[list[int]]) -> bool:
-        """Whether the lane that bounds the peak bytes of `tier` stays the same as groups are added, and no moment
-        of that lane grows by more than the peak; `few` and `many` have, by lane, the bytes alive at each moment."""
+        """Whether the same lane still determines the peak bytes of `tier` when groups are added, and no
+        moment of that lane grows by more bytes than the peak; `few` and `many` have, by lane, the bytes alive
+        at each moment."""
         lanes, bounding = self.small.plan.lanes, self.small.peaks[tier].moment[0]
         grown = [max(after) - max(before) for before, after in zip(few, many, strict=True)]
         bounds = {n: max(few[n]) + self.more * grown[n] for n, lane in enumerate(lanes) if lane.ops}
@@ -127,8 +128,9 @@ class Repetition:
         return {*(large - small)}
 
     def _repeats(self, lane: str) -> bool:
-        """Whether the operations of lane `lane` repeat with each group. Operations without predecessors need not,
-        if even in all groups they end so early that no operation behind them on the lane waits for them."""
+        """Whether lane `lane` runs the same operations for each group of micro-batches. Exempt are operations
+        without predecessors, if in every group they end so early that nothing behind them on the lane waits.
+        """
         few, many = ([*step.on(lane)] for step in (self.small, self.large))
         if self._even(few, many):
             return True
@@ -154,7 +156,8 @@ class Repetition:
         )
 
     def _longest(self) -> float:
-        """Simulated seconds that two groups add if only operations that repeat and have predecessors take time."""
+        """Lower bound of the simulated seconds that two more groups add: operations that do not repeat, or
+        have no predecessors, take no time."""
         grows = self._grows
 
         def seconds(step: "PlannedStep") -> float:

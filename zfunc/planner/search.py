@@ -485,8 +485,8 @@ def search(
 def _with_room(
     planned: Callable[[StepSettings], PlannedStep], step: PlannedStep, space: Space
 ) -> PlannedStep:
-    """`step`, or `step` with its state on the disk if it has several devices, keeps more bytes than the host
-    has, and fits the host that way: the search would simulate nothing else first."""
+    """`step`; or, if it has several devices and the host has too little memory for it, `step` with its state
+    on the disk, provided that the search may use the disk and the step then fits the host."""
     short = step.hardware.lacking(step.least_kept)
     if step.settings.devices > 1 and "host" in short and DISK in space.get("state_on", ()):
         settings = moved(step.settings, step.spec.world, state_on=DISK)

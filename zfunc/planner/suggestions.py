@@ -161,8 +161,8 @@ class _Advisor:
     # --- to make it fit ------------------------------------------------------------------------------------
 
     def fitting(self, buy: Callable[[Suggestion], Suggestion | None]) -> list[Suggestion]:
-        """Suggestions that make the step fit: changes of a single setting, else of several, found by a
-        search; and what `buy` makes of the nearest one that does not fit."""
+        """Suggestions with which the step fits: changes of one setting, or else of several, as a search finds
+        them; last, what `buy` adds to the changes with which the step nearly fits."""
         found: list[Suggestion] = []
         short = [Suggestion({}, self.step, "")]
         for name, values in self.moves().items():
@@ -182,7 +182,8 @@ class _Advisor:
         return [x for x in fitting if x.changes]
 
     def _searched(self) -> Suggestion:
-        """A search's result without unneeded changes; training results change only where nothing else fits."""
+        """The changes that a search finds, without those the step does not need; changes that alter training
+        results are searched only if no others make the step fit."""
 
         def planned(settings: StepSettings) -> PlannedStep:
             if self.settable is not None and not differing(settings, self.settings).keys() <= {

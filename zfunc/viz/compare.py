@@ -49,7 +49,7 @@ def by_lane(event: Event) -> str:
 
 
 def by_verb(event: Event) -> str:
-    """The verb of the operation of an event."""
+    """The verb of the operation of `event`, such as "forward"."""
     return verb_of(event.op)
 
 

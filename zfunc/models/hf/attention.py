@@ -99,7 +99,8 @@ def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
 
 @frozen(eq=False)
 class PastTokens:
-    """The methods of transformers' caches that layers call, backed by a `KVCache`, or by None in training.
+    """The methods of transformers' caches that layers call. Without a `KVCache` (None), as in training,
+    nothing is kept.
 
     A model that gets this cache does not read position ids to find documents in a row: see `inputs_given`.
     """

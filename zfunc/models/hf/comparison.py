@@ -75,7 +75,8 @@ def _longer(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[s
 
 
 def _shorten(settings: dict[str, Any], most: int) -> bool:
-    """Reduce numbers of tokens in a model's `settings` to at most `most`. Returns whether there are any."""
+    """Reduce each of a model's `settings` that is a number of tokens to at most `most`; returns whether any
+    is."""
     found = False
     for key, value in settings.items():
         if isinstance(value, dict):

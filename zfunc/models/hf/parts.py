@@ -153,7 +153,8 @@ class EmbedPart(_Part):
 
 
 class LayerPart(_Part):
-    """The segment of one layer. If `router` names a module in the layer, sums of its choices are passed on."""
+    """The segment of one layer. With `router`, the name of a module in the layer, it also adds up, for the
+    router loss, how often that router chose each expert, and the probabilities."""
 
     def __init__(self, *args: Any, router: str | None, index: int, top_k: int) -> None:
         super().__init__(*args)

@@ -211,7 +211,8 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
 
 
 def _call(function: Any, where: str) -> dict[str, Any]:
-    """A tool call of a message with its arguments as an object; in OpenAI's format the arguments are JSON text."""
+    """Return a tool call of a message with its arguments as an object; OpenAI's format has them as JSON
+    text."""
     (function,) = _objects([function], where)
     arguments = _of_json(function.get("arguments") or {}, where)
     if not isinstance(arguments, Mapping):
