@@ -186,10 +186,10 @@ def windows(_: int, patch: pytest.MonkeyPatch) -> None:
 def small_model(most: int, _: pytest.MonkeyPatch) -> None:
     from hf_models import random_model
 
-    from zfunc.models.hf.comparison import _small
+    from zfunc.models.hf.comparison import _small_copy
 
     own = random_model("Llama")
-    found = sum(p.numel() for p in _small(own).parameters())
+    found = sum(p.numel() for p in _small_copy(own).parameters())
     assert found == LLAMA if most >= LLAMA else found <= most
 
 

@@ -34,7 +34,7 @@ from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_clock, format_seconds
 from zfunc.viz.charts import Chart, Curve, chart_figure
 from zfunc.viz.compare import by_lane, by_verb, sums
-from zfunc.viz.legend import legend_summary
+from zfunc.viz.legend import heading_of
 from zfunc.viz.timeline_svg import svg
 from zfunc.viz.web_page import web_page
 
@@ -188,7 +188,7 @@ def _step_section(step: RecordedStep | None, text: str) -> str:
     picture = ""
     if step is not None:
         timeline, bound = step.timeline, bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
-        text = f"{legend_summary(timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
+        text = f"{heading_of(timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
         if len(step.plan.graph) <= MOST_DRAWN:
             picture = svg(timeline, plan=step.plan, title=f"One measured step{step.stage}")
     return f'<section class="step"><h2>The step</h2><p>{escape(text)}</p>{picture}</section>'

@@ -152,12 +152,12 @@ def plan_settings(
 ) -> Planned:
     """Plan a step of `model` under `settings`, of which some may be "auto", as in `plan`; with
     `advice` also changes that may help. A `watch` follows the search; if it is stopped, there is no advice."""
-    planned = _settled(model, settings, watch)
+    planned = _plan_settled(model, settings, watch)
     stopped = watch is not None and watch.stopped
     return _advised(model, settings, planned, watch) if advice and not stopped else planned
 
 
-def _settled(model: CostModel, settings: StepSettings, watch: Watch | None) -> Planned:
+def _plan_settled(model: CostModel, settings: StepSettings, watch: Watch | None) -> Planned:
     """The step of `model`, without advice, under `settings` with a value found for each that is "auto"."""
     if settings.pp > 1:
         do = f"pass {setting('devices', settings.pp)}, for the same passes on the devices of one process"
@@ -169,7 +169,7 @@ def _settled(model: CostModel, settings: StepSettings, watch: Watch | None) -> P
     if space is not None and "micro_batches" in space:
         settings = evolve(settings, micro_batches=space["micro_batches"][-1])
     if space is not None and settings.devices > 1:
-        settings = _possible(model, settings, space)
+        settings = _made_possible(model, settings, space)
     if space is not None:
         result = search(model.step, settings, space, watch)
         settings = result.step.settings
@@ -195,7 +195,7 @@ def _advised(
     step, rows, tiles = planned.step, model.segments.rows, model.segments.tile_counts
     settable = UNSEARCHED if settings.schedule == AUTO and step.fits else None
     with watched(watch):
-        found = suggest(model.step, step, rows, tiles, settable=settable, buy=partial(_bought, model))
+        found = suggest(model.step, step, rows, tiles, settable=settable, buy=partial(_memory_bought, model))
         suggestions = *found, *_beyond_settings(model, step)
         planned = evolve(planned, suggestions=suggestions)
     return evolve(planned, advised=watch is None or not watch.stopped)
@@ -207,7 +207,7 @@ def _missing(hardware: Hardware, needed: Mapping[Tier, int]) -> int:
     return max((n for tier, n in lacking if hardware.unified or tier.startswith("device")), default=0)
 
 
-def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSettings:
+def _made_possible(model: CostModel, settings: StepSettings, space: Space) -> StepSettings:
     """`settings`, with parameters on the host if the step is impossible otherwise and the search may move them."""
     try:
         model.step(settings)
@@ -217,7 +217,7 @@ def _possible(model: CostModel, settings: StepSettings, space: Space) -> StepSet
     return settings
 
 
-def _bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
+def _memory_bought(model: CostModel, lacking: Suggestion) -> Suggestion | None:
     """The suggestion `lacking` plus the smallest memory that makes its step fit, host memory or drives in
     sizes that are sold; None if the step lacks memory of several tiers or of another one."""
     step, profile = lacking.step, model.machine

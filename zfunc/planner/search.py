@@ -166,7 +166,7 @@ def _distances(activations_on: str, count: int) -> list[int]:
     return [TIERS_OF["activations_on"].index(word_of(activations_on, s, count)) for s in range(count)]
 
 
-def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
+def _state_moves(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
     """Changes of `state_on` to try: to memory; and to the disk, alone or together with parameters off the
     device and waiting gradients elsewhere. `first`: the search is in its first round."""
     now = best.settings
@@ -183,7 +183,7 @@ def _tiers(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
             yield {"state_on": state_on, "params_on": params_on, "grads_on": grads_on}
 
 
-def _nearer(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
+def _activation_moves(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
     """Changes that move the activations of a quarter of the segments one tier nearer to the device, or one further
     if the step lacks memory."""
     known = {place for places in space.get("activations_on", ()) for place in words_of(places)}
@@ -361,7 +361,7 @@ def _values(
     return values
 
 
-def _groups(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
+def _group_orders(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
     """Changes of `order` to try on one device, one for each number of micro-batches that run as a group."""
     known, several = {best.settings.group_size}, best.settings.micro_batches > 1 == best.settings.stages
     for x in space.get("order", ()) if several else ():
@@ -400,12 +400,12 @@ COORDINATES: tuple[Coordinate, ...] = (
     _values("moments"),
     _schedules,
     _places,
-    _tiers,
-    _nearer,
+    _state_moves,
+    _activation_moves,
     _values(
         "stage", lambda x: x.spec.world > 1 and x.settings.stage > 1 and x.settings.params_on == "device", 2
     ),
-    _groups,
+    _group_orders,
     _values("defer", lambda x: x.spec.barrier),
     _recompute,
     _shares(DEVICE_SHARE),
@@ -472,7 +472,7 @@ def search(
     seconds for 50 layers.
     """
     first = planned(start)
-    begin = _with_room(planned, first, space).without_operations()
+    begin = _with_state_on_disk(planned, first, space).without_operations()
     walk = _Walk(planned, space, first, begin, begin.seconds, {begin.settings: begin}, watch)
     reasons: tuple[str, ...] = ()
     with watched(watch):
@@ -482,7 +482,7 @@ def search(
     return SearchResult(walk.best, reasons, tuple(x for x in walk.seen.values() if x))
 
 
-def _with_room(
+def _with_state_on_disk(
     planned: Callable[[StepSettings], PlannedStep], step: PlannedStep, space: Space
 ) -> PlannedStep:
     """`step`; or, if it has several devices and the host has too little memory for it, `step` with its state
@@ -547,15 +547,15 @@ class _Walk:
             step = self.planned(settings)
         except ValueError:  # a segment that has no tiles
             return None
-        if _same(step, self.best) or self._slow(step, step.least_work) or self._short(step, step.least_kept):
+        if _same(step, self.best) or self._slow(step, step.least_work) or self._lacks(step, step.least_kept):
             return None
-        slow = self._slow(step, step.work_of) or step.unsettled_seconds > self._enough(step.work)
-        if slow or self._short(step, step.kept):
+        slow = self._slow(step, step.work_of) or step.unsettled_seconds > self._to_beat(step.work)
+        if slow or self._lacks(step, step.kept):
             step.forget_operations()
             return None
         return self._simulated(step)
 
-    def _enough(self, work: Mapping[Kind, float]) -> float:
+    def _to_beat(self, work: Mapping[Kind, float]) -> float:
         """The most seconds that a step with `work` (seconds by kind) may take to replace the best step."""
         gains = not self.best.fits or _spares_drives(work, self.best.work)
         return math.inf if gains else self.best.seconds * (1 - WORTH)
@@ -565,9 +565,9 @@ class _Walk:
         moves no data must gain more to be worth a simulation."""
         moves = not TIERS_OF.keys().isdisjoint(differing(step.settings, self.best.settings))
         little = 1 if moves else (1 - POSSIBLE) / (1 - WORTH)
-        return least_seconds(work, step.hardware) > self._enough(by_kind(work)) * little
+        return least_seconds(work, step.hardware) > self._to_beat(by_kind(work)) * little
 
-    def _short(self, step: PlannedStep, kept: dict[Tier, int]) -> bool:
+    def _lacks(self, step: PlannedStep, kept: dict[Tier, int]) -> bool:
         """Whether a step that keeps at least the bytes `kept` lacks more memory than the best step, also with more
         of the state moved to the farther tier."""
         lacking = step.hardware.lacking(kept)
@@ -591,7 +591,7 @@ class _Walk:
     def undo_idle_changes(self) -> None:
         """Return each setting of the best step to its start's value if the step then is no worse by over
         1 %."""
-        for _, back in self._backs():
+        for _, back in self._reverted():
             equal = sum(back.lacking.values()) == sum(self.best.lacking.values())
             as_fast = back.seconds <= self.fastest * (1 + WORTH)
             if equal and (not back.fits or (as_fast and not _spares_drives(self.best.work, back.work))):
@@ -599,12 +599,12 @@ class _Walk:
 
     def reasons(self) -> Iterator[str]:
         """For each setting of the best step unlike the start's, text on what the start's value would cost."""
-        for name, back in self._backs():
+        for name, back in self._reverted():
             change = f"{name} {_value(name, self.best)} instead of {_value(name, back)}"
             shortage = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and self.best.fits else ""
             yield f"{change}: {gains_and_costs(self.best, back)}{shortage}"
 
-    def _backs(self) -> Iterator[tuple[str, PlannedStep]]:
+    def _reverted(self) -> Iterator[tuple[str, PlannedStep]]:
         """Yield for each setting of the best step that differs from the start's: its name, and the best step
         with the start's value, simulated even if slow. Settings whose old value the other changes exclude are
         left out."""

@@ -164,7 +164,7 @@ class _Loop:
 
     def _pass_over(self, number: int) -> Iterator[Event]:
         """Count step `number`, whose batch has no label, without an update; saves and evaluates if due."""
-        if self.swap is None and (due := self._due()) is not None:
+        if self.swap is None and (due := self._save_due()) is not None:
             yield self._save(due.folder)
         if not self.job.ranks.rank:
             log.warning("step %d: no label in its batch, no update", number)
@@ -176,13 +176,13 @@ class _Loop:
 
     def _settle(self, number: int) -> Iterator[Event]:
         """After step `number`, find whether training ends here; if not, evaluate if an evaluation is due."""
-        self._stepped(number)
+        self._find_end(number)
         self.held_out = None
         if not self.ended and self._due_to_evaluate(number):
             yield from self._evaluate()
-            self._stepped(number)  # again: the evaluation's time belongs to this step
+            self._find_end(number)  # again: the evaluation's time belongs to this step
 
-    def _stepped(self, number: int) -> None:
+    def _find_end(self, number: int) -> None:
         """After step `number`, set `elapsed`, the seconds trained, and `ended`, why training ends, or ""."""
         self.elapsed, signal = self._elapsed_and_signal()
         self.ended = signal if signal == TERMINATED else self._end_reason(number, signal)
@@ -290,7 +290,7 @@ class _Loop:
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
         """Train on `batch`, with a timeline if `traced`. Returns the metrics, and the event of the
         checkpoint, if one was due, of the state before the step."""
-        due, at = self._due(), self.state.batches
+        due, at = self._save_due(), self.state.batches
         step = partial(train_step, self.program, self.state, batch, trace=traced, faults=self.faults)
         try:
             self.state, metrics = step(save=due)
@@ -305,7 +305,7 @@ class _Loop:
             return metrics, None
         return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure)
 
-    def _due(self) -> Save | None:
+    def _save_due(self) -> Save | None:
         """What the next step has to write: a commit of the swap space, or a checkpoint; None if neither is due."""
         settings, at = self.job.settings, self.state.batches
         if self.swap is not None:
@@ -314,20 +314,20 @@ class _Loop:
         due = (every and at % every == 0) or (settings.keep_best and self._is_best(at))
         if self.start.folder is None or not due or at in (self.first, self.saved_step):
             return None
-        return Save(self.start.folder, keep=settings.keep, spare=self._spare(), extra=self._extra())
+        return Save(self.start.folder, keep=settings.keep, spare=self._best_to_keep(), extra=self._extra())
 
     def _is_best(self, at: int) -> bool:
         """Whether the held-out loss after step `at` is known, and lower than at any checkpoint of the run."""
         best, last = best_saved(self.evaluations), self.evaluations[-1:]
         return any(x.step == at and x.held_out < (math.inf if best is None else best.held_out) for x in last)
 
-    def _spare(self) -> str:
+    def _best_to_keep(self) -> str:
         """The name of the best checkpoint, kept whatever its age with `keep_best`; "" for none."""
         best = best_saved(self.evaluations) if self.job.settings.keep_best else None
         return "" if best is None or self._is_best(self.state.batches) else best.saved
 
     def _save(self, folder: Path) -> Saved:
-        at, kept = self.state.batches, {"keep": self.job.settings.keep, "spare": self._spare()}
+        at, kept = self.state.batches, {"keep": self.job.settings.keep, "spare": self._best_to_keep()}
         try:
             return self._saved(at, save(folder, self.program, self.state, extra=self._extra(), **kept))
         except CheckpointError as error:

@@ -42,28 +42,29 @@ class PretrainedModel:
         return next(iter(self.config.architectures or ()), self.config.model_type)
 
     @property
-    def text(self) -> Any:
+    def text_config(self) -> Any:
         """The config of the model's language part; a model that reads images has a vision config beside it."""
         return self.config.get_text_config()
 
     @property
     def sizes(self) -> dict[str, int]:
         """The model's numbers of layers, of features and of attention heads, by their names in `TrainSettings`."""
-        layers, heads = self.text.num_hidden_layers, self.text.num_attention_heads
-        return {"num_layers": layers, "hidden_size": self.text.hidden_size, "num_attention_heads": heads}
+        config = self.text_config
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        return {"num_layers": layers, "hidden_size": config.hidden_size, "num_attention_heads": heads}
 
     @property
     def vocab_size(self) -> int:
         """The number of rows of the model's token embedding."""
-        return int(self.text.vocab_size)
+        return int(self.text_config.vocab_size)
 
     @property
     def longest(self) -> int | None:
         """The most tokens in a sequence that the model has positions for; None if unlimited."""
-        rope = getattr(self.text, "rope_parameters", None) or {}
+        rope = getattr(self.text_config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":
             return None
-        return getattr(self.text, "max_position_embeddings", None)
+        return getattr(self.text_config, "max_position_embeddings", None)
 
 
 def names_in(flag: str | None) -> list[str]:
@@ -113,7 +114,7 @@ def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> 
     """
     path, end = settings.tokenizer, None
     if model is not None:
-        ends = (getattr(x, "eos_token_id", None) for x in (model.config, model.text))
+        ends = (getattr(x, "eos_token_id", None) for x in (model.config, model.text_config))
         end = next((x for x in ends if x is not None), None)
         end = next(iter(end), None) if isinstance(end, list) else end  # of several, the first
         if path is None and not (settings.data is not None and holds_tokens(settings.data)):

@@ -33,7 +33,7 @@ def kept_reference(job: TrainingJob, start: ResumePoint, at: int) -> Rows | None
     """The DPO reference log-probabilities that the run, now at step `at`, saved, or else the run it started
     from; None if neither saved any, and on ranks other than 0. All ranks must call this. Raises ValueError if
     the saved ones are lost or are of other data."""
-    return all_or_none(job.ranks, lambda: None if job.ranks.rank else _kept(start, _digest(job), at))
+    return all_or_none(job.ranks, lambda: None if job.ranks.rank else _read_kept(start, _digest(job), at))
 
 
 def with_reference(
@@ -43,11 +43,11 @@ def with_reference(
     run's folder. All ranks have to call this. Raises KeyboardInterrupt if `stop` asks for it meanwhile."""
     streams = {"train": job.corpus.train, "held_out": job.corpus.held_out}
     if job.ranks.sums([float(kept is not None)])[0]:
-        own = {name: _of_all(job, name, kept) for name in streams}
+        own = {name: _on_all_ranks(job, name, kept) for name in streams}
     else:
         places = {"train": range(streams["train"].num_sequences(job.settings.seq_length))}
         places |= {"held_out": held_out_places(job.settings, job.corpus)}
-        own = {name: _computed(job, state, x, places[name], stop) for name, x in streams.items()}
+        own = {name: _compute_reference(job, state, x, places[name], stop) for name, x in streams.items()}
     if start.folder is not None and not job.ranks.rank:
         written = BytesIO()
         np.savez(written, digest=np.array(_digest(job)), train=own["train"], held_out=own["held_out"])
@@ -61,7 +61,7 @@ def _digest(job: TrainingJob) -> str:
     return job.corpus.train.digest + job.corpus.held_out.digest
 
 
-def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
+def _read_kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
     """The DPO reference of data `digest`, read from the run's folder, or from the folder of the run whose
     checkpoint it begins with; None without either. Raises ValueError if the run has one of other data, or is
     at step `at` without any."""
@@ -89,14 +89,14 @@ def _kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
     return None
 
 
-def _of_all(job: TrainingJob, name: str, kept: Rows | None) -> np.ndarray:
+def _on_all_ranks(job: TrainingJob, name: str, kept: Rows | None) -> np.ndarray:
     """The fp32 array `name` ("train" or "held_out") of `kept`, on all ranks; rank 0 alone has `kept`."""
     sizes = job.ranks.sums([0.0 if kept is None else len(kept[name])])
     rows = np.zeros(int(sizes[0])) if kept is None else kept[name]
     return np.array(job.ranks.sums(rows.tolist()), np.float32)
 
 
-def _computed(
+def _compute_reference(
     job: TrainingJob, state: State, stream: TokenStream, places: Sequence[int], stop: Callable[[], str]
 ) -> np.ndarray:
     """Log-probabilities of the answers in the sequences `places`: fp32, an element for each sequence of

@@ -80,13 +80,13 @@ def saved_extra(
 def elapsed_in(extra: Mapping[str, Any]) -> float:
     """The seconds trained that a checkpoint's `extra` records, over all sessions, evaluations included; 0 if `zfunc
     train` did not write the checkpoint. Raises CheckpointError for a value out of range."""
-    kept = _kept(extra)[0]
+    kept = _saved_progress(extra)[0]
     return kept["elapsed"].read(Annotated[float, Within(float, 0, math.inf)]) if "elapsed" in kept else 0.0
 
 
 def stream_position_in(extra: Mapping[str, Any]) -> dict[str, Any] | None:
     """The position in streamed data that a checkpoint's `extra` records; None if its run did not stream."""
-    kept = _kept(extra)[0]
+    kept = _saved_progress(extra)[0]
     return kept[STREAM].read(dict) if STREAM in kept else None
 
 
@@ -94,7 +94,7 @@ def changed_settings(
     extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
 ) -> Iterator[str]:
     """Texts, old and new value, on data and settings that decide steps and differ from a checkpoint's `extra`."""
-    (kept, saved), now = _kept(extra), jsonable(attrs.asdict(settings))
+    (kept, saved), now = _saved_progress(extra), jsonable(attrs.asdict(settings))
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:
             yield f"{name} {saved[name]!r} is now {now[name]!r}"
@@ -103,7 +103,7 @@ def changed_settings(
         yield f"the data {before!r} is now {list(data)!r}"
 
 
-def _kept(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, Any]]:
+def _saved_progress(extra: Mapping[str, Any]) -> tuple[Mapping[str, JsonNode], dict[str, Any]]:
     """The progress and the settings in a checkpoint's `extra`; both empty if `zfunc train` did not write it."""
     kept = JsonNode(extra.get(KEY, {}), f"extra.{KEY}").entries()
     return kept, kept["settings"].read(dict) if "settings" in kept else {}
@@ -160,7 +160,7 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
         # Or the one before, if damaged.
         origin = folder if checkpoint.path.parent == folder else checkpoint.path
         step, extra = checkpoint.manifest.position.batches, checkpoint.manifest.extra
-        saved = _kept(extra)[1]
+        saved = _saved_progress(extra)[1]
         if settings.steps is None and settings.epochs is not None and saved.get("epochs") == settings.epochs:
             settings = evolve(
                 settings, steps=saved["steps"]

@@ -92,17 +92,17 @@ class RunFolder:
             case Started():
                 self._begin(event)
             case Evaluated():
-                self._add(event.step, {self._held_out: event.held_out})
+                self._add_to_row(event.step, {self._held_out: event.held_out})
             case Saved():
                 saved = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
-                self._add(event.step, saved)
+                self._add_to_row(event.step, saved)
             case Stepped():
                 left_out = attrs.filters.exclude("step", "metrics", "held_out", "seconds_left")
                 fields = {name: getattr(event.metrics, name) for name in MEASURED}
                 # No line of text is for outputs of rows.
                 fields["aux"] = {name: x for name, x in fields["aux"].items() if isinstance(x, int | float)}
                 fields |= attrs.asdict(event, filter=left_out) | {self._held_out: event.held_out}
-                self._add(event.step, {k: x for k, x in fields.items() if x not in (None, {})})
+                self._add_to_row(event.step, {k: x for k, x in fields.items() if x not in (None, {})})
             case Traced():
                 plan, timeline, title = event.plan, event.timeline, self._title(event)
                 replace_text(self.path / "timeline.svg", svg(timeline, plan=plan, title=title))
@@ -153,7 +153,7 @@ class RunFolder:
         for partial in filter(is_partial, self.path.iterdir()):
             partial.unlink()
         self._config = _begun(event)
-        lines = [_line(row) for row in self._kept(event)]
+        lines = [_line(row) for row in self._rows_to_keep(event)]
         with atomic_replace(self.path / METRICS) as file:
             file.writelines(lines)
         self._metrics = self.path.joinpath(METRICS).open("r+b")
@@ -162,7 +162,7 @@ class RunFolder:
         self._write(CONFIG, self._config)
         self.begun = True
 
-    def _kept(self, event: Started) -> list[Row]:
+    def _rows_to_keep(self, event: Started) -> list[Row]:
         """The run's rows of metrics.jsonl up to the step of the checkpoint that it resumes from, the last row
         without its evaluation, which is repeated if due."""
         path = self.path / METRICS
@@ -181,7 +181,7 @@ class RunFolder:
     def _held_out(self) -> str:
         return held_out_unit(self._config["unit"], self._config["settings"].get("loss")).name
 
-    def _add(self, step: int, fields: dict[str, Any]) -> None:
+    def _add_to_row(self, step: int, fields: dict[str, Any]) -> None:
         """Add `fields` to the row of `step` in metrics.jsonl, the last row or a new one, and flush the file."""
         assert self._metrics is not None
         if self.row.get("step") != step:

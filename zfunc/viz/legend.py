@@ -101,7 +101,7 @@ def verbs_of(timelines: Sequence[Timeline], plan: Plan | None = None) -> dict[st
     return {verb: n for n, verb in enumerate(names)}
 
 
-def legend_summary(timeline: Timeline) -> str:
+def heading_of(timeline: Timeline) -> str:
     """A heading with the source, duration and numbers of operations and lanes of a timeline."""
     ops, lanes = counted(len(timeline.events), "operation"), counted(len(timeline.lanes), "lane")
     return f"{timeline.source}: {format_seconds(timeline.seconds)}, {ops} on {lanes}"

@@ -27,8 +27,8 @@ from zfunc.viz.compare import Sum, by_lane, by_verb, sums
 from zfunc.viz.legend import (
     Timelines,
     colour_of,
+    heading_of,
     lanes_of,
-    legend_summary,
     micro_batches_of,
     timeline_tuple,
     verb_of,
@@ -61,7 +61,7 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
         title=title or TITLE,
         stage=web_file("stage.html"),
         summaries="".join(f"<li>{escape(_summary(t, plan))}</li>" for t in shown),
-        tables=_table("lane", shown, _from_above(shown)) + _table("verb", shown, _in_order(shown, plan)),
+        tables=_table("lane", shown, _lane_sums(shown)) + _table("verb", shown, _verb_sums(shown, plan)),
         data=page_json(data(shown, plan)),
     )
 
@@ -115,18 +115,16 @@ def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
 
 
 def _summary(timeline: Timeline, plan: Plan) -> str:
-    return (
-        f"{legend_summary(timeline)}; bound by {bounds_in_words(bound_by(critical_path_of(plan, timeline)))}"
-    )
+    return f"{heading_of(timeline)}; bound by {bounds_in_words(bound_by(critical_path_of(plan, timeline)))}"
 
 
-def _in_order(shown: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
+def _verb_sums(shown: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
     """The sums of seconds by verb, in the order in which verbs appear in the graph."""
     number = verbs_of(shown, plan)
     return sorted(sums(shown, by_verb), key=lambda row: number[row.name])
 
 
-def _from_above(shown: tuple[Timeline, ...]) -> list[Sum]:
+def _lane_sums(shown: tuple[Timeline, ...]) -> list[Sum]:
     """The sums of seconds by lane, in the order in which lanes are drawn, from above."""
     lanes = [*lanes_of(shown)]
     return sorted(sums(shown, by_lane), key=lambda row: lanes.index(row.name))

@@ -16,8 +16,8 @@ from zfunc.values import of_type, whole
 from zfunc.viz.legend import (
     Timelines,
     colour_of,
+    heading_of,
     lanes_of,
-    legend_summary,
     micro_batches_of,
     ticks,
     timeline_tuple,
@@ -94,7 +94,7 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
             f'<rect class="page" {size} rx="8"/>',
             f'<text class="title" x="{_MARGIN:g}" y="30">{escape(title or "One training step")}</text>',
             *(
-                f'<text class="dim" x="{_MARGIN:g}" y="{49 + _LINE * n:g}">{escape(legend_summary(t))}</text>'
+                f'<text class="dim" x="{_MARGIN:g}" y="{49 + _LINE * n:g}">{escape(heading_of(t))}</text>'
                 for n, t in enumerate(shown)
             ),
             *_axis(max(t.seconds for t in shown), frame),

@@ -13,8 +13,8 @@ from zfunc.core.timeline import Event
 from zfunc.values import whole
 from zfunc.viz.legend import (
     Timelines,
+    heading_of,
     lanes_of,
-    legend_summary,
     micro_batches_of,
     ticks,
     timeline_tuple,
@@ -58,7 +58,7 @@ def text(timelines: Timelines, width: int = 100) -> str:
         start = min(round(seconds_at / per_cell), len(axis) - len(label))
         axis[start : start + len(label)] = label
     lines = [
-        *map(legend_summary, shown),
+        *map(heading_of, shown),
         *(
             f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters, numbers)}|"
             for name, lane, t in rows

@@ -166,7 +166,7 @@ def plan_model(settings: PlanSettings, watch: "Watch | None" = None) -> PlannedM
     begin = settings if settings.max != "length" else evolve(settings, seq_length=1)
     model, limit, fitting = simulated_model(begin), "", step
     if settings.max:
-        found, limit, fitting = _most(settings, step, hardware, model, watch)
+        found, limit, fitting = _largest_that_fits(settings, step, hardware, model, watch)
         settings = evolve(settings, **{MAXIMA[settings.max]: found})
         if not (settings.hf or settings.hf_config):
             model = simulated_model(settings)
@@ -229,7 +229,7 @@ def _costs(model: "SimulatedModel", settings: PlanSettings, hardware: Profile) -
     return model.cost_model(hardware, rows, settings.seq_length, settings.world)
 
 
-def _most(
+def _largest_that_fits(
     settings: PlanSettings,
     step: StepSettings,
     hardware: Profile,

@@ -104,7 +104,7 @@ class KnownValues(TorchFunctionMode):
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args))
         if name == "masked_select" and "out" not in kwargs:
-            return self._selected(types, *args, **kwargs)
+            return self._masked_select(types, *args, **kwargs)
         by_scalar = name == "__setitem__" and not (isinstance(args[2], Tensor) and args[2].dim())
         if name == "__getitem__" or (name == "__setitem__" and not by_scalar):
             args = (args[0], self._known_index(args[1]), *args[2:])
@@ -119,7 +119,7 @@ class KnownValues(TorchFunctionMode):
         known = all(found) and (bool(given) or name in FACTORIES) and not any(x in name for x in DRAWS)
         names = frozenset[str]().union(*(x[1] for x in found if x))
         # 1. What reads values: numbers, or a constant in place of the result.
-        free = known and bool(given) and self._free(names)
+        free = known and bool(given) and self._may_depend_on(names)
         if free and name in READS:
             self._note(names)
             return self._real(func, args, kwargs)
@@ -142,7 +142,7 @@ class KnownValues(TorchFunctionMode):
                 self.known[t] = value, frozenset[str]() if name in LIKE else names
         return y
 
-    def _selected(self, types: Any, input: Tensor, mask: Tensor) -> Any:
+    def _masked_select(self, types: Any, input: Tensor, mask: Tensor) -> Any:
         """The elements of `input` where boolean `mask` is true, both broadcast, as masked_select returns."""
         shape = torch.broadcast_shapes(input.shape, mask.shape)
         x, mask = (self.__torch_function__(Tensor.expand, types, (t, shape)) for t in (input, mask))
@@ -152,20 +152,20 @@ class KnownValues(TorchFunctionMode):
         """The argument `output_size` for torch.repeat_interleave, if the `repeats` are known; else {}."""
         x, times = input, input if repeats is None else repeats
         found = self._of(times) if isinstance(times, Tensor) else None
-        if not found or not self._free(found[1]):
+        if not found or not self._may_depend_on(found[1]):
             return {}
         self._note(found[1])
         each = (x.numel() if dim is None else x.shape[dim]) if times is not x and times.numel() == 1 else 1
-        with _outside():
+        with _without_modes():
             return {"output_size": int(found[0].sum()) * each}
 
     def _number(self, t: Tensor) -> Any:
         """The Python number in `t`, a tensor without dimensions, if its value is known; else `t`."""
         found = None if t.dim() or t.is_floating_point() else self._of(t)
-        if found is None or not self._free(found[1]):
+        if found is None or not self._may_depend_on(found[1]):
             return t
         self._note(found[1])
-        with _outside():
+        with _without_modes():
             return found[0].item()
 
     def _known_index(self, index: Any) -> Any:
@@ -177,17 +177,17 @@ class KnownValues(TorchFunctionMode):
                 ends = (x.start, x.stop, x.step)
                 made.append(slice(*(self._number(v) if isinstance(v, Tensor) else v for v in ends)))
             elif isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() and (found := self._of(x)):
-                made += self._places(x, *found)
+                made += self._index_tensors(x, *found)
             else:
                 made.append(x)
         return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
 
-    def _places(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
+    def _index_tensors(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
         """Index tensors, one for each dimension, of the true elements of `mask`, whose known values are
         `value`, computed from the inputs `names`."""
-        with _outside():
+        with _without_modes():
             places = value.nonzero(as_tuple=True)
-        if self.read is None and self._free(names):
+        if self.read is None and self._may_depend_on(names):
             return [self._constant(t, names) for t in places]
         self._note(names, count=True)
         # Any other number is an index out of range, not a wrong result: also where none is selected here.
@@ -200,7 +200,7 @@ class KnownValues(TorchFunctionMode):
             self.known[t] = own, names
         return made
 
-    def _free(self, names: frozenset[str]) -> bool:
+    def _may_depend_on(self, names: frozenset[str]) -> bool:
         """Whether a trace may depend on values of the inputs `names`: with `read`, or if none is BySample."""
         return self.read is not None or names.isdisjoint(self.sampled)
 
@@ -211,7 +211,7 @@ class KnownValues(TorchFunctionMode):
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
         """Put a copy of `value`, made of inputs `names`, into the trace as a constant; if small, it stays known."""
-        with _outside():
+        with _without_modes():
             own, kept = value.clone(), value.clone()
         t = kept.to(self.device, copy=True)
         if own.numel() <= LARGEST:
@@ -234,7 +234,7 @@ class KnownValues(TorchFunctionMode):
         ):
             return None
         shapes = (Tensor, torch.device)
-        with _outside():
+        with _without_modes():
             args, kwargs = (tree_map_only(shapes, value, x) for x in (args, kwargs))
             if "device" in kwargs:
                 kwargs["device"] = "cpu"
@@ -259,7 +259,7 @@ def _small(tensors: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _outside() -> Iterator[None]:
+def _without_modes() -> Iterator[None]:
     """A context that suspends surrounding modes and transforms, so that operations on real tensors just run."""
     with (
         torch._C.DisableTorchFunction(),

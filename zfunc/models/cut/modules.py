@@ -341,14 +341,14 @@ class ModuleTraces:
         """Export the module's graph for inputs like `x`, weights in `dtype`; returns a partial of `cut_graph`
         that lacks `blocks`, `most` and `starts`."""
         # 1. The module with weights that have no memory, on an input without any.
-        mode, fakes, inputs = self._without_memory(x, dtype)
+        mode, fakes, inputs = self._fake_tensors(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}
         buffers = self._buffers(dtype)
         module = _with_tensors(self.whole, fakes, buffers)
         if not training:
             module.eval()
         # 2. Its graph, cut.
-        drawn = _draws()
+        drawn = _generator_states()
         with alone(), _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
@@ -369,7 +369,7 @@ class ModuleTraces:
                 raise NotCutError(
                     f"torch.export cannot trace it ({type(error).__name__}: {reason})"
                 ) from error
-        if _draws() != drawn:
+        if _generator_states() != drawn:
             raise ValueError(
                 f"model: got random numbers from Python's random module or numpy.random, expected torch's: {SEEDED}"
             )
@@ -392,7 +392,7 @@ class ModuleTraces:
                 self._compare(cut_in(set(), starts=frozenset(), most=self.most), fakes, inputs, dtype)
         return cut_in
 
-    def _without_memory(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
+    def _fake_tensors(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
         """Make a mode of fake tensors (shapes without memory), and in it the module's parameters in `dtype`
         by short name, and inputs like `x`."""
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -417,7 +417,7 @@ class ModuleTraces:
         return _in_thread(self._values_read, x)
 
     def _values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
-        mode, fakes, inputs = self._without_memory(x, torch.float32)
+        mode, fakes, inputs = self._fake_tensors(x, torch.float32)
         module = _with_tensors(self.whole, fakes, self._buffers(torch.float32))
         found = (dict[str, str](), dict[str, str]())
         module.read = lambda name, count: found[count].setdefault(name, _place_in(traceback.extract_stack()))
@@ -556,7 +556,7 @@ def _quiet() -> Iterator[None]:
                 x.setLevel(level)
 
 
-def _draws() -> str:
+def _generator_states() -> str:
     """The states of Python's and NumPy's generators as text, which numbers drawn from them change."""
     return repr((random.getstate(), np.random.get_bit_generator().state))
 

@@ -151,7 +151,7 @@ def cut_graph(
             name = getattr(n.target, "__name__", str(n.target))
             raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
     calls = [n for n in nodes if n.op == "call_function" and n in kept]
-    spans, differentiable = _by_block(calls, blocks, weights), _differentiable(nodes, sources, trained)
+    spans, differentiable = _spans_by_block(calls, blocks, weights), _differentiable(nodes, sources, trained)
     bonds = [*_bonds(calls, sources, changed)]
     closed = {*chain.from_iterable(calls[i + 1 : j + 1] for i, j, _ in bonds)}
     within = [_runs(span, closed, sources, weights) for span in spans]
@@ -160,8 +160,8 @@ def cut_graph(
         most = max(most, least)
         starts = frozenset(run.name for runs in within for run in _first_runs(runs, most))
     parts = [x for span, runs in zip(spans, within, strict=True) for x in _parts(span, runs, starts)]
-    why = [*_said(spans, bonds)]
-    spans = _joined(parts, closed, weights, differentiable)
+    why = [*_why_joined(spans, bonds)]
+    spans = _join_uncuttable(parts, closed, weights, differentiable)
     at = {n: s for s, span in enumerate(spans) for n in span.nodes}
     given = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
     last = {n: len(spans) if n in outputs else -1 for n in (*given, *at)}
@@ -204,7 +204,7 @@ def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _by_block(nodes: list[Node], blocks: set[str], weights: set[str]) -> list[NodeSpan]:
+def _spans_by_block(nodes: list[Node], blocks: set[str], weights: set[str]) -> list[NodeSpan]:
     """Group nodes into spans, in order: a span for each call of a block, and one for the nodes between two
     calls. Spans of one call are joined if no node between them reads one of `weights`."""
     spans: list[NodeSpan] = []
@@ -261,7 +261,7 @@ def _bonds(
         yield read[0], read[-1], f"are one, as both read a buffer that is written at {place_of(n)}"
 
 
-def _said(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Iterator[str]:
+def _why_joined(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Iterator[str]:
     """Yield a line for the log for each of `bonds` whose two nodes are in different `spans`: the spans' names
     and why they must be one."""
     of = [span for span in spans for _ in span.nodes]
@@ -337,7 +337,7 @@ def _parts(span: NodeSpan, runs: list[Run], starts: frozenset[str]) -> Iterator[
         yield NodeSpan(span.name, span.call and (span.call, part), span.nodes[i:j], part)
 
 
-def _joined(
+def _join_uncuttable(
     spans: list[NodeSpan], closed: set[Node], weights: set[str], differentiable: set[Node]
 ) -> list[NodeSpan]:
     """Join each span that reads no parameter, or begins with a node in `closed`, where no cut may be, to the

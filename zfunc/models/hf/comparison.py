@@ -43,8 +43,8 @@ def compare(
 
     Raises ValueError if `loss` (None: the model's own) or gradients differ on the tiny batch `inputs`, `targets`.
     """
-    name, small = type(model).__name__, _small(model)
-    longer, labels = _longer(small, inputs, targets)
+    name, small = type(model).__name__, _small_copy(model)
+    longer, labels = _with_longer_rows(small, inputs, targets)
     segments = cut(small, inputs, loss, packs=True)
     difference = _difference(segments, small, longer, labels, loss)
     if difference:
@@ -61,7 +61,7 @@ def compare(
     return packs
 
 
-def _longer(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[str, Tensor], Any]:
+def _with_longer_rows(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[str, Tensor], Any]:
     """`inputs` and `targets` with longer rows, by repetition; lengths in the settings of `model`, such as a
     window, are reduced in place below that. Both unchanged if inputs are no token ids or no setting is a
     length."""
@@ -94,7 +94,7 @@ def _in_segments(segments: tuple[Segment, ...], values: dict[str, Tensor], x: An
     return x
 
 
-def _small(model: Any) -> Any:
+def _small_copy(model: Any) -> Any:
     """A copy of a small model, or a small model of its class, in fp32, with random values added to parameters."""
     if _size(model) <= SMALL and not any(p.is_meta for p in model.parameters()):
         small = copy.deepcopy(model).to("cpu")
@@ -156,9 +156,9 @@ def _difference(
         own = model(**inputs, labels=ids).loss
         targets = collated_batch({"input_ids": ids, "labels": ids})[1]
     else:
-        own = _first(loss(model(**inputs), targets))
+        own = _loss_in(loss(model(**inputs), targets))
     x = inputs if len(inputs) > 1 else ids
-    return _compared(model, own, lambda values: _first(_in_segments(segments, values, x, targets)))
+    return _compared(model, own, lambda values: _loss_in(_in_segments(segments, values, x, targets)))
 
 
 def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
@@ -194,6 +194,6 @@ def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Te
     return ""
 
 
-def _first(loss: Any) -> Tensor:
+def _loss_in(loss: Any) -> Tensor:
     """The loss in `loss`, which is a tensor, or a tuple of it and auxiliary outputs."""
     return loss[0] if isinstance(loss, tuple) else loss
