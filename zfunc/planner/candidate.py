@@ -141,9 +141,9 @@ class Repetition:
         return enough and self._even(*([x for x in of if x[2]] for of in (few, many)))
 
     def _even(self, few: list[Placed], many: list[Placed]) -> bool:
-        """Whether lane `many` of the large step is lane `few` of the small one with operations inserted at
-        one place, and the last group but one starts one repetition (two groups' seconds) after the like
-        group: then the step's end does not disturb earlier groups."""
+        """Whether the end of the large step disturbs no earlier group on its lane `many`: its operations are
+        those of lane `few` of the small step with more inserted at one place, and those of the last group but
+        one start as long after the like ones two groups before as two groups take."""
         if _alike(few, many) + _alike(few[::-1], many[::-1]) < len(few):
             return False
         starts = [(verb, e.start) for e, verb, _ in many if verb in self._grows]

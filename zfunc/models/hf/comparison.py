@@ -95,7 +95,8 @@ def _in_segments(segments: tuple[Segment, ...], values: dict[str, Tensor], x: An
 
 
 def _small_copy(model: Any) -> Any:
-    """A copy of a small model, or a small model of its class, in fp32, with random values added to parameters."""
+    """A copy of `model` if small, else a new small model of its class, with shrunken config; in fp32 on the
+    CPU, with random values added to its parameters."""
     if _size(model) <= SMALL and not any(p.is_meta for p in model.parameters()):
         small = copy.deepcopy(model).to("cpu")
     else:

@@ -44,7 +44,7 @@ class LayerPlace(nn.Module):
         self.x: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden states as the layer would return them; raises `_Reached` if the place stops the forward."""
+        """Hidden states as the layer returns them; raises `_Reached` with them if this stand-in `stops`."""
         y, args, kwargs = with_hidden(self.x, args, kwargs)
         if self.layer is not None:
             y = self.layer(*args, **kwargs)
