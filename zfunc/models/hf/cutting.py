@@ -62,14 +62,14 @@ def cut_model(
     check_supported(base, loss=loss is not None)
     if loss is not None and example is None:
         refuse("example", "none with a loss", "a tiny batch", LOSS)
-    inputs, targets = ({"input_ids": _tokens(base)}, None) if example is None else example
+    inputs, targets = ({"input_ids": _example_ids(base)}, None) if example is None else example
     inputs = dict(inputs) if isinstance(inputs, Mapping) else {base.main_input_name: inputs}
     packs = is_tested(base) or compare(cut_layers, base, inputs, targets, loss)
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
     return cut_layers(model, inputs, loss, packs=packs)
 
 
-def _tokens(model: Any) -> Tensor:
+def _example_ids(model: Any) -> Tensor:
     """Token ids, two short rows, on which a model is run once to find its layers."""
     vocabulary = min(model.config.get_text_config().vocab_size, 1000)
     return torch.randint(3, vocabulary, (2, RECORDED), generator=torch.Generator().manual_seed(0))
@@ -319,7 +319,7 @@ def _compute_buffers(model: Any) -> dict[int, Tensor]:
     real: dict[int, Tensor] = {}
     for t in model.buffers():
         if t.is_meta and t.dtype != torch.bool:
-            real[id(t)] = torch.full(t.shape, _unset(t), dtype=t.dtype, device="cpu")
+            real[id(t)] = torch.full(t.shape, _unset_value(t), dtype=t.dtype, device="cpu")
     if real:
         without = {id(p): p.to("meta") for p in model.parameters()}  # and of what is real, a copy
         copied = copy.deepcopy(model, {**without, **real})
@@ -327,7 +327,7 @@ def _compute_buffers(model: Any) -> dict[int, Tensor]:
             copied.initialize_weights()
     for name, t in model.named_buffers():
         got = real.get(id(t))
-        if t.is_meta and (got is None or (got.isnan() | (got == _unset(t))).any()):
+        if t.is_meta and (got is None or (got.isnan() | (got == _unset_value(t))).any()):
             raise ValueError(
                 f"model: got one on the meta device whose buffer {name!r} cannot be computed, expected one that "
                 f"a {type(model).__name__} sets with its initial weights: make the model on the CPU"
@@ -335,7 +335,7 @@ def _compute_buffers(model: Any) -> dict[int, Tensor]:
     return real
 
 
-def _unset(t: Tensor) -> float | int:
+def _unset_value(t: Tensor) -> float | int:
     """The value that marks a buffer like `t` as not yet set: NaN, or the least integer of its dtype."""
     return torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).min
 
