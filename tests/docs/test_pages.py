@@ -41,7 +41,6 @@ PRINTED = {
     "optimizers.md": r"^\d+ buckets\nlr 0.01\nstep 2 True$",
     "checkpoints.md": r"^resumes after step 10$",
     "finetuning.md": r"^goes on after step 50$",
-    "huggingface.md": r"^$",
     "any_model.md": r"^\['first', 'blocks.0', 'blocks.1', .*'blocks.7', 'last'\]$",
     "recipes.md": r"^\['body.bias', 'body.weight', 'loss.bias', 'loss.weight'\] True$",
 }  # the Python of these pages continues that of the README

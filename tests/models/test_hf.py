@@ -161,22 +161,6 @@ def test_windows_and_chunks_of_any_length_are_those_of_their_layers(name: str, w
     assert_plain(segments, model, ids, targets, model(x, labels=x).loss)
 
 
-def test_a_window_on_both_sides_of_an_encoder_needs_no_attention_mask() -> None:
-    made = config("ModernBert", **SIZE, local_attention=10, global_attn_every_n_layers=2)(
-        cls_token_id=1, sep_token_id=2
-    )
-    model = perturbed(transformers.ModernBertForMaskedLM(made))
-    x = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
-
-    def loss(output: Any, labels: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
-
-    for tokens_of_example in (5, 6, 7, 20):  # a token sees 5 on either side
-        example = (x[:, :tokens_of_example], x[:, :tokens_of_example])
-        segments = zfunc.hf.segments(model, loss=loss, example=example)
-        assert_plain(segments, model, x, x, loss(model(x), x))
-
-
 def test_the_comparison_sees_a_window_that_a_recording_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on rows so short that there is no mask for a window, as for none."""
     monkeypatch.setattr(recording, "RECORDING", ContextVar("unread"))
@@ -373,14 +357,14 @@ def with_rope(model: Any, kind: str) -> Any:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "expected a model of transformers": lambda: torch.nn.Linear(1, 1),
-    "an encoder-decoder, with two inputs: pass `loss`.* expected a causal": lambda: transformers.T5Model(
-        config("T5", **T5)()
+    r"an encoder-decoder, with two inputs, expected a causal.*zfunc\.segments\(": lambda: (
+        transformers.T5Model(config("T5", **T5)())
     ),
-    "no next-token loss of its own: pass `loss`": lambda: transformers.LlamaModel(CONFIGS["Llama"]()),
+    "no next-token loss of its own, expected a causal": lambda: transformers.LlamaModel(CONFIGS["Llama"]()),
     "rotary positions of type 'axial': use one of default, ": lambda: with_rope(
         random_model("Llama"), "axial"
     ),
-    r"in segments \(.* autograd.Function .*zfunc\.segment\(": lambda: transformers.BloomForCausalLM(
+    r"in segments \(.* autograd.Function .*zfunc\.segments\(": lambda: transformers.BloomForCausalLM(
         config("Bloom", **BLOOM)()
     ),
     r"in segments \(another gradient of .model.embed_tokens": lambda: turned(
@@ -431,39 +415,6 @@ def test_states_of_a_row_are_refused_in_tiles_and_packed_documents(name: str) ->
         program = compiled(segments, tiles=tiles)
         with pytest.raises(ValueError, match=message):
             zfunc.evaluate(program, zfunc.init(program), zfunc.hf.batch(inputs, x))
-
-
-ENCODERS: dict[str, tuple[Callable[[], Any], Any]] = {
-    "BERT": (
-        lambda: transformers.BertForSequenceClassification(
-            config("Bert", **SIZE, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)()
-        ),
-        {"input_ids": tokens(), "attention_mask": torch.arange(13) < torch.tensor([[13], [7], [9], [2]])},
-    ),
-    "ViT": (
-        lambda: transformers.ViTForImageClassification(
-            config("ViT", **SIZE, num_labels=3, image_size=8, patch_size=4, num_channels=2)()
-        ),
-        torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(0)),
-    ),
-}
-
-
-@by_day("BERT", of=ENCODERS)
-def test_encoders_have_a_loss_of_the_users(name: str) -> None:
-    model, (x, targets) = perturbed(ENCODERS[name][0]()), (ENCODERS[name][1], torch.tensor([0, 2, 1, 1]))
-
-    def loss(output: Any, targets: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(output.logits, targets)
-
-    with pytest.raises(ValueError, match="^example: got none with a loss, expected a tiny batch"):
-        zfunc.hf.segments(model, loss=loss)
-    segments = zfunc.hf.segments(model, loss=loss, example=(x, targets))
-    output = model(**x) if isinstance(x, dict) else model(x)
-    program = compiled(segments, micro_batches=2)
-    assert_gradients(program, model, x, targets, loss(output, targets), 1e-5)
-    _, metrics = zfunc.train_step(program, zfunc.init(program), (x, targets))
-    assert abs(metrics.loss - float(loss(output, targets).detach())) < 1e-5
 
 
 def test_more_tokens_than_positions_are_refused_before_anything_runs() -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from zfunc.engine.trace.segment import Segment
-from zfunc.models.hf.recording import BY_HAND
+from zfunc.models.hf.families import ANY
 from zfunc.models.loss import collated_batch, next_token_loss
 from zfunc.runtime.rng import seeded_sequence
 
@@ -29,30 +28,27 @@ _COUNTS = ("num_attention_heads", "num_key_value_heads")
 _TOKENS = re.compile(r"(window|window_size|chunk_size|local_attention|original_max_position_embeddings)$")
 """Names of settings that are numbers of tokens from which on a model computes something else."""
 log = logging.getLogger("zfunc")
-Loss = Callable[[Any, Any], Tensor]
 
 
 def compare(
     cut: Callable[..., tuple[Segment, ...]],  # such as `cutting.cut_layers` is
     model: Any,
-    inputs: dict[str, Tensor],
-    targets: Any,
-    loss: Loss | None,
+    ids: Tensor,
 ) -> bool:
     """Compare a model with its segments, made by `cut`; returns whether they keep the documents of a row apart.
 
-    Raises ValueError if `loss` (None: the model's own) or gradients differ on the tiny batch `inputs`, `targets`.
+    Raises ValueError if the loss or gradients differ on token ids `ids` [batch, seq], or on longer rows of them.
     """
     name, small = type(model).__name__, _small_copy(model)
-    longer, labels = _with_longer_rows(small, inputs, targets)
-    segments = cut(small, inputs, loss, packs=True)
-    difference = _difference(segments, small, longer, labels, loss)
+    longer = _with_longer_rows(small, ids)
+    segments = cut(small, packs=True)
+    difference = _difference(segments, small, longer)
     if difference:
         raise ValueError(
             f"model: got a {name} that computes something else in segments ({difference}), expected the same loss "
-            f"and gradients: {BY_HAND}"
+            f"and gradients: {ANY}"
         )
-    packs = loss is None and not _difference_of_documents(segments, small, longer[model.main_input_name])
+    packs = not _difference_of_documents(segments, small, longer)
     log.info(
         "hf: the segments of a %s have its loss and gradients on a tiny batch%s",
         name,
@@ -61,17 +57,13 @@ def compare(
     return packs
 
 
-def _with_longer_rows(model: Any, inputs: dict[str, Tensor], targets: Any) -> tuple[dict[str, Tensor], Any]:
-    """`inputs` and `targets` with longer rows, by repetition; lengths in the settings of `model`, such as a
-    window, are reduced in place below that. Both unchanged if inputs are no token ids or no setting is a
-    length."""
-    ids = inputs[model.main_input_name]
+def _with_longer_rows(model: Any, ids: Tensor) -> Tensor:
+    """Token ids `ids` [batch, seq] with longer rows, by repetition; lengths in the settings of `model`, such as a
+    window, are reduced in place below that. `ids` unchanged if no setting is a length."""
     tokens = min(2 * ids.shape[1] + 5, getattr(model.config, "max_position_embeddings", None) or 1 << 30)
     settings = [vars(x) for m in model.modules() for x in (m, vars(m).get("config")) if x is not None]
-    if ids.dim() != 2 or ids.is_floating_point() or not sum(_shorten(x, tokens // 2) for x in settings):
-        return inputs, targets
-    at = torch.arange(tokens) % ids.shape[1]
-    return tree_map(lambda t: t[:, at] if getattr(t, "shape", ())[:2] == ids.shape else t, (inputs, targets))
+    shortened = sum(_shorten(x, tokens // 2) for x in settings)
+    return ids[:, torch.arange(tokens) % ids.shape[1]] if shortened else ids
 
 
 def _shorten(settings: dict[str, Any], most: int) -> bool:
@@ -130,7 +122,7 @@ def _small_config(model: Any) -> Any:
             continue
     raise ValueError(
         f"model: got a {type(model).__name__} too large to compare with its segments, and a config that cannot be "
-        f"made smaller: {BY_HAND}"
+        f"made smaller: {ANY}"
     )
 
 
@@ -148,18 +140,12 @@ def _shrink(config: Any, factor: int) -> None:
         config.num_hidden_layers = few
 
 
-def _difference(
-    segments: tuple[Segment, ...], model: Any, inputs: dict[str, Tensor], targets: Any, loss: Loss | None
-) -> str:
-    """The first difference of a model and its segments in loss or gradients, as text; "" for none."""
-    ids = inputs[model.main_input_name]
-    if loss is None:
-        own = model(**inputs, labels=ids).loss
-        targets = collated_batch({"input_ids": ids, "labels": ids})[1]
-    else:
-        own = _loss_in(loss(model(**inputs), targets))
-    x = inputs if len(inputs) > 1 else ids
-    return _compared(model, own, lambda values: _loss_in(_in_segments(segments, values, x, targets)))
+def _difference(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
+    """The first difference of a model and its segments in loss or gradients on token ids `ids` [batch, seq], as
+    text; "" for none."""
+    own = model(ids, labels=ids).loss
+    targets = collated_batch({"input_ids": ids, "labels": ids})[1]
+    return _compared(model, own, lambda values: _in_segments(segments, values, ids, targets))
 
 
 def _difference_of_documents(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
@@ -193,8 +179,3 @@ def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Te
         if not float((others[full] - g).abs().max()) <= close:
             return f"another gradient of {full!r}"
     return ""
-
-
-def _loss_in(loss: Any) -> Tensor:
-    """The loss in `loss`, which is a tensor, or a tuple of it and auxiliary outputs."""
-    return loss[0] if isinstance(loss, tuple) else loss

@@ -18,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfunc.engine.trace.purity import held
 from zfunc.engine.trace.segment import Segment, Values, segment
-from zfunc.errors import refuse
 from zfunc.models.hf.adapters import base_name, base_of, is_adapted, make_pure, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
-from zfunc.models.hf.comparison import Loss, compare
-from zfunc.models.hf.families import LOSS, check_supported, check_transformers, in_fp32, is_tested
+from zfunc.models.hf.comparison import compare
+from zfunc.models.hf.families import check_supported, check_transformers, in_fp32, is_tested
 from zfunc.models.hf.parts import EmbedPart, HeadPart, LayerPart, LayerPlace, stop_before
 from zfunc.models.hf.recording import record
 from zfunc.models.hf.rotary import follows_length, replace_forward
@@ -33,18 +32,13 @@ RECORDED = 9  # tokens in a row on which a model is recorded
 log = logging.getLogger("zfunc")
 
 
-def cut_model(
-    model: nn.Module, *, loss: Loss | None = None, example: tuple[Any, Any] | None = None
-) -> tuple[Segment, ...]:
-    """A model of transformers as segments: embeddings, each of its layers, and the rest with the loss.
+def cut_model(model: nn.Module) -> tuple[Segment, ...]:
+    """A causal language model of transformers as segments: embeddings, each of its layers, and the rest with
+    the model's loss. `zfunc.segments` cuts any other model.
 
-    A causal language model brings its loss. A batch is `(input_ids, labels)` with shifted labels, or what
-    `zfunc.hf.batch` makes of them, or the dict of a collator of transformers; pad at the end. The
-    routers' loss is added where the config has `output_router_logits`.
-
-    Any other model, such as an encoder with a head, needs `loss(output, targets)`, the mean over a
-    micro-batch given what the model returns, and an `example`, a tiny batch `(inputs, targets)`. Inputs are
-    the tensor of the model's main input, or a dict by name, such as `input_ids` and `attention_mask`.
+    A batch is `(input_ids, labels)` with shifted labels, or what `zfunc.hf.batch` makes of them, or the dict of
+    a collator of transformers; pad at the end. The routers' loss is added where the config has
+    `output_router_logits`.
 
     Models other than those of `zfunc.models.hf.families.FAMILIES` are compared with their segments first, by
     loss and gradients on a tiny batch. Parameters keep their names. Frozen parameters
@@ -59,14 +53,10 @@ def cut_model(
     """
     check_transformers()
     base: Any = base_of(model)
-    check_supported(base, loss=loss is not None)
-    if loss is not None and example is None:
-        refuse("example", "none with a loss", "a tiny batch", LOSS)
-    inputs, targets = ({"input_ids": _example_ids(base)}, None) if example is None else example
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else {base.main_input_name: inputs}
-    packs = is_tested(base) or compare(cut_layers, base, inputs, targets, loss)
+    check_supported(base)
+    packs = is_tested(base) or compare(cut_layers, base, _example_ids(base))
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
-    return cut_layers(model, inputs, loss, packs=packs)
+    return cut_layers(model, packs=packs)
 
 
 def _example_ids(model: Any) -> Tensor:
@@ -75,26 +65,23 @@ def _example_ids(model: Any) -> Tensor:
     return torch.randint(3, vocabulary, (2, RECORDED), generator=torch.Generator().manual_seed(0))
 
 
-def cut_layers(
-    model: Any, inputs: Mapping[str, Tensor], loss: Loss | None, *, packs: bool
-) -> tuple[Segment, ...]:
+def cut_layers(model: Any, *, packs: bool) -> tuple[Segment, ...]:
     """Cut a model into segments: embeddings, each layer, and the rest with the loss. To find its layers, the
-    model runs once on tensors like `inputs`. `packs` is whether a row may have several documents.
+    model runs once on two short rows. `packs` is whether a row may have several documents.
 
     Raises ValueError for a model in which no layers are found.
     """
     register()
-    cutter = _Cutter(base_of(model), inputs, packs=loss is not None or packs)
+    cutter = _Cutter(base_of(model), packs=packs)
     names = {id(p): name for name, p in model.named_parameters()}  # the first of a tied one
     segments: list[Segment] = []
     owned = set[str]()
-    for name, cut, own in cutter.cuts(loss):
+    for name, cut, own in cutter.cuts():
         segments.append(_named(name, cut, own, model, names, frozenset(owned), cutter))
         owned |= {p.name for p in segments[-1].parameters}
-    if loss is None:
-        given = {"typed": "token_type_ids" in inspect.signature(cutter.model.forward).parameters}
-        given["counts"] = any(cutter.routers)
-        segments[-1] = evolve(segments[-1], read_dict=partial(collated_batch, **given))
+    given = {"typed": "token_type_ids" in inspect.signature(cutter.model.forward).parameters}
+    given["counts"] = any(cutter.routers)
+    segments[-1] = evolve(segments[-1], read_dict=partial(collated_batch, **given))
     return tuple(segments)
 
 
@@ -113,7 +100,7 @@ class _Cut:
 class _Cutter:
     """Makes the parts of a transformers model, its embeddings, layers and head, that become segments."""
 
-    def __init__(self, model: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> None:
+    def __init__(self, model: Any, *, packs: bool) -> None:
         self.model, self.implementation = model, implementation_for(model)
         self.buffers = _compute_buffers(model)
         self.configs: dict[int, AttentionSettings] = {}
@@ -122,7 +109,7 @@ class _Cutter:
             for t in (*model.parameters(), *model.buffers()):
                 fake = torch.empty(t.shape, dtype=t.dtype, device="cpu")
                 fakes[id(t)] = nn.Parameter(fake) if isinstance(t, nn.Parameter) else fake
-            self.recording = record(model, self.copied(model, fakes).eval(), inputs, packs=packs)
+            self.recording = record(model, self.copied(model, fakes).eval(), _example_ids(model), packs=packs)
         self.layers: Any = model.get_submodule(self.recording.layers)
         used = self.recording.embed | self.recording.head | {id(p) for p in self.layers.parameters()}
         self.unused = frozenset(id(p) for p in model.parameters()) - used  # nothing depends on them
@@ -162,7 +149,7 @@ class _Cutter:
         found = ((x for x, m in layer.named_modules() if isinstance(m, kind)) for layer in self.layers)
         return [next(names, None) for names in found], index
 
-    def cuts(self, loss: Loss | None) -> Iterator[tuple[str, _Cut, nn.Module]]:
+    def cuts(self) -> Iterator[tuple[str, _Cut, nn.Module]]:
         """Yield for each segment its name, its `_Cut`, and a module with the segment's tensors under the
         cut's names; equal layers have the same cut."""
         model, inside = self.model, {id(m) for m in self.layers.modules()}
@@ -182,7 +169,7 @@ class _Cutter:
                 cut = _Cut(name, self._layer(n, layer), self.buffers)
                 known.append((signature, cut))
             yield name, cut, nn.ModuleDict({"layer": layer})
-        cut = _Cut(self._name(model.get_output_embeddings(), "head"), self._head(loss), self.buffers)
+        cut = _Cut(self._name(model.get_output_embeddings(), "head"), self._head(), self.buffers)
         yield cut.segment.name, cut, cut.part
 
     def _name(self, module: nn.Module | None, otherwise: str) -> str:
@@ -209,13 +196,12 @@ class _Cutter:
         given = {"router": router, "index": self.router_index, "top_k": top_k}
         return self._part(LayerPart, place, kept, layer=layer, **given)
 
-    def _head(self, loss: Loss | None) -> nn.Module:
+    def _head(self) -> nn.Module:
         """The module of the last segment: everything in the model after its last layer."""
         part = self._part(
             *(HeadPart, len(self.layers) - 1, self.recording.head | self.unused),
-            linear=self.recording.linear if loss is None else None,
+            linear=self.recording.linear,
             softcap=getattr(self.model.config.get_text_config(), "final_logit_softcapping", None),
-            loss=loss,
             routers=sum(x is not None for x in self.routers),
             balance=getattr(self.model, "router_aux_loss_coef", 0.0),
         )

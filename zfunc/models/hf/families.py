@@ -23,9 +23,7 @@ FAMILIES = (
 )
 """Models whose segments are tested with zfunc."""
 
-LOSS = (
-    "pass `loss`, a function (the model's output, targets) -> mean loss, and as `example` (inputs, targets)"
-)
+ANY = "zfunc.segments(model, batch) takes any module"
 
 
 def check_transformers() -> None:
@@ -48,19 +46,17 @@ def is_tested(model: Any) -> bool:
     return type(model).__name__ in FAMILIES and type(model).__module__.startswith("transformers.")
 
 
-def check_supported(model: Any, *, loss: bool) -> None:
-    """Raise ValueError for a model that can never be cut into segments; `loss` is whether the user passes one."""
+def check_supported(model: Any) -> None:
+    """Raise ValueError for a `model` that `zfunc.hf.segments` never cuts, such as one that is no causal language
+    model of transformers."""
     from transformers import PreTrainedModel
 
     name, config = type(model).__name__, getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"model: got a {name}, expected a model of transformers: make another into segments by "
-            "zfunc.segment(name, module)"
-        )
-    if not loss and not _is_causal(model):
-        raise why_unsupported(name, f"{kind_of(config)}: {LOSS}; without them")
-    if not (loss or is_tested(model)) and getattr(config, "is_decoder", True) is False:
+        raise ValueError(f"model: got a {name}, expected a model of transformers: {ANY}")
+    if not _is_causal(model):
+        raise why_unsupported(name, kind_of(config))
+    if not is_tested(model) and getattr(config, "is_decoder", True) is False:
         raise why_unsupported(name, "which is not supported as an encoder: its is_decoder is off")
     for parameter, p in model.named_parameters():
         if not p.is_floating_point():
@@ -111,7 +107,7 @@ def kind_of(config: Any) -> str:
 def why_unsupported(name: str, reason: str) -> ValueError:
     """The ValueError for a model class `name` that cannot be cut into segments, for `reason`."""
     return ValueError(
-        f"model: got a {name}, {reason}, expected a causal language model such as {FAMILIES[2]}"
+        f"model: got a {name}, {reason}, expected a causal language model such as {FAMILIES[2]}: {ANY}"
     )
 
 

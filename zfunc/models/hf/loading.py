@@ -88,7 +88,7 @@ def load_folder(
     stored = _check_quantized(read_config(folder), quantize, lora, folder)
     config = config if not stored else unquantized(config)
     model = empty_model(config, folder)
-    check_supported(model, loss=False)  # first, because files of an unsupported family have other names too
+    check_supported(model)  # first, because files of an unsupported family have other names too
     weights = FolderWeights.of(folder, model)
     log.info("hf: %s: %d tensors", folder, len(weights.names))
     for name, t in weights.buffers().items():
@@ -213,7 +213,7 @@ def describe(
         quantize = kind_of_folder(whole)
     _check_quantized(None, quantize, lora, place)
     model = empty_model(unquantized(config), place)
-    check_supported(model, loss=False)
+    check_supported(model)
     linear = _linear_weights(model) if quantize else []
     encoded = {x: quantize for x in linear if not (stored and kept_in_16_bits(whole, x))}
     encoded |= _further(model, quantize_parameters, quantize or "")

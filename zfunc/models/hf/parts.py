@@ -4,7 +4,6 @@ Positions, masks and all else that a layer is given are made by the model's own 
 hidden states and the model's inputs pass from one segment to the next, and with them the sums of routers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,7 +78,6 @@ class Call:
     """How a model is called: the name of its main input, and whether it takes `past_key_values`."""
 
     main: str
-    tokens: bool  # whether the main input is token ids
     past: bool
     replaced: bool  # whether its attention and masks are zfunc's
     packs: bool  # whether layers keep the documents of a sequence apart
@@ -137,15 +135,13 @@ class EmbedPart(_Part):
         if self.by_length and "position_ids" in given:
             places = given["position_ids"]
             given[LENGTHS] = (places.amax() + 1).expand_as(places).contiguous()
-        past = PastTokens()
-        if self.call.tokens:
-            tokens = given[self.call.main].shape[-1]
-            past = PastTokens(cache, 0 if cache is None else cache.advanced(tokens))
-            if self.longest is not None and past.first + tokens > self.longest:
-                raise ValueError(
-                    f"got {past.first + tokens} tokens, expected at most the {self.longest} learned positions: "
-                    "shorten the sequence"
-                )
+        tokens = given[self.call.main].shape[-1]
+        past = PastTokens(cache, 0 if cache is None else cache.advanced(tokens))
+        if self.longest is not None and past.first + tokens > self.longest:
+            raise ValueError(
+                f"got {past.first + tokens} tokens, expected at most the {self.longest} learned positions: "
+                "shorten the sequence"
+            )
         x = self.run(None, given, past, next(self.parameters()))
         if self.experts:
             given[ROUTER] = torch.zeros(2, self.experts, device=x.device)
@@ -192,25 +188,18 @@ class HeadPart(_Part):
         *args: Any,
         linear: str | None,
         softcap: float | None,
-        loss: Callable[..., Tensor] | None,
         routers: int,
         balance: float,
     ) -> None:
         super().__init__(*args)
-        self.linear, self.softcap, self.loss = (
-            linear,
-            softcap,
-            loss,
-        )  # linear makes the logits, before their cap
+        self.linear, self.softcap = linear, softcap  # linear makes the logits, before their cap
         self.routers, self.balance = routers, balance  # layers with routers, and the weight of their loss
-        self.summed_targets = summed_targets if loss is None and not routers else None
+        self.summed_targets = None if routers else summed_targets
 
     def forward(self, passed: Passed, targets: Any = None) -> Any:
         """The mean loss, an fp32 scalar; without targets, the model's output, such as logits."""
         x, given = passed
         y = self.run(x, given, PastTokens(), x)
-        if targets is not None and self.loss is not None:
-            return self.loss(y, targets)
         linear: Any = None if self.linear is None else self.model.get_submodule(self.linear)
         if targets is not None and type(linear) is nn.Linear and linear.bias is None:
             loss = linear_next_token_loss(y, linear.weight, targets, softcap=self.softcap)

@@ -4,7 +4,7 @@ It is a call of a copy of the model whose tensors have no data, so a model of an
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.errors import refuse
 from zfunc.models.hf.attention import NAME, RECORDING, PastTokens, implementation_for
+from zfunc.models.hf.families import ANY
 from zfunc.models.hf.parts import Call, with_hidden
-
-BY_HAND = (
-    "cut it into modules that run one after the other, each as zfunc.segment(name, module), the last one returning "
-    "the mean loss"
-)
 
 
 @frozen(eq=False)
@@ -57,17 +53,17 @@ class _Calls:
         return all(x is y for x, y in zip(self.entered[1:], self.returned[:-1], strict=True))
 
 
-def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool) -> Recording:
-    """Record where `model` can be cut, in a call of `shadow`, its copy of fake tensors, with tensors like `inputs`.
+def record(model: Any, shadow: Any, ids: Tensor, *, packs: bool) -> Recording:
+    """Record where `model` can be cut, in a call of `shadow`, its copy of fake tensors, with token ids like `ids`
+    [batch, seq].
 
     `packs` says whether layers keep documents in a row apart. Raises ValueError if the model cannot be called with
-    `inputs` alone, or has no list of layers that run in order.
+    token ids alone, or has no list of layers that run in order.
     """
     name, main = type(model).__name__, model.main_input_name
-    given: dict[str, Any] = {k: torch.empty(t.shape, dtype=t.dtype) for k, t in inputs.items()}
     past = "past_key_values" in inspect.signature(model.forward).parameters
-    call = Call(main, not given[main].is_floating_point(), past, implementation_for(model) == NAME, packs)
-    given = call.arguments(given, PastTokens())
+    call = Call(main, past, implementation_for(model) == NAME, packs)
+    given = call.arguments({main: torch.empty_like(ids)}, PastTokens())
     for p in shadow.parameters():
         p.requires_grad_(True)
     linear = shadow.get_output_embeddings()
@@ -80,9 +76,9 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
             output = shadow(**given)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:300]
-            got = f"a {name} that cannot be called with {', '.join(inputs)} alone ({reason})"
-            do = f"pass example=({{name: tensor}}, targets) with all its inputs, or {BY_HAND}"
-            refuse("model", got, do=do, cause=error)
+            refuse(
+                "model", f"a {name} that cannot be called with {main} alone ({reason})", do=ANY, cause=error
+            )
         finally:
             RECORDING.reset(recording)
             for undo in hooks:
@@ -92,7 +88,7 @@ def record(model: Any, shadow: Any, inputs: Mapping[str, Tensor], *, packs: bool
     else:
         raise ValueError(
             f"model: got a {name}, expected a list of layers in it, each of which gets what the one before it "
-            f"returns: {BY_HAND}"
+            f"returns: {ANY}"
         )
     logits, projected = getattr(output, "logits", None), calls.projected
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
