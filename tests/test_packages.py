@@ -55,7 +55,7 @@ BUDGETS = {
     "core": 7_542,
     "schedules and ground": 1_528,
     "runtime": 3_760,
-    "optim": 3_211,
+    "optim": 3_213,
     "checkpoint": 4_232,
     "engine": 10_690,
     "viz": 1_238,

@@ -31,8 +31,8 @@ _hardware = partial(option, group="hardware")
 
 @frozen(kw_only=True)
 class SimulatedFlags(GPTFlags):
-    """Flags of a model and of the simulated hardware. Without `hardware` the profile is `UNNAMED`, which a
-    subclass sets, or round figures if None."""
+    """Flags of a model and of the simulated hardware. Without `hardware` the profile is the one that a
+    subclass names in `UNNAMED`; where that is None, a machine with round figures."""
 
     UNNAMED: ClassVar[str | None] = None
 

@@ -221,7 +221,8 @@ def unpack_exp_avg(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 def _plain_bits(codes: Tensor, scale: Tensor, min_shift: int) -> Tensor:
     """The bits of the fp32 values of 8-bit `codes` in blocks of 64, without the codes' special meanings of 0
-    and infinity. A code is shifted left by `min_shift` plus 0 to 3, by its block's `scale`."""
+    and infinity. A code is shifted left by `min_shift` plus the two lowest bits of its block's
+    `scale`, whose upper bits are added."""
     given = _ints(scale)[:, None]
     return (codes << (given & NUM_SHIFTS - 1) + min_shift) + ((given & SCALE_BITS >> 16) << 16)
 

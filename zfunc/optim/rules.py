@@ -111,7 +111,8 @@ def scaled(o: Operations, k: Factors, grad: Any) -> Any:
 
 
 def with_l2(o: Operations, k: Factors, g: Any, p: Any) -> Any:
-    """The gradient `g` plus `decay` times the weights `p` (L2 decay); 0 if its size is below the floor."""
+    """The gradient `g` plus `decay` times the weights `p` (L2 decay); elements of
+    the sum with an absolute value below `GRAD_FLOOR` are 0."""
     return o.flush(g + k.decay * p, GRAD_FLOOR)
 
 

@@ -102,9 +102,9 @@ def cut_graph(
     most: int,
     starts: frozenset[str] | None = None,
 ) -> CutGraph:
-    """Cut an exported graph between calls of `blocks`, and a call with more than `most` elements of
-    parameters (or more than its largest part that cannot be cut) into parts: at the parameters `starts`, if
-    given. `names` maps names of the module's tensors to their first name; `trained` are names of parameters,
+    """Cut an exported graph between the calls of the modules `blocks` (names), and a call whose parameters have
+    more than `most` elements into parts: at the parameters `starts`, if given. A part that cannot be cut may
+    have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names of parameters,
     `changed` of buffers that forward writes. Raises BuffersWrittenError."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
