@@ -104,8 +104,8 @@ def cut_graph(
 ) -> CutGraph:
     """Cut an exported graph between the calls of the modules `blocks` (names), and a call whose parameters have
     more than `most` elements into parts: at the parameters `starts`, if given. A part that cannot be cut may
-    have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names of parameters,
-    `changed` of buffers that forward writes. Raises BuffersWrittenError."""
+    have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names
+    of parameters, `changed` of buffers that forward writes. Raises BuffersWrittenError."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
         said = (*n.args[1:], *n.kwargs.values())
