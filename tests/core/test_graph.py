@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from table import RECIPES, SPECS, TRAINING, chain, changed, every_graph, graphs, spec, specs, waiting
 from zfunc.schedules import Overlapped
@@ -149,6 +149,7 @@ def test_no_region_is_read_before_it_is_written_unless_it_is_kept(graph: Graph) 
         written.update(op.writes)
 
 
+@example(RECIPES["zero_offload"], SPECS["whole matrices, barrier"])  # of which drawn jobs have few
 @of_any_job
 def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     recipe: Recipe, spec: StepSpec
