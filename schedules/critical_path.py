@@ -39,8 +39,8 @@ class CriticalPath:
     hardware: Hardware = ROUND
 
     def __call__(self, graph: Graph) -> Plan:
-        """The fastest plan of `graph`: by list scheduling, if that needs no more memory, or one of the
-        others."""
+        """The plan of `graph` with the shortest simulated step: by list scheduling, if that needs no more
+        memory, by `Overlapped` or by `Interleaved`."""
         greedy = build(graph, _ListScheduler(graph, self.hardware).lanes())
         plain = [Overlapped()(graph), Interleaved()(graph)]
         plans = [greedy, *plain] if _no_larger(greedy, plain) else plain

@@ -52,12 +52,12 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_542,
+    "core": 7_547,
     "schedules and ground": 1_528,
-    "runtime": 3_760,
-    "optim": 3_213,
-    "checkpoint": 4_232,
-    "engine": 10_690,
+    "runtime": 3_761,
+    "optim": 3_216,
+    "checkpoint": 4_235,
+    "engine": 10_694,
     "viz": 1_238,
     "planner": 3_766,
     "models": 5_943,

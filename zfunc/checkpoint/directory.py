@@ -220,7 +220,8 @@ def _steps(folder: Path, names: re.Pattern[str] = _STEP) -> list[Path]:
 
 
 def _order(name: re.Match[str]) -> tuple[int, int]:
-    """The sort key of a checkpoint's folder name: how often training went back to an older step; step."""
+    """The sort key of a checkpoint's folder name: (times that training had gone back to an older step,
+    step)."""
     return int(name[2] or 0), int(name[1])
 
 

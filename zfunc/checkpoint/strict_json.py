@@ -115,7 +115,8 @@ class Within:
 def known(
     names: Callable[[], Mapping[str, Any]], former: Mapping[str, str] | None = None
 ) -> Callable[[Any], Any]:
-    """A decoder of JSON texts: returns what the dict `names()`, made anew at each call, has under the text.
+    """A decoder of JSON texts, which are keys of the dict that `names()` returns: it returns the text's
+    value. `names` is called for each text.
 
     Raises Refusal for any other text. `former` maps texts of older versions to what the error says of them.
     """
@@ -229,7 +230,8 @@ class JsonNode:
     def refuse(
         self, expected: str, got: str = "", place: str = "", cause: Exception | None = None
     ) -> NoReturn:
-        """Raise CheckpointError, from `cause`: `expected`, but got this value, or `got` at `place` in it."""
+        """Raise CheckpointError, from `cause`, with the message that `expected` was expected, but this value
+        was read, or the value `got` at `place` inside it."""
         found, do = (
             got or _short.repr(self.value),
             f"the file is damaged or not one of zfunc's; {USE_ANOTHER}",

@@ -313,8 +313,8 @@ class SwapHeader:
         return self._laid[3]
 
     def record_at(self, number: int) -> int:
-        """The byte in the first swap file of commit `number`'s record: even and odd ones have a place
-        each."""
+        """The byte offset, in the first swap file, of the record of commit `number`. Records of even and odd
+        commits have one place each, so a record replaces the last but one."""
         return self._laid[1][0] + number % 2 * self.record_size
 
 

@@ -250,8 +250,8 @@ class SwapSpace:
         read_striped(self._files, self._buffers(b, names, into, bucket.newest))
 
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
-        """Write buffers `names` of bucket `b`, from memory as for `read`, to the bucket's copy that is not
-        committed.
+        """Write buffers `names` of bucket `b` to the bucket's copy that is not committed, from the memory
+        `data`: views at page borders, in whole blocks of 4,096 bytes.
 
         After a failed write the space cannot be used, because bytes are lost. Raises ValueError for a
         committed bucket with a single copy, unless `make_room` was called.

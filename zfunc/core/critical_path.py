@@ -103,7 +103,8 @@ def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
 
 
 def bound_seconds(chain: Iterable[Link]) -> dict[Bound, float]:
-    """Seconds of the critical path `chain` by kind of operation; under "waiting" those in which none of it runs."""
+    """Seconds of the critical path `chain` by kind of operation; "waiting" has the seconds in which no
+    operation of the chain runs."""
     seconds: dict[Bound, float] = {}
     for link in chain:
         seconds[link.event.kind] = seconds.get(link.event.kind, 0.0) + link.ran

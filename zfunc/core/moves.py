@@ -49,8 +49,8 @@ class Place:
     otherwise: RegionsOf | None = None
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
-        """The regions of item `x` in this tier. If it `arrives`, a new slot is taken for it, where it uses
-        slots; else these are the regions that it has."""
+        """The regions of item `x` in this tier. If it `arrives`, an item that uses staging slots gets a new
+        slot; otherwise the regions are those where the item already is."""
         rings = [x.at.ring(buffer) for buffer in self.rings]
         passed = [ring for ring in rings if x.b in ring]
         if not passed and self.otherwise is not None:
@@ -110,7 +110,8 @@ def _state_at_home(x: Item) -> tuple[Region, ...]:
 
 
 def _staged_bytes(x: Item) -> int:
-    """Bytes copied for a bucket's update: state and gradient to the device, or state and new parameters back."""
+    """Bytes copied for the update of bucket `x.b`: its state and gradient if `x` goes to the device, its
+    state and new parameters if `x` goes back."""
     stays = PARAMS if x.to == "device" else GRADIENT
     return sum(nbytes for name, nbytes in x.place.staged_bytes.items() if name != stays)
 
@@ -134,7 +135,7 @@ def _stashed_bytes(x: Item) -> int:
 
 def _stashes(x: Item) -> tuple[Region, ...]:
     """The host regions with the activations that backward of a segment needs: the segment's own, and those of
-    earlier segments that hold tensors that it shares with them."""
+    earlier segments whose saved tensors this segment uses too."""
     others = sorted({s for s, _ in x.spec.stashed_before[x.b].values()})
     return tuple(x.at("host_act", x.in_group, s) for s in (x.b, *others))
 
@@ -237,8 +238,8 @@ MOVES: dict[str, Move] = {
 
 
 def move(at: Regions, verb: str, *index: int) -> Op:
-    """The copying operation `verb`. Its `index` is (bucket,), or (micro-batch, segment or bucket), for
-    gradients also the number of the delivery."""
+    """The copying operation `verb`. Its `index` is (bucket,), or (micro-batch, segment or bucket); for
+    gradients the number of the delivery (of a tied bucket's partial gradients) may follow."""
     row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.

@@ -183,8 +183,8 @@ class OpBuilder:
         return tuple(r for m in range(self.spec.settings.micro_batches) for r in self.at.losses(m))
 
     def mean_loss(self) -> Op:
-        """Average the loss and the scalar auxiliary outputs over all ranks, so that all decide alike, and gather
-        the auxiliary outputs of rows."""
+        """Average the loss and the scalar auxiliary outputs over all ranks, so that all decide alike, and
+        gather the auxiliary outputs that have one entry per row of the batch."""
         means = self.at("mean_loss"), *self.at.some("mean_aux")
         nbytes, rows = sum(r.nbytes for r in means) * (self.spec.world - 1), self.at.some("all_rows")
         nbytes += sum(r.nbytes // self.spec.world * (self.spec.world - 1) for r in rows)

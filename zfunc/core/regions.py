@@ -100,7 +100,8 @@ def _delayed(spec: StepSpec, i: Index) -> Lifetime:
 
 
 def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
-    """The common fields (Row) of the regions in which buckets' gradients wait in `tier` for their updates."""
+    """The fields (a Row) that regions have in common in which a bucket's gradient waits in `tier` for its
+    update."""
     return Row(
         lambda spec, i: spec.places[i[-1]].waiting_bytes,
         *(tier, _delayed),

@@ -124,7 +124,8 @@ def name_or_callable(signature: str, name: str, value: Any) -> Any:
 
 
 def order_or_group_size(name: str, value: Any) -> Any:
-    """Check setting `order`: a name, a callable, or the number of micro-batches in a group, which may be text."""
+    """Check setting `order`: a name, a callable, or the number of micro-batches in a group. Returns the name,
+    the callable or the number; text of digits becomes a number."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     value = value.size if isinstance(value, InGroups) else value
@@ -156,7 +157,8 @@ def clip_norm_or_none(name: str, value: Any) -> float | None:
 
 
 def size_or_names(name: str, value: Any) -> int | str:
-    """Check `persistent_params`: a number of elements, or names and such numbers, as a list or joined by commas."""
+    """Check `persistent_params`: a number of elements, or names of segments or parameters, as a list or
+    joined by commas. Returns the number, or the names as text joined by commas."""
     if isinstance(value, list | tuple):
         value = ",".join(str(part) for part in cast("Sequence[Any]", value))
     if not isinstance(value, str):

@@ -23,7 +23,7 @@ ANYWHERE: Mapping[int, int] = {}
 
 
 def size_classes(sizes: Mapping[int, int], kinds: Mapping[int, Any]) -> list[list[int]]:
-    """Sort `items`, by their `sizes`, into classes, largest first: a class has items of one kind
+    """Sort items into classes by their `sizes` (by item, bytes), largest first: a class has items of one kind
     (`kinds[item]`) that are more than half as large as its largest item.
 
     >>> size_classes({0: 1000, 1: 60, 2: 64, 3: 30, 4: 40}, {})

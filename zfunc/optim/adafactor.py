@@ -339,8 +339,8 @@ class Update:
 
     @cached_property
     def _lines(self) -> Tensor:
-        """For each row and column of the parameter, in fp32, its factor of the direction: an element's
-        gradient is multiplied by that of its row and that of its column."""
+        """For each row and each column of the parameter, an fp32 factor: the direction of an element is its
+        gradient times the factor of its row and that of its column."""
         kept, lines = self.matrices.kept, self._zeros(self.matrices.num_lines).float()
         lines[kept] = self._means
         row, column = (x.view(self.matrices.count, -1) for x in self.matrices.split(lines))

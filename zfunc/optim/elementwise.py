@@ -84,7 +84,8 @@ def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def number_field(name: str, default: float, *, least: float = 0.0, **bounds: float) -> Any:
-    """An attrs field for number `name` of at least `least`, in `bounds`: at most `most`, smaller than `below`."""
+    """An attrs field for a number `name` of at least `least`. `bounds` may have `most`, the largest allowed
+    value, and `below`, a limit that the value must be smaller than."""
     return field(default=default, kw_only=True, converter=partial(number, name, least=least, **bounds))
 
 

@@ -125,7 +125,8 @@ class GroupedOptimizer:
         return self.optimizers[n].state_format(own)
 
     def factors(self, step: int) -> dict[str, Any]:
-        """The factors of all optimizers in `step`, by names such as "2.lr"; `lr` is the default optimizer's."""
+        """The scalars of update number `step` of every member optimizer, by names such as "2.lr" (member 2);
+        "lr" is the default optimizer's."""
         each = [x.factors(step) for x in self.optimizers]
         named = {f"{n}.{name}": value for n, own in enumerate(each) for name, value in own.items()}
         return {"lr": each[-1]["lr"], **named}

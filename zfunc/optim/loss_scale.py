@@ -25,9 +25,10 @@ def _whole(least: int) -> Any:
 class LossScale:
     """The fp16 loss scale: the factor of the loss, and the settings and counters of its changes.
 
-    The scale halves after `hysteresis` overflows. That count restarts when the scale grows, and with `consecutive`
-    after every step without an overflow. The scale doubles after the first `window` + 1 steps in a row without an
-    overflow, and after every `window` more. `window=0` fixes it. Raises ValueError or TypeError for bad settings.
+    The scale halves after `hysteresis` overflows. That count restarts when the scale grows, and with
+    `consecutive` after every step without an overflow. The scale doubles after the first `window` + 1 steps
+    in a row without an overflow, and after every `window` more. With `window=0` it never changes. Raises
+    ValueError or TypeError for bad settings.
 
     >>> LossScale(scale=4.0, hysteresis=1).update(overflow=True).scale
     2.0

@@ -202,7 +202,8 @@ class _Waiter(threading.Thread):
 
 @atexit.register
 def _join() -> None:
-    """At Python's exit, wait for messages in progress, or a thread returning from gloo would abort it."""
+    """At Python's exit, wait for messages in progress: a thread that returned from gloo later would abort
+    Python."""
     until = time.monotonic() + SETTLE
     for waiter in _Waiter.all:
         waiter.jobs.put(None)

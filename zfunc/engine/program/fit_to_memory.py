@@ -235,8 +235,8 @@ def _missing(program: Program, peaks: Mapping[Tier, Peak]) -> int:
 
 
 def _room(program: Program) -> dict[str, int]:
-    """Usable bytes of each memory, by name: of each accelerator, and on "host" this rank's share; 5 % of what
-    is free is left."""
+    """Usable bytes by memory: of each accelerator, and on "host" this rank's share: 95 % of the available
+    bytes."""
     if not on_accelerator(program.device):
         return {"host": int(available_host_bytes() * (1 - HEADROOM))}
     own = available_host_bytes() // min(local_ranks(), program.ranks.world)

@@ -114,8 +114,8 @@ def _in_group(p: Parameter, optimizer: Optimizer, world: int) -> Parameter:
 
 
 def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
-    """The optimizer (AdamW if None) and the settings, after one has taken the format of moments that only the
-    other names.
+    """The optimizer (AdamW if None) and the settings, with the same format of moments: a format that only the
+    optimizer or only the settings name is set in the other.
 
     Raises TypeError for what is no optimizer, ValueError if optimizer and settings name different formats.
     """

@@ -228,7 +228,8 @@ def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
 
 
 def _rounded(sums: Values, trained: Values) -> Values:
-    """The fp32 gradient `sums` rounded to the dtypes of the `trained` weights, one at a time, then freed."""
+    """The fp32 gradient `sums` rounded to the dtypes of the `trained` weights, by name. Each sum is removed
+    from `sums` when it is rounded, to free its memory."""
     found: Values = {}
     for name, w in trained.items():
         total = sums.pop(name, None)

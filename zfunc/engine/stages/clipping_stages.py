@@ -48,8 +48,9 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
-    """Compute the mean loss and mean scalar auxiliary outputs over all micro-batches and ranks, in one collective;
-    gather the auxiliary outputs of rows, each in one more."""
+    """Compute the mean loss and mean scalar auxiliary outputs over all micro-batches and ranks, in one
+    collective; gather each auxiliary output that has one entry per row of the batch, in one more collective.
+    """
     wait_for_copies(step)
     own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.spec.aux))  # another stage has the losses
     loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))

@@ -151,7 +151,8 @@ def _parts(x: Slice) -> Iterator[tuple[int, int]]:
 
 
 def _begin(reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers) -> None:
-    """Set this rank's `slices` of a parameter's state, by buffer name, to the saved weights, moments of 0."""
+    """Set this rank's `slices` of a parameter's state, by buffer name, to the initial state for the saved
+    weights: moments are 0."""
     memory = {kind: slice_memory(buffers, x).zero_() for kind, x in slices.items()}
     first = slices["master" if "master" in slices else HIGH_HALF]
     for start, stop in _parts(first):

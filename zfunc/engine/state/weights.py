@@ -52,8 +52,8 @@ def _bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup, *, ema: 
 
 
 def _kept_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
-    """The fp32 weights, on the host, that this rank has of a bucket: its slice, or of parameters on every
-    rank all."""
+    """The fp32 weights of a bucket that this rank has, on the host: its slice, or the whole bucket if every
+    rank keeps all parameters of it."""
     state = buffers.state(bucket.index)
     if FROZEN in state and MASTER not in state:
         return state[FROZEN].float()

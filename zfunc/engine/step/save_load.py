@@ -168,7 +168,8 @@ class Restored:
 
 
 def restore(path: str | os.PathLike[str], program: Program, *, strict: bool = True) -> Restored:
-    """Load a checkpoint as `zfunc.load`, `strict` or not; returns the State, checkpoint path and `extra`."""
+    """Load the checkpoint at `path`, as `zfunc.load` does; `strict` has the same meaning. Returns the State,
+    the checkpoint's path and `extra`."""
     refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
