@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_761,
     "optim": 3_216,
     "checkpoint": 4_235,
-    "engine": 10_694,
+    "engine": 10_704,
     "viz": 1_238,
     "planner": 3_766,
     "models": 5_943,

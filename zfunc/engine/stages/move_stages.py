@@ -26,7 +26,7 @@ from zfunc.core.places import BucketPlaces
 from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs
-from zfunc.engine.state.memory import ActivationSlot, Flat, StateOnDisk
+from zfunc.engine.state.memory import Flat, StateOnDisk, copy_tree
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -89,14 +89,13 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
         mem[target].put(mem[source])
         return
     tree = mem[source] if source.tier == "device" else mem[source].tree
-    mem[target] = _arrived(tree, op.nbytes, step.devices[op.device])
+    mem[target] = _arrived(tree, step.devices[op.device])
 
 
-def _arrived(tree: Any, nbytes: int, device: torch.device) -> Any:
-    """Copy a pytree of tensors on the host or a peer, of `nbytes` bytes, to new tensors on `device`."""
-    arrived = ActivationSlot(torch.empty(nbytes, dtype=torch.uint8, device=device))
-    arrived.put(tree)
-    return arrived.tree
+def _arrived(tree: Any, device: torch.device) -> Any:
+    """Copy a pytree of tensors on the host or a peer to new tensors on `device`, in memory of their own: passes
+    keep some of them longer than others."""
+    return copy_tree(tree, partial(torch.empty, dtype=torch.uint8, device=device), device)
 
 
 def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
@@ -111,7 +110,7 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
     if row.to == "device":
         message = step.ranks.receive(stages[0], tag, op.nbytes, pinned=apart)  # pyright: ignore  # StageRanks
         tree = from_message(*message)
-        mem[target] = _arrived(tree, op.nbytes, step.devices[0]) if apart else tree
+        mem[target] = _arrived(tree, step.devices[0]) if apart else tree
         wait_for_copies(step)  # or what has come may be freed before
     else:
         head, flat = as_message(mem[source], op.nbytes, pinned=apart)

@@ -1,6 +1,6 @@
 """The memory of regions: flat tensors, slots that buckets take in turn, buckets' state on the disk, spill files."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -123,33 +123,44 @@ class ActivationSlot:
         leaves, structure = tree_flatten(tree)
         for n, value in (instead or {}).items():
             leaves[n] = value
-        on_host = self.flat.device.type == "cpu"
-        if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
-            leaves = [OnHost(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in leaves]
-        start, copies = 0, dict[int, Tensor]()
-        for sharing in _close_together(t for t in leaves if isinstance(t, Tensor)):
-            coarsest = max(t.itemsize for t in sharing)
-            first = min(byte_range(t)[0] for t in sharing) // coarsest * coarsest
-            last = max(byte_range(t)[1] for t in sharing)
-            finest = min(sharing, key=lambda t: t.itemsize)
-            numel, offset = (last - first) // finest.itemsize, first // finest.itemsize
-            source = finest.as_strided((numel,), (1,), offset).view(torch.uint8)
-            copy = self.flat[start : start + last - first].copy_(source, non_blocking=True)
-            for t in sharing:
-                begin, end = (edge - first for edge in byte_range(t))
-                typed = copy[begin:end].view(t.dtype)
-                copies[id(t)] = typed.as_strided(t.shape, t.stride(), typed.storage_offset())
-            start += round_up(last - first, ALLOCATION)
-        leaves = [copies.get(id(x), x) for x in leaves]
-        if not on_host:
-            leaves = [x.value if isinstance(x, OnHost) else x for x in leaves]
-        self.tree, self.used = tree_unflatten(leaves, structure), start
+        self.used = 0
+
+        def next_part(nbytes: int) -> Tensor:
+            start, self.used = self.used, self.used + round_up(nbytes, ALLOCATION)
+            return self.flat[start : start + nbytes]
+
+        self.tree = copy_tree(tree_unflatten(leaves, structure), next_part, self.flat.device)
 
     def copied(self) -> "ActivationSlot":
         """A new slot with a copy of this slot's pytree, in newly allocated memory."""
         other = ActivationSlot(self.flat[: self.used].clone())
         other.hold(self)
         return other
+
+
+def copy_tree(tree: Any, memory: Callable[[int], Tensor], device: torch.device) -> Any:
+    """Copy the tensors of a pytree, without waiting for a device: tensors that share memory together, each group
+    into `memory(nbytes)`, a uint8 tensor [nbytes] on `device`. On a device, a leaf `OnHost` becomes its tensor."""
+    leaves, structure = tree_flatten(tree)
+    if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
+        leaves = [OnHost(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in leaves]
+    copies = dict[int, Tensor]()
+    for sharing in _close_together(t for t in leaves if isinstance(t, Tensor)):
+        coarsest = max(t.itemsize for t in sharing)
+        first = min(byte_range(t)[0] for t in sharing) // coarsest * coarsest
+        last = max(byte_range(t)[1] for t in sharing)
+        finest = min(sharing, key=lambda t: t.itemsize)
+        numel, offset = (last - first) // finest.itemsize, first // finest.itemsize
+        source = finest.as_strided((numel,), (1,), offset).view(torch.uint8)
+        copy = memory(last - first).copy_(source, non_blocking=True)
+        for t in sharing:
+            begin, end = (edge - first for edge in byte_range(t))
+            typed = copy[begin:end].view(t.dtype)
+            copies[id(t)] = typed.as_strided(t.shape, t.stride(), typed.storage_offset())
+    leaves = [copies.get(id(x), x) for x in leaves]
+    if device.type != "cpu":
+        leaves = [x.value if isinstance(x, OnHost) else x for x in leaves]
+    return tree_unflatten(leaves, structure)
 
 
 def _close_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
