@@ -155,7 +155,7 @@ def decided(settings: TrainSettings) -> dict[str, Any]:
         **attrs.asdict(settings, filter=lambda field, _: field.name != "config"),
         "made": optimizer_of(settings, extras, settings.lr),
         "loss_scale": extras.loss_scale or LossScale(),
-        "steps_per_print": extras.values["steps_per_print"],
+        "steps_per_print": extras.steps_per_print,
     }
 
 
@@ -303,4 +303,4 @@ def test_a_flag_that_contradicts_the_file_is_an_error_that_names_both(
 def test_settings_made_by_hand_may_not_contradict_their_file() -> None:
     given = {"batch_size": 8, "precision": "fp16", "clip": 0.5, "bucket_size": 5000, "stage": 1}
     with pytest.raises(ValueError, match=r"optimizer\.params\.lr 0\.002"):
-        config_extras(TrainSettings(config=Path("ds.json"), **given))
+        TrainSettings(**given | {"config": with_config({"config": "ds.json"}, 1)["config"]})

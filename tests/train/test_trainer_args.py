@@ -19,7 +19,7 @@ from small_trainings import config, rows
 
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
-from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras
+from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras, startup_notes
 from zfunc.train.evaluations import Evaluation, best_saved, num_without_improvement
 from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import learning_rate, optimizer_of, prepare_job
@@ -334,27 +334,32 @@ def test_optimizers_are_the_trainers(optim: str, name: str, moments: str, own: d
     assert {x: getattr(optimizer, x) for x in own} == own
 
 
-def test_a_deepspeed_file_goes_on_to_config() -> None:
+def test_a_deepspeed_file_goes_on_to_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path.cwd()))
     ds = {
         "train_batch_size": "auto", "gradient_clipping": 0.5, "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-5}},
+        "optimizer": {"type": "auto", "params": {"lr": "auto", "betas": "auto", "eps": 1e-5, "momentum": 0.5}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
     }  # fmt: skip
     Path("ds.json").write_text(json.dumps(ds))
     file = {
-        "deepspeed": "ds.json",
+        "deepspeed": "~/ds.json",
         "learning_rate": 1e-3,
         "adam_beta1": 0.7,
         "max_steps": 20,
         "warmup_steps": 4,
     }
+    assert "gradient_clipping 0.5" in refusal({**file, "max_grad_norm": 2.0})
     found = settings(file)
-    assert (found.config, found.stage, found.clip, found.lr) == (Path("ds.json"), 3, 0.5, 1e-3)
+    assert (found.recorded()["config"], found.stage, found.clip, found.lr) == ("~/ds.json", 3, 0.5, 1e-3)
+    for read in (ARGS, "ds.json"):  # once, with the command line
+        Path(read).unlink()
     extras = extras_of(found)
     assert (extras.optimizer["betas"], extras.optimizer["eps"]) == ((0.7, 0.999), 1e-5)
     rate: Any = learning_rate(found, extras, 20)
     assert (rate.kind, rate.params["warmup_num_steps"]) == ("WarmupLR", 4)
-    assert "gradient_clipping 0.5" in refusal({**file, "max_grad_norm": 2.0})
+    idle = "ds.json: no effect: optimizer.params.momentum: not of the optimizer adamw"
+    assert idle in startup_notes(found, 1, rate)
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,9 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, hel
     kind = next((t for t in get_args(field.type) if t is not type(None)), field.type)
     if field.type is bool:
         given["action"] = "store_true"
-    else:
-        given |= {"metavar": option.metavar or METAVARS[kind], "type": READERS.get(kind, kind)}
+    else:  # a file whose content is the setting is typed as its path
+        read = READERS.get(kind, lambda word: Path(word).expanduser())
+        given |= {"metavar": option.metavar or METAVARS[kind], "type": read}
     if get_origin(field.type) is tuple:
         given["action"] = "append"
     if option.alone:
@@ -202,7 +203,7 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, hel
     group.add_argument(name, default=argparse.SUPPRESS, **given)
 
 
-READERS: dict[Any, Callable[[str], Any]] = {Path: lambda word: Path(word).expanduser()}
+READERS: dict[Any, Callable[[str], Any]] = {kind: kind for kind in (int, float, str)}
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 

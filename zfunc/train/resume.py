@@ -74,7 +74,7 @@ def saved_extra(
     `run` owns the swap space, and `stream` is the position in streamed data."""
     own = {} if run is None else {RUN: run}
     own |= {} if stream is None else {STREAM: stream}
-    return {KEY: jsonable({"settings": attrs.asdict(settings), "elapsed": elapsed, "data": data, **own})}
+    return {KEY: jsonable({"settings": settings.recorded(), "elapsed": elapsed, "data": data, **own})}
 
 
 def elapsed_in(extra: Mapping[str, Any]) -> float:
@@ -94,7 +94,7 @@ def changed_settings(
     extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
 ) -> Iterator[str]:
     """Texts, old and new value, on data and settings that decide steps and differ from a checkpoint's `extra`."""
-    (kept, saved), now = _saved_progress(extra), jsonable(attrs.asdict(settings))
+    (kept, saved), now = _saved_progress(extra), jsonable(settings.recorded())
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:
             yield f"{name} {saved[name]!r} is now {now[name]!r}"

@@ -35,7 +35,6 @@ from attrs import define, field
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.errors import refuse
-from zfunc.train.deepspeed.keys import read_file
 from zfunc.train.events import AT_ONCE, Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.run_history import (
     CONFIG,
@@ -214,9 +213,9 @@ def _begun(event: Started) -> dict[str, Any]:
     job = event.job
     program, plan, file = job.program, job.program.plan, job.settings.config
     return {
-        "settings": {**attrs.asdict(job.settings), **job.sizes},
+        "settings": {**job.settings.recorded(), **job.sizes},
         "architecture": job.architecture or "GPT",
-        "deepspeed": None if file is None else read_file(file),
+        "deepspeed": None if file is None else file.written,
         "data": job.corpus.description,
         "unit": job.corpus.unit,
         "parameters": program.layout.num_parameters,

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import evolve, frozen
@@ -41,6 +41,10 @@ from zfunc.options import (
 )
 from zfunc.values import whole
 
+if TYPE_CHECKING:  # their tables take time to read, which help need not wait for
+    from zfunc.train.deepspeed.keys import ConfigValues
+    from zfunc.train.trainer.fields import TrainerArgs
+
 DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch has is taken, too
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR, LORA_LR = 2e-5, 2e-4
@@ -48,6 +52,7 @@ DPO, DPO_LR, DPO_LORA_LR = "dpo", 1e-6, 1e-5  # a rate of fine-tuning would leav
 LOSSES, DPO_TYPES = ("tokens", DPO), ("sigmoid", "ipo")
 GPT2_VOCAB_SIZE = 50_257
 FINAL_LR = 0.1  # of the peak, after a decay
+LONGEST_WARMUP = 150  # steps, where `warmup` is not given
 CPU_BUCKET_SIZE = 1 << 18  # elements, where none is set
 PACKINGS = ("stream", "documents")
 LONG = ("cut", "drop", "keep-end", "refuse")
@@ -245,23 +250,22 @@ class TrainSettings(StepFlags):
     """Settings of `zfunc train`. The defaults' 1,000 steps end within 3 minutes on two slow cores.
 
     None stands for a default that depends on the machine or the data; the option's help says which. If `epochs` is
-    set, `prepare_job` computes `steps`. Raises ValueError for values that cannot be run, alone or together.
+    set, `prepare_job` computes `steps`. `config` and `trainer_args` are files as read. Raises ValueError for values
+    that cannot be run, alone or together.
     """
 
-    config: Path | None = option(
+    config: "ConfigValues | None" = option(
         None,
         f"a DeepSpeed configuration, JSON. It decides; flags set what it leaves out or has as {AUTO} "
         "(default: none)",
-        path,
-        "FILE",
+        metavar="FILE",
         group="configuration",
         common=True,
     )
-    trainer_args: Path | None = option(
+    trainer_args: "TrainerArgs | None" = option(
         None,
         "arguments of transformers' Trainer or of TRL's, JSON or YAML. What they set decides (default: none)",
-        path,
-        "FILE",
+        metavar="FILE",
         group="configuration",
         common=True,
     )
@@ -423,6 +427,15 @@ class TrainSettings(StepFlags):
         False, "log every step to trackio too, in RUN/trackio (TRACKIO_DIR); needs the extra [trackio]"
     )
 
+    def recorded(self) -> dict[str, Any]:
+        """The settings by name, as a run folder and a checkpoint record them: a file that was read by its path."""
+        return attrs.asdict(self, value_serializer=lambda _, __, x: getattr(x, "source", x))
+
+    def warmup_of(self, total: int | None) -> int:
+        """The number of warm-up steps in a training of `total` steps, None if their number is not known."""
+        usual = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
+        return usual if self.warmup is None else self.warmup
+
     @property
     def beta(self) -> float:
         """DPO's beta, which weighs how close the model stays to its reference; 0.1 by default."""
@@ -430,6 +443,8 @@ class TrainSettings(StepFlags):
 
     def __attrs_post_init__(self) -> None:
         check_together(self)
+        if self.config is not None:
+            self.config.check(attrs.asdict(self, recurse=False))
         if self.resume == AUTO and self.out is None:
             got = "no `out`"
             refuse(f"`resume={AUTO}`", got, "the run's folder, which may be new", "add such as `out=run`")

@@ -39,7 +39,6 @@ from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
 from zfunc.train.data.packing import open_data
 from zfunc.train.data.record_files import open_stream
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
-from zfunc.train.deepspeed.learning_rate_schedules import lr_schedule
 from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras, startup_notes
 from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
 from zfunc.train.settings import (
@@ -57,7 +56,6 @@ from zfunc.train.settings import (
 from zfunc.train.trainer.mapping import trainer_extras
 
 SHUFFLE_BUFFER = 1000  # records, where none is set
-LONGEST_WARMUP = 150  # steps, where --warmup is not given
 PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
 FAR_TOO_LARGE = 100  # times the host's free memory, even with 8 bits a moment: no suggestion would help
 
@@ -137,10 +135,9 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     corpus = _open_corpus(settings, model, tokenizer, cache)
     settings = _settled(settings, extras.by_pass, model, tokenizer, corpus, say)
     # Whether it can be, before anything is compiled
-    if model is None:
-        check_size(settings)
+    segments = segments_of(settings, model)
     rate = learning_rate(settings, extras, settings.steps)
-    for line in (*startup_notes(settings, extras.values, ranks.world, rate), *extras.notes):
+    for line in (*startup_notes(settings, ranks.world, rate), *extras.notes):
         say("%s", line)
     if settings.steps is None and rate != learning_rate(settings, extras, 10**9):  # it depends on the number
         say(
@@ -155,7 +152,8 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     nothing = settings.stream and settings.eval_data is None
     held_out = () if nothing else held_out_parts(settings, corpus, ranks)
     optimizer = optimizer_of(settings, extras, rate)
-    program = compile_job(settings, optimizer, example, None if model is None else model.segments)
+    step, device = step_settings(settings), settings.device
+    program = compile(segments, step, optimizer=optimizer, device=device, example=example)
     if settings.keep_best and program.swap_folders:
         say("keep_best: no effect: the state is on the disk, whose last commit is the only checkpoint")
     check_fits(program, example, settable=attrs.fields_dict(TrainSettings))
@@ -227,58 +225,40 @@ def _settled(
     return evolve(settings, vocab_size=own or found if model is None else model.vocab_size)
 
 
-def check_size(settings: TrainSettings) -> None:
-    """Raise OutOfMemory for a model or batch too large to be worth planning, by arithmetic alone."""
-    parameters, available = num_parameters(gpt_config(settings)), available_host_bytes()
+def segments_of(settings: TrainSettings, model: PretrainedModel | None) -> tuple[Segment, ...]:
+    """The segments of the Hugging Face `model`, or without one of the GPT that the settings describe. Raises
+    OutOfMemory, by arithmetic alone, for a GPT or a batch too large to be worth planning."""
+    if model is not None:
+        return model.segments
+    config = gpt_config(settings)
+    parameters, available = num_parameters(config), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
     worth_planning = available * (1 if settings.num_layers > PLANNED_LAYERS else FAR_TOO_LARGE)
-    for subject, needed, most in (
-        (
-            f"a model of {parameters:,} parameters (`num_layers`, `hidden_size`)",
-            6 * parameters,
-            worth_planning,
-        ),
-        (f"a batch of {tokens:,} tokens (`batch_size`, `seq_length`)", 8 * tokens, available),
-    ):
+    of_model = f"a model of {parameters:,} parameters (`num_layers`, `hidden_size`)"
+    of_batch = f"a batch of {tokens:,} tokens (`batch_size`, `seq_length`)"
+    needs = (of_model, 6 * parameters, worth_planning), (of_batch, 8 * tokens, available)
+    for subject, needed, most in needs:
         if needed > most:
             raise OutOfMemory(
                 f"{subject} needs {needed:,} bytes of host memory at least, {available:,} are available; nothing "
                 "was allocated. Make it smaller"
             )
+    return gpt_segments(config)
 
 
 def resolve_settings(settings: TrainSettings) -> TrainSettings:
     """`settings` with the device, precision, schedule and bucket size chosen for this machine."""
-    device = pick_device(settings.device)
+    device, world = pick_device(settings.device), RankGroup.of().world // settings.pp
+    on_gpu = on_accelerator(device)
     precision = best_precision(device) if settings.precision == AUTO else settings.precision
-    default = (
-        default_bucket_size(RankGroup.of().world // settings.pp)
-        if on_accelerator(device)
-        else CPU_BUCKET_SIZE
-    )
-    schedule = schedule_for(settings.schedule, on_cpu=not on_accelerator(device))
+    default = default_bucket_size(world) if on_gpu else CPU_BUCKET_SIZE
+    schedule = schedule_for(settings.schedule, on_cpu=not on_gpu)
     return evolve(
         settings,
         device=str(device),
         precision=precision,
         schedule=schedule,
         bucket_size=settings.bucket_size or default,
-    )
-
-
-def compile_job(
-    settings: TrainSettings,
-    optimizer: NamedOptimizer,
-    example: Batch,
-    model: tuple[Segment, ...] | None = None,
-) -> Program:
-    """Compile a training with resolved settings, for batches like `example`; without `model`, a GPT is trained."""
-    return compile(
-        gpt_segments(gpt_config(settings)) if model is None else model,
-        step_settings(settings),
-        optimizer=optimizer,
-        device=settings.device,
-        example=example,
     )
 
 
@@ -296,16 +276,11 @@ def optimizer_of(
 
 
 def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | None) -> Callable[[int], float]:
-    """The learning rate by step: of the DeepSpeed file's scheduler, else of the Trainer's, else a warm-up,
-    then `lr_schedule` until step `total`. If `total` is None, the rate stays after the warm-up."""
-    warmup = settings.warmup
-    if warmup is None:
-        warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
-    own = {"lr": settings.lr, "total_num_steps": total, "warmup_num_steps": max(1, warmup)}
-    if settings.config is not None and (rate := lr_schedule(extras.values, **own)) is not None:
+    """The learning rate by step: from the scheduler of a file; else a warm-up, then `lr_schedule` until step
+    `total`. Without a `total` the rate does not decay after the warm-up."""
+    if extras.schedule is not None and (rate := extras.schedule(total)) is not None:
         return rate
-    if extras.schedule is not None and total is not None:
-        return extras.schedule(settings.lr, settings.warmup, total)
+    warmup = settings.warmup_of(total)
     if total is None or settings.lr_schedule == "constant":
         return linear_warmup(settings.lr, warmup)
     decaying = warmup_linear if settings.lr_schedule == "linear" else warmup_cosine

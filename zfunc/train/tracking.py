@@ -17,8 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from zfunc.errors import install, refuse
 from zfunc.train.events import Evaluated, Event, Started, Stepped
 from zfunc.train.run_folder import RunFolder, jsonable
@@ -174,7 +172,7 @@ def tracking(settings: TrainSettings, run: RunFolder) -> Generator[Callable[[Eve
 
 def _config(job: Any) -> dict[str, Any]:
     layout = job.program.layout
-    config = {**jsonable(attrs.asdict(job.settings)), **job.sizes, **job.machine}
+    config = {**jsonable(job.settings.recorded()), **job.sizes, **job.machine}
     return {**config, "parameters": layout.num_parameters, "trained": layout.num_trainable}
 
 

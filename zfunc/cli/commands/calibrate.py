@@ -22,6 +22,7 @@ from zfunc.train.settings import (
     check_rows,
     check_together,
     step_flags,
+    step_settings,
 )
 
 if TYPE_CHECKING:
@@ -75,12 +76,13 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     """
     import torch
 
+    from zfunc.engine.compile import compile
     from zfunc.planner.calibrate import calibrate
     from zfunc.runtime.collectives import RankGroup
     from zfunc.train.data.tokenizer import BYTES
     from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.pretrained import pretrained_model
-    from zfunc.train.setup import check_size, compile_job, learning_rate, optimizer_of, resolve_settings
+    from zfunc.train.setup import learning_rate, optimizer_of, resolve_settings, segments_of
 
     model, ranks = pretrained_model(settings, weights=False), RankGroup.of()
     own = {"out", "hf", *NEEDED}
@@ -89,15 +91,15 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     # It learns so slowly that nothing overflows.
     resolved = resolve_settings(TrainSettings(**trained, schedule="Serial", lr=1e-5, warmup=0))
     check_rows(resolved.batch_size, ranks.world, resolved.micro_batches)
-    if model is None:
-        check_size(resolved)
+    segments = segments_of(resolved, model)
     vocab_size = (settings.vocab_size or BYTES.vocab_size) if model is None else model.vocab_size
     shape = resolved.batch_size // ranks.world, resolved.seq_length
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens
     extras = config_extras(resolved)
     optimizer = optimizer_of(resolved, extras, learning_rate(resolved, extras, resolved.steps))
-    program = compile_job(resolved, optimizer, batch, None if model is None else model.segments)
+    step, device = step_settings(resolved), resolved.device
+    program = compile(segments, step, optimizer=optimizer, device=device, example=batch)
     return calibrate(program, batch, turns=settings.turns, folder=settings.folder)
 
 

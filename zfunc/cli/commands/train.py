@@ -64,8 +64,7 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
             stop = stack.enter_context(interrupts(tell=run is not None and not can_redraw()))
             readers: list[Callable[[Event], None]] = []
             if run is not None:
-                steps = job.extras.values["steps_per_print"]
-                lines = TrainingOutput(run, job.corpus.unit, steps, stop)
+                lines = TrainingOutput(run, job.corpus.unit, job.extras.steps_per_print, stop)
                 stack.enter_context(progress(lines) if can_redraw() else ExitStack())
                 track = stack.enter_context(tracking(job.settings, run))
                 readers += [run.record, lines.show, track]

@@ -13,6 +13,8 @@ from typing import Any, cast
 
 from attrs import field, frozen
 
+from zfunc.core.setting_values import DISK
+from zfunc.core.shares import words_of
 from zfunc.errors import SettingError, did_you_mean
 from zfunc.options import AUTO
 
@@ -123,12 +125,14 @@ class ConfigValues:
     (False, False, ['bf16.enabled'])
     """
 
-    source: str  # as errors name it
+    source: str  # the file's path as written, for errors and records
     given: Mapping[str, Any] = field(factory=dict[str, Any])  # what the caller sets where the file does not
     file: dict[str, Any] = field(factory=dict[str, Any])  # what the file sets
     auto: list[str] = field(factory=list[str])  # keys that are "auto" in the file
     old: dict[str, str] = field(factory=dict[str, str])  # names of today, each with the file's old one
     unread: list[str] = field(factory=list[str])  # names in the file that are in no table
+    written: Mapping[str, Any] = field(factory=dict[str, Any])  # the file's JSON object
+    decides: tuple[tuple[str, Any, str], ...] = ()  # settings of a training: name, value, deciding key
 
     def __getitem__(self, name: str) -> Any:
         """The value of key `name` in the file, else the one that the caller gave, else DeepSpeed's default."""
@@ -151,6 +155,16 @@ class ConfigValues:
         got = f"{got}, and {self.source} says {key} {self[key]}"
         return SettingError(name, got, "one of them", f'leave one out, or write "{AUTO}" into the file')
 
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError, with setting and key, for a `given` setting that contradicts the file; "auto" does
+        not."""
+        for name, said, key in self.decides:
+            got = given.get(name, AUTO)
+            # How much of the state stays on the host beside the disk, no file says.
+            part = (name, said) == ("state_on", DISK) and DISK in words_of(str(got))
+            if key in self.file and got not in (AUTO, ()) and str(got) != str(said) and not part:
+                raise self.refused(name, got, key)
+
 
 Source = str | PathLike[str] | Mapping[str, Any]
 
@@ -162,9 +176,9 @@ def read_file(source: Source, more: str = "") -> Mapping[str, Any]:
         return source
     import json5
 
-    path = Path(source).expanduser()
+    path = Path(source)
     try:
-        values = json5.loads(path.read_bytes().decode("utf-8-sig"), allow_duplicate_keys=False)
+        values = json5.loads(path.expanduser().read_bytes().decode("utf-8-sig"), allow_duplicate_keys=False)
     except OSError as error:
         raise ValueError(f"{path}: got {error.strerror!r}, expected a JSON file{more}: pass one") from error
     except (ValueError, RecursionError) as error:
@@ -183,9 +197,9 @@ def read_values(source: Source, given: Mapping[str, Any] | None = None) -> Confi
     Raises ValueError for unknown keys, each with the nearest known one, for values of another type, for unsupported
     keys, with what to do instead; and for a given value that the file contradicts.
     """
-    name = "the dict" if isinstance(source, Mapping) else str(Path(source).expanduser())
-    values = ConfigValues(name, dict(given or {}))
-    wrong = [*_take(values, read_file(source), "")]
+    name = "the dict" if isinstance(source, Mapping) else str(Path(source))
+    values = ConfigValues(name, dict(given or {}), written=read_file(source))
+    wrong = [*_take(values, values.written, "")]
     for name, value in values.given.items():
         if name not in KEYS:
             wrong.append(

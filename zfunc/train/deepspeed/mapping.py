@@ -6,6 +6,7 @@ here, so a wrong file is refused before torch is loaded.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,12 +15,11 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.setting_values import DISK
 from zfunc.core.settings import StepSettings
-from zfunc.core.shares import two_tiers, words_of
+from zfunc.core.shares import two_tiers
 from zfunc.errors import refuse
 from zfunc.optim.by_name import CLASSES, make_optimizer
 from zfunc.optim.elementwise import decay_all
 from zfunc.optim.loss_scale import LossScale
-from zfunc.options import AUTO
 from zfunc.train.deepspeed.keys import KEYS, OPTIMIZERS, ConfigValues, Source, read_values
 from zfunc.train.deepspeed.learning_rate_schedules import (
     PARAMS,
@@ -110,49 +110,57 @@ def from_deepspeed(
 
 @frozen
 class ConfigExtras:
-    """What a DeepSpeed configuration, or a file of a Trainer's arguments, adds to a training that no setting
-    has: optimizer arguments and the loss scale.
+    """What a DeepSpeed configuration and a file of a Trainer's arguments add to a training that no setting has:
+    optimizer arguments, the loss scale, steps between printed lines, learning rate and log lines.
 
-    A Trainer's arguments add `schedule`, which makes the learning rate from lr, total steps and warm-up;
-    `notes`, log lines; and `by_pass`: settings that become the number of steps in one epoch, each with the
-    file's field that asks for it.
+    `schedule` makes the learning rate from the total number of steps, which is None if nobody knows it; `by_pass`:
+    settings that become the number of steps in one epoch, each with the file's field that asks for it.
     """
 
-    values: ConfigValues
     optimizer: Mapping[str, Any]  # arguments beside lr and weight decay
-    loss_scale: LossScale | None
-    schedule: Callable[[float, int | None, int], Callable[[int], float]] | None = None
-    notes: tuple[str, ...] = ()
+    loss_scale: LossScale | None = None
+    steps_per_print: int | None = None
+    schedule: Callable[[int | None], Callable[[int], float] | None] | None = None
+    notes: tuple[str, ...] = ()  # log lines
     by_pass: Mapping[str, str] = field(factory=dict[str, str])
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:
-    """Optimizer arguments and loss scale of `settings.config`. Raises ValueError if `settings` contradict them."""
+    """What the DeepSpeed file `settings.config` adds to a training with these settings."""
     usual = CLASSES[settings.optimizer].usual[2]
-    if settings.config is None:
-        return ConfigExtras(ConfigValues(""), usual, None)
-    values = read_values(settings.config)
-    check_settings({f.name: getattr(settings, f.name) for f in attrs.fields(TrainSettings)}, values)
-    if values.leaves_open("optimizer.type"):
-        values = evolve(values, given={"optimizer.type": settings.optimizer})
+    if (values := _values_of(settings)) is None:
+        return ConfigExtras(usual)
     own = {k: v for k, v in named_optimizer(values)[1].items() if k not in ("lr", "weight_decay", "moments")}
     if values.has("optimizer"):
         usual = {name: x for name, x in usual.items() if values.leaves_open(PARAM + name)}
     scale = loss_scale(values) if settings.precision == "fp16" else None
-    return ConfigExtras(values, MappingProxyType({**usual, **own}), scale)
+
+    def schedule(total: int | None) -> LRSchedule | None:
+        steps = {"total_num_steps": total, "warmup_num_steps": max(1, settings.warmup_of(total))}
+        return lr_schedule(values, lr=settings.lr, **steps)
+
+    rate = schedule if values["scheduler.type"] is not None else None
+    return ConfigExtras(MappingProxyType({**usual, **own}), scale, values["steps_per_print"], rate)
+
+
+def _values_of(settings: TrainSettings) -> ConfigValues | None:
+    """The DeepSpeed file `settings.config` with the optimizer of `settings`, where its type is "auto"."""
+    if (values := settings.config) is None or not values.leaves_open("optimizer.type"):
+        return values
+    return evolve(values, given={"optimizer.type": settings.optimizer})
 
 
 def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
-    """Settings of a training on `world` ranks: those given, and what the file of `given["config"]` adds.
+    """Settings of a training on `world` ranks: those given, and what the file at `given["config"]` adds, whose
+    content takes the place of its path.
 
     Raises ValueError for an invalid file, and for a setting that contradicts it or that its scheduler ignores.
     """
-    values, given = (
-        read_values(given["config"]),
-        {x: value for x, value in given.items() if value is not None},
-    )
-    check_settings(given, values)
-    settings = {name: said for name, said, _ in decided(values)}
+    values = read_values(given["config"])
+    values = evolve(values, decides=tuple(decided(values)))
+    given = {x: value for x, value in given.items() if value is not None} | {"config": values}
+    values.check(given)
+    settings = {name: said for name, said, _ in values.decides}
     if values.file.get(key := f"{given.get('precision')}.enabled") is False:
         raise values.refused("precision", given["precision"], key)
     if values["scheduler.type"] is not None:
@@ -166,25 +174,13 @@ def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
     return {**settings, **given}
 
 
-def check_settings(given: Mapping[str, Any], values: ConfigValues) -> None:
-    """Raise ValueError, with setting and key, for a `given` setting that contradicts the file; "auto" does not."""
-    for name, said, key in decided(values):
-        got = given.get(name, AUTO)
-        # How much of the state stays on the host beside the disk, no file says.
-        part = (name, said) == ("state_on", DISK) and DISK in words_of(str(got))
-        if key in values.file and got not in (AUTO, ()) and str(got) != str(said) and not part:
-            raise values.refused(name, got, key)
-
-
-def startup_notes(
-    settings: TrainSettings, values: ConfigValues, world: int, lr: Callable[[int], float]
-) -> Iterator[str]:
-    """The log lines about the file of `settings.config`, whose `values` were read, at the start of a training."""
-    if settings.config is not None:
+def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float]) -> Iterator[str]:
+    """The log lines about the DeepSpeed file `settings.config` at the start of a training."""
+    if (values := _values_of(settings)) is not None:
         rate = lr if isinstance(lr, LRSchedule) else None
         batch = batch_sizes(values, world, settings.batch_size, settings.micro_batches)[2]
         own = [] if rate else [f"no scheduler: the learning rate warms up, then it is {settings.lr_schedule}"]
-        yield from (f"{settings.config.name}: {line}" for line in (*notes(values, batch, rate), *own))
+        yield from (f"{Path(values.source).name}: {line}" for line in (*notes(values, batch, rate), *own))
 
 
 # --- what a file decides ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from zfunc.errors import refuse
 from zfunc.train.deepspeed.mapping import PARAM, ConfigExtras
@@ -40,11 +40,12 @@ class FromTrainer:
 
 
 def with_trainer_args(given: Mapping[str, Any], world: int) -> FromTrainer:
-    """The settings `given` on a command line, with those of the Trainer's arguments in `given["trainer_args"]`.
+    """The settings `given` on a command line, with those of the Trainer's arguments in the file at
+    `given["trainer_args"]`, whose content takes the place of its path.
 
     Raises ValueError for an invalid file, and for a setting that contradicts it."""
     args = read_args(given["trainer_args"], dpo=given.get("loss") == DPO)
-    said, usual, written = dict(given), dict[str, Any](), dict[str, str]()
+    said, usual, written = {**given, "trainer_args": args}, dict[str, Any](), dict[str, str]()
     decided = {"lr_schedule": SCHEDULER, "warmup": _part_of_all(args)}
     for name, field in (decided | _by_pass(args)).items():
         if name in given and field:
@@ -151,21 +152,19 @@ def _steps_of(args: TrainerArgs, name: str) -> int:
 
 
 def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtras:
-    """`extras` with what `settings.trainer_args` adds: optimizer arguments, learning rate, printed steps and notes.
-
-    Values that a DeepSpeed file sets stay.
-    """
-    if settings.trainer_args is None:
+    """The `extras` of a DeepSpeed file, which decide, with what `settings.trainer_args` adds: optimizer arguments,
+    learning rate, printed steps and notes."""
+    if (args := settings.trainer_args) is None:
         return extras
-    args = read_args(settings.trainer_args, dpo=settings.loss == DPO)
-    values, optimizer = extras.values, dict(extras.optimizer)
+    optimizer, every = dict(extras.optimizer), extras.steps_per_print
     betas = {"betas": (args["adam_beta1"], args["adam_beta2"])}
     own = {"adamw": {**betas, "eps": args["adam_epsilon"]}, "lion": betas, "sgd": {"momentum": 0.0}}
     if args[OPTIM].removeprefix("paged_").startswith(settings.optimizer):
+        said = () if settings.config is None else settings.config.file
         taken = own.get(settings.optimizer, {})
-        optimizer |= {x: y for x, y in taken.items() if not values.sets(PARAM + x)}
-    if values["steps_per_print"] is None and "logging_steps" in args.file:
-        values = evolve(values, given={**values.given, "steps_per_print": _steps_of(args, "logging_steps")})
+        optimizer |= {x: y for x, y in taken.items() if PARAM + x not in said}
+    if every is None and "logging_steps" in args.file:
+        every = _steps_of(args, "logging_steps")
     kwargs: Any = args[KWARGS]
     try:
         kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
@@ -176,14 +175,15 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
         raise ValueError(f"{args.source}: {SCHEDULER}: {error}") from None
     part = _part_of_all(args)
 
-    def schedule(lr: float, warmup: int | None, total: int) -> TrainerSchedule:
-        warmup = math.ceil(args[part] * total) if warmup is None else warmup
-        return TrainerSchedule(args[SCHEDULER], params, lr, warmup, total)
+    def schedule(total: int | None) -> TrainerSchedule | None:
+        if total is None:
+            return None
+        warmup = math.ceil(args[part] * total) if settings.warmup is None else settings.warmup
+        return TrainerSchedule(args[SCHEDULER], params, settings.lr, warmup, total)
 
     notes = tuple(_notes(settings, args))
-    return evolve(
-        extras, values=values, optimizer=optimizer, schedule=schedule, notes=notes, by_pass=_by_pass(args)
-    )
+    rate = extras.schedule or schedule
+    return ConfigExtras(optimizer, extras.loss_scale, every, rate, notes, _by_pass(args))
 
 
 def _notes(settings: TrainSettings, args: TrainerArgs) -> Iterator[str]:
