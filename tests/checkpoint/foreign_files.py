@@ -89,6 +89,14 @@ def save_dcp(
     dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
+def save_steps(folder: Path, model: Small, optimizer: Any) -> None:
+    """A folder of steps, as torchtitan has it: an earlier one, the last, and one that was cut short."""
+    (folder / "step-9").mkdir(parents=True)
+    (folder / "step-9" / ".metadata").write_bytes(b"")
+    save_dcp(folder / "step-10", model, optimizer)
+    (folder / "step-11").mkdir()
+
+
 def save_tied(folder: Path, model: Small, optimizer: Any) -> None:
     """With moments by the other name of a tied weight, as another order of the modules has them."""
     weights, moments = get_state_dict(model, optimizer)
@@ -235,6 +243,7 @@ SAVED: dict[str, Callable[[Path, Small, Any], None]] = {
     "dcp flattened": lambda *given: save_dcp(*given, flat=True),
     "dcp, optim": lambda *given: save_dcp(*given, key="optim"),
     "dcp, tied otherwise": save_tied,
+    "dcp, of steps": save_steps,
     "trainer": save_trainer,
     "trainer, one process": save_by_number,
     "trainer, full state": save_by_name,

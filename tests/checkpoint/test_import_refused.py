@@ -230,6 +230,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda _: None,
         "neither .metadata nor",
     ),
+    "file": (
+        lambda x: torch.save({}, x),
+        lambda _: None,
+        "theirs: got a file, .*: name the checkpoint's folder",
+    ),
     "nothing": (
         lambda x: x.mkdir(),
         lambda _: None,

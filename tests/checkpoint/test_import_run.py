@@ -119,7 +119,7 @@ def test_an_exported_dcp_has_every_bit_and_goes_on_in_torch(settings: dict[str, 
         assert torch.equal(p.detach(), exact[name].view(p.shape)), name
         assert not p.requires_grad or optimizer.state[p]["step"] == 3
     # What is read again has the moments of the first, and goes on as torch does
-    again = import_run(tmp_path / "dcp", tmp_path / "again", segments=segments())
+    again = import_run(str(tmp_path / "dcp"), str(tmp_path / "again"), segments=segments())
     fp32 = program(optimizer=zfunc.AdamW(**RATE))
     with CheckpointReader(open_checkpoint(again.path)) as reader:
         for name, p in model.named_parameters():

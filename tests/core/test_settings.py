@@ -177,6 +177,10 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
             call(bucketsize=1)
         with pytest.raises(TypeError, match="speculate: got a setting that is gone, expected .*: pass defer"):
             call(speculate=1)
+        with pytest.raises(
+            TypeError, match="lr: got an unknown setting, expected one of [^?]*: pass it to the optimizer"
+        ):
+            call(lr=1e-3)
     with pytest.raises(TypeError, match="settings: got a dict, expected a zfunc.core.settings.StepSettings"):
         settings_with({}, {})  # type: ignore[arg-type]
 

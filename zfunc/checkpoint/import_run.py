@@ -4,6 +4,8 @@ A tensor at a time is read and written. The checkpoint has its name when all of 
 """
 
 import logging
+import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache, partial
@@ -25,6 +27,7 @@ from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
 from zfunc.checkpoint.writer import as_bytes
+from zfunc.core.display import counted
 from zfunc.core.optimizer_state import FROZEN, MASTER
 from zfunc.errors import did_you_mean, refuse
 from zfunc.optim.loss_scale import UNSCALED
@@ -32,11 +35,12 @@ from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
 from zfunc.values import whole
 
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
+_STEP = re.compile(r"(?:step|checkpoint)-(\d+)")  # of torchtitan and Trainer: a folder with one step
 EXPECTED = "a DCP, or a checkpoint of DeepSpeed or Trainer"
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
 log = logging.getLogger("zfunc")
 
-__all__ = ["ImportedRun", "adapters_in", "check_places", "import_run", "is_trainer", "open_run"]
+__all__ = ["ImportedRun", "adapters_in", "check_places", "import_run", "is_trainer", "last_step", "open_run"]
 
 
 @frozen
@@ -67,12 +71,11 @@ def open_run(
 ) -> ForeignRun:
     """Open the checkpoint in folder `source`: a DCP, or one of DeepSpeed or Trainer. `groups`, `head_dim` and
     `allow_pickle` have the meaning that `import_run` gives them. Raises CheckpointError, with what to do."""
-    if any((source / x / METADATA).exists() for x in ("", *PARTS)):
+    source = last_step(source)
+    if _is_dcp(source):
         return open_dcp(source, head_dim=head_dim)
-    for pointer in (source / x for x in _POINTERS if (source / x).is_file()):
-        tag = pointer.read_text().strip()
-        if Path(tag).name == tag not in ("", "..") and (source / tag).is_dir():  # no way back to here
-            return open_run(source / tag, groups, allow_pickle=allow_pickle)
+    if named := _last_of_deepspeed(source):
+        return open_run(named, groups, allow_pickle=allow_pickle)
     if is_deepspeed(source):
         return open_deepspeed(source, allow_pickle=allow_pickle)
     if is_trainer(source):
@@ -81,8 +84,44 @@ def open_run(
     reject(source, got, EXPECTED, "name the folder of one step, such as checkpoint-500")
 
 
+def last_step(source: Path) -> Path:
+    """The folder of the last step that has a checkpoint, of a `source` with folders such as step-500 (torchtitan)
+    or checkpoint-500 (Trainer); `source` itself if it is a checkpoint, or has no such folder."""
+    if _has_checkpoint(source):
+        return source
+    steps = {int(found[1]): x for x in source.iterdir() if (found := _STEP.fullmatch(x.name)) and x.is_dir()}
+    found = max((n for n, x in steps.items() if _has_checkpoint(x)), default=None)
+    if found is None:
+        return source
+    log.info(
+        "import: %s, of %s; name the folder of another to take it", steps[found], counted(len(steps), "step")
+    )
+    return steps[found]
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any(known(folder) for known in (_is_dcp, _last_of_deepspeed, is_deepspeed, is_trainer))
+
+
+def _is_dcp(folder: Path) -> bool:
+    return any((folder / x / METADATA).exists() for x in ("", *PARTS))
+
+
+def _last_of_deepspeed(folder: Path) -> Path | None:
+    """The folder in `folder` that DeepSpeed's file `latest` names; None without that file, or that folder."""
+    for pointer in (folder / x for x in _POINTERS if (folder / x).is_file()):
+        tag = pointer.read_text().strip()
+        if Path(tag).name == tag not in ("", "..") and (folder / tag).is_dir():  # no way back to here
+            return folder / tag
+    return None
+
+
 def check_places(source: Path, out: Path) -> None:
     """Raise CheckpointError unless `source` is a folder, and ValueError if the folder `out` is not empty."""
+    if source.is_file():
+        reject(
+            source, "a file", EXPECTED, "name the checkpoint's folder; save what torch.save wrote as a DCP"
+        )
     if not source.is_dir():
         reject(source, "no such folder", EXPECTED, "check the path")
     if out.exists() and any(out.iterdir()):
@@ -90,8 +129,8 @@ def check_places(source: Path, out: Path) -> None:
 
 
 def import_run(
-    source: Path,
-    out: Path,
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     segments: Iterable[Any] = (),
     groups: Sequence[Sequence[str]] = (),
@@ -105,10 +144,11 @@ def import_run(
     universal checkpoint, or a Trainer's optimizer.pt beside safetensors of weights or adapters. `segments` are of
     the model that goes on (`zfunc.segments`, `zfunc.hf.load`): they say which parameters are trained, frozen, tied
     or buffers, and have the base of adapters. Without them every parameter is trained but for those that
-    DeepSpeed's files call frozen. `groups`, which optimizer.pt needs, are the names of the parameters in each group
-    of the optimizer, in its order (`zfunc.hf.trainer_groups`). `head_dim` is the size of an attention head, which
-    torchtitan's moments of queries, keys and values in one tensor need. `sequences` is where the data goes on, by
-    default what the files say, or 0.
+    DeepSpeed's files call frozen. Of a folder of steps (step-500, checkpoint-500) the last is taken. `groups`,
+    which optimizer.pt needs, are the names of the parameters in each group of the optimizer, in its order
+    (`zfunc.hf.trainer_groups`). `head_dim` is the size of an attention head, which torchtitan's
+    moments of queries, keys and values in one tensor need. `sequences` is where the data goes on, by default what
+    the files say, or 0.
 
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
@@ -117,6 +157,7 @@ def import_run(
     files that are missing or torn, a parameter without moments, one of another shape, one that the model does not
     have, and a pickle of more than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
     """
+    source, out = Path(source), Path(out)
     check_places(source, out)
     if sequences is not None:
         whole("sequences", sequences, 0, MAX_INT)

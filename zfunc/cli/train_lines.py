@@ -185,7 +185,7 @@ def summary_lines(event: Finished, folder: RunFolder) -> Iterator[tuple[str, str
         f"{process} of this process, {before} of it before training; planned for tensors: {tensors}",
     )
     if run.skipped:
-        yield "skipped", f"{len(run.skipped):,} steps, for an overflow"
+        yield "skipped", f"{counted(len(run.skipped), 'step')}, for an overflow"
     yield "run folder", str(folder.path)
     if event.checkpoint and event.ended in (INTERRUPT, TERMINATED):
         yield "to go on", f"the same command with --resume auto --out {folder.path}"

@@ -59,6 +59,14 @@ GONE = {
     "accumulate": "pass it as `order`, that of one device; several add up on the host with `grads_on=host`",
     "moments": "pass it to the optimizer, as in zfunc.AdamW(moments='8bit')",
 }
+_RATES = "pass it to the optimizer, as in zfunc.AdamW(lr=1e-3)"
+ELSEWHERE = {
+    "loss": "pass the segments of zfunc.segments(model, example, loss)",
+    **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), _RATES),
+    **dict.fromkeys(("max_norm", "max_grad_norm"), "pass it as `clip_norm`"),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps"), "pass it as `micro_batches`"),
+}
+"""Names that other trainers take beside settings: where zfunc has each."""
 OF_OPTIMIZER = ("moments",)  # fields that `zfunc.compile` has from the optimizer; plans vary them, too
 
 joined = ", ".join

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from attrs import Attribute, evolve, fields, frozen
 
-from zfunc.core.display import brief
+from zfunc.core.display import brief, counted
 from zfunc.core.dtypes import PRECISIONS, Dtype, Precision, one_precision
 from zfunc.core.layout import Bucket
 from zfunc.core.optimizer_state import MOMENTS, Moments
@@ -24,6 +24,7 @@ from zfunc.core.setting_values import (
     DEVICE_SHARE,
     DISK,
     DISK_SHARE,
+    ELSEWHERE,
     GONE,
     MOST_DEVICES,
     MOST_MICRO_BATCHES,
@@ -429,7 +430,7 @@ class StepSettings:
         """Raise ValueError if a part of `recompute` or `activations_on` has none of the `num_segments` segments."""
         for name in ("recompute", "activations_on"):
             if not every_part_has_one(text := getattr(self, name), num_segments):
-                got = f"{text!r} for {num_segments} segments"
+                got = f"{text!r} for {counted(num_segments, 'segment')}"
                 refuse(name, got, "shares that have a segment each", "leave some out, or change the numbers")
 
     def placed(self, world: int, *, disk: bool, **others: Sequence[Any]) -> "Iterator[StepSettings]":
@@ -577,8 +578,9 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
         if name in GONE:
             refuse(name, "a setting that is gone", "what is instead of it", GONE[name], SettingTypeError)
         if name not in known:
-            expected = f"one of {', '.join(known)}{did_you_mean(name, known)}"
-            refuse(name, "an unknown setting", expected, "pass one of them", SettingTypeError)
+            near = "" if name in ELSEWHERE else did_you_mean(name, known)
+            do = ELSEWHERE.get(name, "pass one of them")
+            refuse(name, "an unknown setting", f"one of {', '.join(known)}{near}", do, SettingTypeError)
     return evolve(settings, **changes)
 
 

@@ -94,6 +94,7 @@ def compile(
             by_hand = "the segments of zfunc.segments(model, example, loss)"
             do = f"pass `example`, to cut the module by, or {by_hand}"
             refuse("example", f"none with a {type(segments).__name__}", "a batch", do)
+        settings_with(settings, changes)  # a wrong name is refused before the module is traced
         given = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
         make = partial(compile, settings=settings, **given, example=example, patience=patience, **changes)
         return first_cut_that_fits(above("cuts")(segments, example), make, example)

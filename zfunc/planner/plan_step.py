@@ -110,7 +110,7 @@ def plan(
 
     from zfunc.engine.program.fit_to_memory import Attempt, coarsest_cut
     from zfunc.engine.trace.batches import unpacked
-    from zfunc.engine.trace.segment import checked_segments, ends_in_loss
+    from zfunc.engine.trace.segment import check_loss, checked_segments, ends_in_loss
     from zfunc.planner.traced_costs import traced_costs
 
     machine = hardware
@@ -128,6 +128,7 @@ def plan(
     def model_of(segments: "Sequence[Segment]") -> CostModel:
         return CostModel(traced_costs(segments, unpacked(example, segments[-1]), optimizer, world), machine)
 
+    check_loss(loss)
     if not isinstance(segments, nn.Module) or (loss is None and ends_in_loss(segments)):
         if loss is not None:
             refuse("loss", "one with segments", "None", "the last segment returns the loss")

@@ -329,7 +329,7 @@ def _plan(p: Planned) -> Iterator[str]:
     yield settings.schedule_name
     if p.most is not None:
         yield f"cut into {counted(len(spec.costs), 'segment')} (most={p.most:,})"
-    yield f"{len(spec.layout.buckets)} buckets"
+    yield counted(len(spec.layout.buckets), "bucket")
     yield f"the largest of {spec.slot_numel:,}; {count} micro-batch{'es' * (count != 1)}"
     yield f"recompute {settings.recompute}"
     yield f"moments {settings.moments}"

@@ -21,7 +21,8 @@ class ImportSettings:
 
     source: Path = _file(
         NOTHING,
-        "folder of a DCP, or of a checkpoint of Trainer, with or without FSDP and adapters, or of DeepSpeed",
+        "folder of a DCP, or of a checkpoint of Trainer, with or without FSDP and adapters, or of DeepSpeed; of "
+        "several steps the last",
         metavar="FOLDER",
         positional=True,
     )
@@ -69,12 +70,13 @@ class ImportSettings:
 def run_import(settings: ImportSettings) -> int:
     """Run `zfunc import`: write another program's run as a checkpoint of zfunc."""
     check_addresses()
-    from zfunc.checkpoint.import_run import adapters_in, check_places, import_run, is_trainer
+    from zfunc.checkpoint.import_run import adapters_in, check_places, import_run, is_trainer, last_step
 
     check_places(settings.source, settings.out)
-    lora = adapters_in(settings.source)
+    source = last_step(settings.source)
+    lora = adapters_in(source)
     if settings.quantize is not None and lora is None:
-        got = f"it for {settings.source}, which has no adapter_config.json"
+        got = f"it for {source}, which has no adapter_config.json"
         refuse("quantize", got, "a run of adapters", "name its folder, or leave it out")
     with logged(COMMAND.options):
         segments, groups = (), ()
@@ -88,9 +90,9 @@ def run_import(settings: ImportSettings) -> int:
                 "quantize_parameters": names_in(settings.quantize_parameters),
             }
             segments = hf.load(settings.hf, **given, **packed)[1]
-            groups = hf.trainer_groups(settings.hf, **given) if is_trainer(settings.source) else ()
+            groups = hf.trainer_groups(settings.hf, **given) if is_trainer(source) else ()
         x = import_run(
-            settings.source,
+            source,
             settings.out,
             segments=segments,
             groups=groups,

@@ -32,6 +32,11 @@ from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
 Values = dict[str, Tensor]
+NO_LOSS = (
+    "a function of (output, targets)",
+    "pass zfunc.segments(model, (inputs, targets), torch.nn.functional.cross_entropy), or a loss of your own",
+)
+"""What is expected where a model has no loss of its own, and what to do."""
 
 
 @frozen(eq=False)
@@ -500,6 +505,14 @@ class EndsInLoss(nn.Sequential):
         for child in before:
             x = child(x)
         return loss(x, *targets) if targets else x
+
+
+def check_loss(loss: Any) -> None:
+    """Raise SettingTypeError unless `loss` is a function or a module of (output, targets), or None."""
+    if isinstance(loss, type):
+        refuse("loss", f"the class {loss.__name__}", NO_LOSS[0], f"pass {loss.__name__}()", SettingTypeError)
+    if loss is not None and not callable(loss):
+        refuse("loss", repr(loss), *NO_LOSS, SettingTypeError)
 
 
 def ends_in_loss(module: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """A wrapper that calls a model with a whole batch and returns the loss; parameters keep the model's own names."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from zfunc.engine.trace.batches import LABELS, ByValue, Whole
+from zfunc.engine.trace.segment import NO_LOSS
+from zfunc.errors import refuse
 from zfunc.models.cut.known import KnownValues
 
 Loss = Callable[[Any, Any], Tensor]
@@ -80,6 +83,25 @@ def without_idle_draws(model: nn.Module) -> nn.Module:
     return copied
 
 
+def takes_inputs_alone(model: nn.Module, call: BatchCall) -> bool:
+    """Whether the model's forward can be called with the inputs of `call`, but not with its targets or "labels"."""
+    inputs, args, named = call.inputs, (), {}
+    if isinstance(inputs, Mapping):
+        named = {name: x for name, x in inputs.items() if name != LABELS}
+    else:
+        args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+    def takes(*more: Any, **labels: Any) -> bool:
+        try:
+            inspect.signature(model.forward).bind(*args, *more, **named, **labels)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    labels = {LABELS: None} if isinstance(inputs, Mapping) and LABELS in inputs else {}
+    return takes() and not takes(*call.targets, **labels)
+
+
 def loss_in(model: nn.Module, output: Any) -> Tensor:
     """The loss in `output`: its `.loss`, item "loss", or only floating-point scalar. Raises ValueError if none."""
     found: Any = getattr(output, "loss", None)
@@ -92,10 +114,9 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
         found = scalars[0] if len(scalars) == 1 else None
     if not isinstance(found, Tensor) or found.dim():
         kind = type(model).__name__
-        raise ValueError(
-            f"model: got no loss in what {kind} returns ({type(output).__name__}), expected a scalar, or an output "
-            "with .loss: pass labels in the batch, or zfunc.segments(model, example, loss) with a function of "
-            "(output, targets)"
+        got = f"none, and {kind} returns no scalar and no .loss ({type(output).__name__})"
+        refuse(
+            "loss", got, NO_LOSS[0], f"{NO_LOSS[1]}; or labels in the batch of a model that returns its loss"
         )
     return found
 

@@ -46,10 +46,18 @@ from zfunc.engine.trace.batches import Batch, unmarked
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import SEEDED, first_change, held
-from zfunc.engine.trace.segment import Segment, Values, make_segment
+from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, check_loss, make_segment
 from zfunc.engine.trace.vjp import MAX_TRACES
-from zfunc.errors import refuse, setting
-from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values, without_idle_draws
+from zfunc.errors import SettingError, refuse, setting
+from zfunc.models.cut.called import (
+    BatchCall,
+    CalledModel,
+    Loss,
+    call_of,
+    mark_values,
+    takes_inputs_alone,
+    without_idle_draws,
+)
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import ModulePiece, module_piece
 from zfunc.models.cut.spans import (
@@ -141,6 +149,7 @@ def cuts(
     halved each time, until segments get no smaller. Arguments and errors are those of `segments`. If
     `planned`, only costs are read, and the module may be on the meta device."""
     of_type("model", model, nn.Module, "an nn.Module")
+    check_loss(loss)
     most = None if most is None else whole_number("most", most, least=1)
     if planned:  # a trace reads buffers
         buffers = {id(t): torch.zeros_like(t, device="cpu") for t in model.buffers() if t.is_meta}
@@ -443,7 +452,12 @@ class ModuleTraces:
         try:
             self.whole.function(params, inputs)
         except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith("model: got no loss"):
+            assert self.whole.module is not None
+            model, loss = self.whole.module.own
+            if loss is None and takes_inputs_alone(model, inputs):
+                got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
+                refuse("loss", got, *NO_LOSS, cause=error)
+            if isinstance(error, SettingError) and error.names == ("loss",):
                 raise
             said = f"{type(error).__name__} {_place(error)}: {error}"
             if dtype != torch.float32:  # the example's trace was
