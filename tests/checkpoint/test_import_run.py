@@ -53,6 +53,12 @@ def test_a_run_from_elsewhere_goes_on_with_the_same_bits_and_the_same_loss(form:
         assert metrics.loss == pytest.approx(torch_step(model, optimizer, n), rel=2e-6)
 
 
+def test_the_command_says_which_step_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SAVED["dcp, of steps"](tmp_path / "theirs", *trained())
+    main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "taken")])
+    assert "step-10, the last of 2 steps" in capsys.readouterr().out
+
+
 def test_a_tied_weight_is_taken_once_where_no_model_says_so(tmp_path: Path) -> None:
     model = Small()
     model.norm, model.base = nn.Identity(), nn.Identity()

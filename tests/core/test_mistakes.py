@@ -137,7 +137,7 @@ def test_what_is_no_plan_is_refused_where_a_plan_is_checked_or_simulated(
     [
         ("costs", (), "costs: got 0, expected 1, one for each segment"),
         ("costs", True, r"costs: got a bool, expected one for each .*: pass \(x,\) \* len"),
-        ("settings", StepSettings(recompute="all,all"), "recompute: got 'all,all' for 1 segment"),
+        ("settings", StepSettings(recompute="all,all"), "recompute: got 'all,all' for 1 segment, expected"),
         ("settings", StepSettings(params_on="auto"), "params_on: got 'auto', expected what it stands for"),
     ],
 )

@@ -23,6 +23,7 @@ from trained import compiled
 import zfunc
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.messages import as_message, from_message
+from zfunc.engine.stages.move_stages import _arrived
 from zfunc.engine.state.state import State
 from zfunc.errors import RankError
 from zfunc.runtime.collectives import RankGroup
@@ -99,6 +100,15 @@ def test_a_message_brings_the_tree_with_its_values_strides_and_shared_memory() -
         TypeError, match="got Pair between two pipeline stages, expected tensors, numbers, text"
     ):
         as_message(NamedTuple("Pair", [("x", int)])(1), 0)
+
+
+def test_what_arrives_is_in_memory_of_its_own() -> None:
+    """A mask that later segments pass on would keep a whole message, which no plan counts."""
+    mask, large = torch.ones(8, dtype=torch.bool), torch.ones(1 << 16)
+    message = from_message(*as_message({"x": large, "mask": mask}, large.nbytes + 512))
+    arrived = _arrived(message, torch.device("cpu"))
+    assert torch.equal(arrived["mask"], mask)
+    assert arrived["mask"].untyped_storage().nbytes() <= 512
 
 
 HEADS = """[]

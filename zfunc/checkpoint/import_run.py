@@ -89,14 +89,15 @@ def last_step(source: Path) -> Path:
     or checkpoint-500 (Trainer); `source` itself if it is a checkpoint, or has no such folder."""
     if _has_checkpoint(source):
         return source
-    steps = {int(found[1]): x for x in source.iterdir() if (found := _STEP.fullmatch(x.name)) and x.is_dir()}
-    found = max((n for n, x in steps.items() if _has_checkpoint(x)), default=None)
-    if found is None:
+    named = ((_STEP.fullmatch(x.name), x) for x in source.iterdir() if x.is_dir())
+    steps = sorted((int(found[1]), x) for found, x in named if found and _has_checkpoint(x))
+    if not steps:
         return source
+    last = steps[-1][1]
     log.info(
-        "import: %s, of %s; name the folder of another to take it", steps[found], counted(len(steps), "step")
+        "import: %s, the last of %s; to take another, name its folder", last, counted(len(steps), "step")
     )
-    return steps[found]
+    return last
 
 
 def _has_checkpoint(folder: Path) -> bool:

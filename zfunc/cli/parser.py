@@ -193,7 +193,7 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, hel
     if field.type is bool:
         given["action"] = "store_true"
     else:  # a file whose content is the setting is typed as its path
-        read = READERS.get(kind, lambda word: Path(word).expanduser())
+        read = READERS[Path if isinstance(kind, str) else kind]
         given |= {"metavar": option.metavar or METAVARS[kind], "type": read}
     if get_origin(field.type) is tuple:
         given["action"] = "append"
@@ -203,7 +203,10 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, hel
     group.add_argument(name, default=argparse.SUPPRESS, **given)
 
 
-READERS: dict[Any, Callable[[str], Any]] = {kind: kind for kind in (int, float, str)}
+READERS: dict[Any, Callable[[str], Any]] = {
+    **{kind: kind for kind in (int, float, str)},
+    Path: lambda word: Path(word).expanduser(),
+}
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 

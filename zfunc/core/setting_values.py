@@ -62,8 +62,8 @@ GONE = {
 _RATES = "pass it to the optimizer, as in zfunc.AdamW(lr=1e-3)"
 ELSEWHERE = {
     "loss": "pass the segments of zfunc.segments(model, example, loss)",
-    **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), _RATES),
-    **dict.fromkeys(("max_norm", "max_grad_norm"), "pass it as `clip_norm`"),
+    **dict.fromkeys(("lr", "learning_rate", "betas", "eps", "weight_decay"), _RATES),
+    **dict.fromkeys(("max_norm", "max_grad_norm", "gradient_clipping"), "pass it as `clip_norm`"),
     **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps"), "pass it as `micro_batches`"),
 }
 """Names that other trainers take beside settings: where zfunc has each."""

@@ -442,6 +442,11 @@ class TrainSettings(StepFlags):
         return 0.1 if self.dpo_beta is None else self.dpo_beta
 
     def __attrs_post_init__(self) -> None:
+        for name in ("config", "trainer_args"):
+            if isinstance(given := getattr(self, name), str | Path):
+                refuse(
+                    name, f"the path {given}", "the file as read", "read it first, as the command line does"
+                )
         check_together(self)
         if self.config is not None:
             self.config.check(attrs.asdict(self, recurse=False))

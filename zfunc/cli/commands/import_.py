@@ -8,6 +8,7 @@ from attrs import NOTHING, frozen
 
 from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import logged
+from zfunc.core.display import counted
 from zfunc.errors import refuse
 from zfunc.options import count, flag, option, path
 from zfunc.runtime.host_memory import check_addresses
@@ -73,12 +74,12 @@ def run_import(settings: ImportSettings) -> int:
     from zfunc.checkpoint.import_run import adapters_in, check_places, import_run, is_trainer, last_step
 
     check_places(settings.source, settings.out)
-    source = last_step(settings.source)
-    lora = adapters_in(source)
-    if settings.quantize is not None and lora is None:
-        got = f"it for {source}, which has no adapter_config.json"
-        refuse("quantize", got, "a run of adapters", "name its folder, or leave it out")
     with logged(COMMAND.options):
+        source = last_step(settings.source)
+        lora = adapters_in(source)
+        if settings.quantize is not None and lora is None:
+            got = f"it for {source}, which has no adapter_config.json"
+            refuse("quantize", got, "a run of adapters", "name its folder, or leave it out")
         segments, groups = (), ()
         if settings.hf is not None:
             from zfunc.models import hf
@@ -100,7 +101,8 @@ def run_import(settings: ImportSettings) -> int:
             sequences=settings.sequences,
             allow_pickle=settings.allow_pickle,
         )
-    print(f"written: {x.path}: {x.parameters} parameters of step {x.step}, after {x.sequences:,} sequences")
+    parameters = counted(x.parameters, "parameter")
+    print(f"written: {x.path}: {parameters} of step {x.step}, after {x.sequences:,} sequences")
     if lora is not None and settings.hf is not None:
         print(f"adapters: {adapter_flags(lora)}")
     return EXIT_OK

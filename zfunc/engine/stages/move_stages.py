@@ -109,8 +109,7 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
     apart = on_accelerator(step.devices[0])
     if row.to == "device":
         message = step.ranks.receive(stages[0], tag, op.nbytes, pinned=apart)  # pyright: ignore  # StageRanks
-        tree = from_message(*message)
-        mem[target] = _arrived(tree, step.devices[0]) if apart else tree
+        mem[target] = _arrived(from_message(*message), step.devices[0])
         wait_for_copies(step)  # or what has come may be freed before
     else:
         head, flat = as_message(mem[source], op.nbytes, pinned=apart)

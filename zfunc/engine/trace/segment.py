@@ -444,8 +444,8 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
         "segments",
         segments,
         Iterable,
-        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a model of "
-        "transformers zfunc.hf.segments(model)",
+        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a causal "
+        "language model of transformers zfunc.hf.segments(model)",
     )
     segments = tuple(segments)
     if not segments:
@@ -512,7 +512,7 @@ def check_loss(loss: Any) -> None:
     if isinstance(loss, type):
         refuse("loss", f"the class {loss.__name__}", NO_LOSS[0], f"pass {loss.__name__}()", SettingTypeError)
     if loss is not None and not callable(loss):
-        refuse("loss", repr(loss), *NO_LOSS, SettingTypeError)
+        refuse("loss", f"an object of class {type(loss).__name__}", *NO_LOSS, SettingTypeError)
 
 
 def ends_in_loss(module: nn.Module) -> bool:

@@ -84,7 +84,7 @@ def without_idle_draws(model: nn.Module) -> nn.Module:
 
 
 def takes_inputs_alone(model: nn.Module, call: BatchCall) -> bool:
-    """Whether the model's forward can be called with the inputs of `call`, but not with its targets or "labels"."""
+    """Whether the model's forward can be called with the inputs of `call`, but with no target or "labels"."""
     inputs, args, named = call.inputs, (), {}
     if isinstance(inputs, Mapping):
         named = {name: x for name, x in inputs.items() if name != LABELS}
@@ -99,7 +99,7 @@ def takes_inputs_alone(model: nn.Module, call: BatchCall) -> bool:
         return True
 
     labels = {LABELS: None} if isinstance(inputs, Mapping) and LABELS in inputs else {}
-    return takes() and not takes(*call.targets, **labels)
+    return takes() and not takes(*call.targets[:1], **labels)
 
 
 def loss_in(model: nn.Module, output: Any) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zfunc.engine.trace.segment import Segment
-from zfunc.models.hf.families import ANY
+from zfunc.models.hf.families import BY_TRACE
 from zfunc.models.loss import collated_batch, next_token_loss
 from zfunc.runtime.rng import seeded_sequence
 
@@ -46,7 +46,7 @@ def compare(
     if difference:
         raise ValueError(
             f"model: got a {name} that computes something else in segments ({difference}), expected the same loss "
-            f"and gradients: {ANY}"
+            f"and gradients: {BY_TRACE}"
         )
     packs = not _difference_of_documents(segments, small, longer)
     log.info(
@@ -122,7 +122,7 @@ def _small_config(model: Any) -> Any:
             continue
     raise ValueError(
         f"model: got a {type(model).__name__} too large to compare with its segments, and a config that cannot be "
-        f"made smaller: {ANY}"
+        f"made smaller: {BY_TRACE}"
     )
 
 
@@ -143,7 +143,7 @@ def _shrink(config: Any, factor: int) -> None:
 def _difference(segments: tuple[Segment, ...], model: Any, ids: Tensor) -> str:
     """The first difference of a model and its segments in loss or gradients on token ids `ids` [batch, seq], as
     text; "" for none."""
-    own = model(ids, labels=ids).loss
+    own = model(**{model.main_input_name: ids}, labels=ids).loss
     targets = collated_batch({"input_ids": ids, "labels": ids})[1]
     return _compared(model, own, lambda values: _in_segments(segments, values, ids, targets))
 

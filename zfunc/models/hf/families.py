@@ -23,7 +23,7 @@ FAMILIES = (
 )
 """Models whose segments are tested with zfunc."""
 
-ANY = "zfunc.segments(model, batch) takes any module"
+BY_TRACE = "try zfunc.segments(model, batch), which cuts a module by its trace"
 
 
 def check_transformers() -> None:
@@ -53,7 +53,7 @@ def check_supported(model: Any) -> None:
 
     name, config = type(model).__name__, getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model: got a {name}, expected a model of transformers: {ANY}")
+        raise ValueError(f"model: got a {name}, expected a model of transformers: {BY_TRACE}")
     if not _is_causal(model):
         raise why_unsupported(name, kind_of(config))
     if not is_tested(model) and getattr(config, "is_decoder", True) is False:
@@ -107,7 +107,7 @@ def kind_of(config: Any) -> str:
 def why_unsupported(name: str, reason: str) -> ValueError:
     """The ValueError for a model class `name` that cannot be cut into segments, for `reason`."""
     return ValueError(
-        f"model: got a {name}, {reason}, expected a causal language model such as {FAMILIES[2]}: {ANY}"
+        f"model: got a {name}, {reason}, expected a causal language model such as {FAMILIES[2]}: {BY_TRACE}"
     )
 
 

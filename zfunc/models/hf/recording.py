@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.errors import refuse
 from zfunc.models.hf.attention import NAME, RECORDING, PastTokens, implementation_for
-from zfunc.models.hf.families import ANY
+from zfunc.models.hf.families import BY_TRACE
 from zfunc.models.hf.parts import Call, with_hidden
 
 
@@ -77,7 +77,10 @@ def record(model: Any, shadow: Any, ids: Tensor, *, packs: bool) -> Recording:
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:300]
             refuse(
-                "model", f"a {name} that cannot be called with {main} alone ({reason})", do=ANY, cause=error
+                "model",
+                f"a {name} that cannot be called with {main} alone ({reason})",
+                do=BY_TRACE,
+                cause=error,
             )
         finally:
             RECORDING.reset(recording)
@@ -88,7 +91,7 @@ def record(model: Any, shadow: Any, ids: Tensor, *, packs: bool) -> Recording:
     else:
         raise ValueError(
             f"model: got a {name}, expected a list of layers in it, each of which gets what the one before it "
-            f"returns: {ANY}"
+            f"returns: {BY_TRACE}"
         )
     logits, projected = getattr(output, "logits", None), calls.projected
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
