@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_761,
     "optim": 3_216,
     "checkpoint": 4_277,
-    "engine": 10_717,
+    "engine": 10_764,
     "viz": 1_238,
     "planner": 3_767,
     "models": 5_981,

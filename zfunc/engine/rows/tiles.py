@@ -11,8 +11,7 @@ A last segment whose loss is a sum over tokens passes one tile of tokens at a ti
 The sources are FPDT (2408.16978), which cuts attention, and DeepSpeed's ALST, which cuts the MLP.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from attrs import define, field
@@ -22,12 +21,28 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.engine.rows.cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
 from zfunc.engine.rows.keys import Part, keys_like
-from zfunc.engine.rows.tile_attention import Attended, View, attend_tile, pull_tile, tile_numbers
+from zfunc.engine.rows.tile_attention import Attended, Keys, View, attend_tile, pull_tile, tile_numbers
+from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import WAIT
-from zfunc.engine.trace.tensor_memory import layouts
-from zfunc.engine.trace.vjp import paths_of, pull_of
+from zfunc.engine.trace.tensor_memory import Leaves, Tree, layouts
+from zfunc.engine.trace.vjp import (
+    Cotangents,
+    Grads,
+    Inputs,
+    Residuals,
+    SegmentVJP,
+    SegmentWeights,
+    paths_of,
+    pull_of,
+)
 from zfunc.errors import Message, marked, refuse, setting
 from zfunc.runtime.rng import seeded_part
+
+# Of a trial: the copies of the segment that ran in it, or True; None: none has been, or none is needed.
+Tried = list["Tiled | TiledLoss"] | bool | None
+# Tries whether tokens depend on others but through attention, given what it returned before for such rows.
+Check = Callable[["Tiled | TiledLoss", SegmentWeights, Inputs, Tried], Tried]
+MakeVJP = Callable[..., SegmentVJP]  # of a function of one tile, and fields of `PassOptions`
 
 
 @define(eq=False)
@@ -42,15 +57,15 @@ class Tiled:
     function: Function
     evaluate: Function  # the same without dropout
     tiles: int
-    make_vjp: Callable[..., Any]
+    make_vjp: MakeVJP
     wrt_input: bool
-    whole: Any  # the passes of a segment that has no rows, as an embedding of tokens
+    whole: SegmentVJP | None  # for inputs that have no rows, as tokens to embed; None: all have
     name: str = ""
-    splits: dict[Any, Split] = field(factory=dict)
-    check: Any = None  # check.check_tokens
-    checked: dict[Any, Any] = field(factory=dict)  # see `_check_once`
+    splits: dict[Hashable, Split] = field(factory=dict)
+    check: Check | None = None  # check.check_tokens
+    checked: dict[Hashable, Tried] = field(factory=dict)  # see `_check_once`
 
-    def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Any, None]:
+    def forward(self, weights: SegmentWeights, inputs: Inputs) -> tuple[Tree, Residuals]:
         """Run forward tile by tile. Returns (the segment's output for whole rows, None): no residuals are
         kept."""
         if not floats_of(inputs):
@@ -59,14 +74,16 @@ class Tiled:
         _check_once(self, weights, inputs)
         return self._forward(split, weights, leaves, self.tiles), None
 
-    def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
+    def backward(
+        self, weights: SegmentWeights, inputs: Inputs, _: Residuals, cotangents: Cotangents
+    ) -> Grads:
         """Run backward tile by tile; returns gradients of weights, by name, and of the input's rows."""
         if not floats_of(inputs):
             return self.whole.backward(weights, inputs, None, cotangents)
         split, leaves = self.split(weights, inputs)
         return self._backward(split, weights, leaves, cotangents, self.tiles)
 
-    def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
+    def prepare(self, weights: SegmentWeights, inputs: Inputs, y: Tree) -> Paths:
         """Trace forward and backward of a tile ahead of the first step. Returns, for each output, the weights
         and input leaves that it depends on."""
         if not floats_of(inputs):
@@ -80,9 +97,9 @@ class Tiled:
 
     # --- the passes ---------------------------------------------------------------------------------------------
 
-    def _forward(self, split: Split, weights: Any, leaves: list[Any], tiles: int) -> Any:
+    def _forward(self, split: Split, weights: SegmentWeights, leaves: Leaves, tiles: int) -> Tree:
         row = TiledRow(split, weights, leaves, tiles)
-        results: list[Any] = []
+        results: list[Tensor] = []
         for i in row.numbers():
             queries, _ = row.queries(i)
             found, _ = row.run(split.after, i, *(x.out for x in row.attended(i, queries)))
@@ -95,8 +112,8 @@ class Tiled:
         return tree_unflatten(flat, split.spec)
 
     def _backward(
-        self, split: Split, weights: Any, leaves: list[Any], cotangents: Sequence[Tensor], tiles: int
-    ) -> Any:
+        self, split: Split, weights: SegmentWeights, leaves: Leaves, cotangents: Cotangents, tiles: int
+    ) -> Grads:
         row = TiledRow(split, weights, leaves, tiles)
         sums: Values = {}
         moved = [i for i in split.rows if leaves[i].is_floating_point()]
@@ -126,7 +143,7 @@ class Tiled:
 
     # --- the cut ------------------------------------------------------------------------------------------------
 
-    def split(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Split, list[Any]]:
+    def split(self, weights: SegmentWeights, inputs: Inputs) -> tuple[Split, Leaves]:
         """The segment divided at attention, cached for these shapes, and the leaves of `inputs`."""
         leaves = tree_leaves(inputs)
         everything = [*weights.trained.values(), *weights.fixed.values(), *leaves]
@@ -150,18 +167,18 @@ class TiledLoss:
     function: Function
     evaluate: Function  # the same without dropout
     tiles: int
-    make_vjp: Callable[..., Any]  # of `function`, for a tile
+    make_vjp: MakeVJP  # of `function`, for a tile
     wrt_input: bool
     summed: Function
     name: str = ""
-    check: Any = None  # check.check_tokens
-    checked: dict[Any, Any] = field(factory=dict)  # see `_check_once`
-    passes: Any = field(init=False)
+    check: Check | None = None  # check.check_tokens
+    checked: dict[Hashable, Tried] = field(factory=dict)  # see `_check_once`
+    passes: SegmentVJP = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.passes = self.make_vjp(self.function, recompute="none", wrt_input=self.wrt_input, last=True)
 
-    def forward(self, weights: Any, inputs: tuple[Any, ...]) -> tuple[Tensor, None]:
+    def forward(self, weights: SegmentWeights, inputs: Inputs) -> tuple[Tensor, None]:
         """Run forward tile by tile. Returns (loss, None): the sum of the tiles' losses, and no residuals."""
         _check_once(self, weights, inputs)
         losses = list[Tensor]()
@@ -175,7 +192,9 @@ class TiledLoss:
             losses[0][n] = loss
         return losses[0].sum(), None
 
-    def backward(self, weights: Any, inputs: tuple[Any, ...], _: None, cotangents: Sequence[Tensor]) -> Any:
+    def backward(
+        self, weights: SegmentWeights, inputs: Inputs, _: Residuals, cotangents: Cotangents
+    ) -> Grads:
         """Run backward tile by tile; returns gradients of weights, by name, and of the input's rows."""
         sums: Values = {}
         below: list[Tensor] = []
@@ -188,12 +207,12 @@ class TiledLoss:
                 x[:, at] = dx
         return _rounded(sums, weights.trained), below
 
-    def prepare(self, weights: Any, inputs: tuple[Any, ...], y: Any) -> Any:
+    def prepare(self, weights: SegmentWeights, inputs: Inputs, y: Tree) -> Paths:
         """Trace forward and backward of a tile ahead of the first step. Returns the weights and input leaves
         that the loss depends on."""
         return self.passes.prepare(weights, next(self._each(inputs))[1], y)
 
-    def _each(self, inputs: tuple[Any, ...], *, backward: bool = False) -> Iterator[tuple[slice, Any]]:
+    def _each(self, inputs: Inputs, *, backward: bool = False) -> Iterator[tuple[slice, Inputs]]:
         x, *targets = inputs
         leaves, spec = tree_flatten((x, *(self.summed(t) for t in targets)))
         shape = floats_of(x)[0].shape[:2]
@@ -205,7 +224,7 @@ class TiledLoss:
                 yield at, tree_unflatten(own, spec)
 
 
-def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
+def _check_once(tiled: Tiled | TiledLoss, weights: SegmentWeights, inputs: Inputs) -> None:
     """Raise ValueError if tokens of a row depend on others but through attention; checked once for each row
     shape and segment name. `tiled.checked` has what `check` returned by shape (None: no trial is needed), and
     True by (shape, name)."""
@@ -217,7 +236,7 @@ def _check_once(tiled: Any, weights: Any, inputs: tuple[Any, ...]) -> None:
     done[key] = True
 
 
-def _memory_for(x: Tensor, cotangents: Sequence[Tensor]) -> Tensor:
+def _memory_for(x: Tensor, cotangents: Cotangents) -> Tensor:
     """Memory for the gradient of a segment's input `x`: that of the only cotangent (gradient of the output),
     if it is laid out like `x`, else new memory. Overwriting is safe, as each tile reads its cotangent before
     its own gradient is written."""
@@ -247,12 +266,12 @@ class TiledRow:
     """Rows of tokens in one pass of a tiled segment: their tiles, constants, keys and values."""
 
     split: Split
-    weights: Any
-    leaves: list[Any]
+    weights: SegmentWeights
+    leaves: Leaves
     tiles: int
-    constants: list[Any] = field(init=False)
+    constants: Leaves = field(init=False)
     begins: dict[int, int] = field(factory=dict)  # by tile: the first key that it may see
-    keys: Any = None  # keys and values, with the sums of their gradients
+    keys: Keys | None = None  # keys and values, with the sums of their gradients
     there: set[int] = field(
         factory=set
     )  # tiles whose keys and values are kept: made again, they are the same
@@ -275,7 +294,7 @@ class TiledRow:
         it."""
         return x.new_empty(x.shape[0], self.tiles * self.split.tile, *x.shape[2:])
 
-    def _inputs(self, i: int, *more: Any) -> tuple[list[Any], list[Any]]:
+    def _inputs(self, i: int, *more: Tensor) -> tuple[Leaves, Leaves]:
         rows = [self.leaves[n][:, self.at(i)] for n in self.split.rows]
         start, tile = i * self.split.tile, self.split.tile
         constants = [
@@ -284,15 +303,13 @@ class TiledRow:
         ]
         return [*rows, *more], constants
 
-    def run(self, half: Half, i: int, *more: Any) -> tuple[list[Any], Any]:
+    def run(self, half: Half, i: int, *more: Tensor) -> tuple[Leaves, Residuals]:
         """Run forward of `half`, the part of the segment before or after attention, on tile `i` and the
         inputs `more`; returns results and residuals."""
         with seeded_part(i, int(half is self.split.after)):
             return half.passes.forward(half.weights(self.weights), self._inputs(i, *more))
 
-    def pull(
-        self, half: Half, i: int, residuals: Any, cotangents: list[Tensor], *more: Any
-    ) -> tuple[Values, list[Tensor]]:
+    def pull(self, half: Half, i: int, residuals: Residuals, cotangents: Cotangents, *more: Tensor) -> Grads:
         """Run backward of `half`, the part before or after attention, on tile `i`; returns the gradients of
         weights, by name, and of the tile's rows and the inputs `more`."""
         with seeded_part(i, int(half is self.split.after)):
@@ -300,7 +317,7 @@ class TiledRow:
                 half.weights(self.weights), self._inputs(i, *more), residuals, cotangents
             )
 
-    def queries(self, i: int) -> tuple[list[Any], Any]:
+    def queries(self, i: int) -> tuple[Leaves, Residuals]:
         """Run the part before attention on tile `i`, and keep the tile's keys and values. Returns its queries
         and the first keys that they may see, as a list, empty without attention; and the part's residuals."""
         if self.split.before is None:
@@ -328,7 +345,7 @@ class TiledRow:
         """The tokens of tile `i` in its row, as (first, one after the last)."""
         return i * self.split.tile, (i + 1) * self.split.tile
 
-    def attended(self, i: int, queries: list[Any]) -> list[Attended]:
+    def attended(self, i: int, queries: Leaves) -> list[Attended]:
         """Attention of the `queries` of tile `i` over the row's keys, as a list of one; [] for none."""
         if not queries:
             return []

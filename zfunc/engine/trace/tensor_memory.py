@@ -10,6 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, run_fallback_kernel
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 T = TypeVar("T")
+Tree = Any
+"""A pytree: a tensor, another leaf, or nested containers of them, as a user's segment takes and returns."""
+Leaves = list[Any]  # of a pytree, in its order: tensors, and values that a trace holds constant
 aten = torch.ops.aten
 OWN_STRIDES = {  # operations whose kernels return other strides or types than torch's fake ones
     aten._batch_norm_with_update.default,
@@ -122,13 +125,13 @@ def dense_strides(x: Tensor) -> tuple[int, ...]:
     return torch.empty_like(x, device="meta").stride()
 
 
-def empty_like_strided(tree: Any, device: torch.device | str | None = None) -> Any:
+def empty_like_strided(tree: Tree, device: torch.device | str | None = None) -> Tree:
     """A pytree like `tree` of empty tensors with the same shapes, strides and dtypes, which a trace depends on."""
     empty = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)  # noqa: E731
     return tree_map_only(Tensor, empty, tree)
 
 
-def layouts(leaves: list[Any]) -> tuple[Any, ...]:
+def layouts(leaves: Leaves) -> tuple[Any, ...]:
     """The key of a trace: shape, strides, dtype and device of tensor leaves, type and value of other leaves."""
     return tuple(
         [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]

@@ -7,10 +7,10 @@ last segment never repeats its whole forward, because its backward follows at on
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -20,7 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vjp
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from zfunc.core.pipeline import PASSES, B, F, I, R, W
 from zfunc.engine.trace.graph_cuts import (
@@ -38,7 +45,15 @@ from zfunc.engine.trace.graph_cuts import (
     split_backward,
 )
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.tensor_memory import FakeTensors, dense_strides, extent, layouts, storage_of
+from zfunc.engine.trace.tensor_memory import (
+    FakeTensors,
+    Leaves,
+    Tree,
+    dense_strides,
+    extent,
+    layouts,
+    storage_of,
+)
 from zfunc.errors import refuse, setting
 from zfunc.runtime.accelerator import on_accelerator, record_use
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
@@ -47,9 +62,16 @@ GRAPHS_IN_THREADS = torch.__version__ >= "2.13"  # pytorch/pytorch#123177
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]  # by short name, each in the shape of its parameter
 Grads = tuple[Values, list[Tensor]]  # of weights; of floating-point leaves of the input, in their shapes
-Joints = dict[Any, JointGraph]  # by layouts of leaves and cotangents
+Inputs = tuple[Tree, ...]  # of a segment beside its weights: (x,), or (x, targets)
+Cotangents = Sequence[Tensor]  # gradients of `differentiated(y)`, in its order
+Pullback = Callable[[Cotangents], Grads]
+Residuals = Leaves | Pullback | None  # from forward to backward; None: backward recomputes
+Joints = dict[Hashable, JointGraph]  # by layouts of leaves and cotangents
 Pending = tuple[Callable[..., Values], list[Tensor]]  # run(*pending) -> gradients of weights
-Graphs = tuple[JointGraph, dict[str, Callable[..., Any]]]  # and its parts, by kind of pass
+GraphCall = Callable[..., Sequence[Any]]  # a graph, or what runs it: flat tensors in, flat results out
+Graphs = tuple[JointGraph, dict[str, GraphCall]]  # and its parts, by kind of pass
+CotangentLayout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # shape, strides, ...
+T = TypeVar("T")
 log = logging.getLogger("zfunc")
 # A graph's code cannot name the overload `from`.
 for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
@@ -72,21 +94,23 @@ class Detached:
     """Tensors in a segment's output that are not differentiated, and their `names`, the same for every batch."""
 
     names: tuple[str, ...]
-    tensors: Any  # scalars [len(names)] fp32, a list of rows [rows, ...], or buffers by name
+    # Scalars [len(names)] fp32, a list of rows [rows, ...], or buffers by name.
+    tensors: Tensor | list[Tensor] | dict[str, Tensor] | None
 
 
 register_pytree_node(Detached, lambda x: ([x.tensors], x.names), lambda parts, names: Detached(names, *parts))
 
 
-def differentiated(y: Any) -> list[Tensor]:
+def differentiated(y: Tree) -> list[Tensor]:
     """The tensors of a segment's output that have a cotangent: floating-point tensors outside of `Detached`."""
     return [t for t in tree_leaves(y, is_leaf=lambda x: isinstance(x, Detached)) if _floating(t)]
 
 
-Pull = Callable[..., tuple[Any, Callable[..., Grads]]]
+Pull = Callable[..., tuple[Tree, Pullback]]  # of weights, inputs, and perhaps a list that receives `Paths`
+Backward = Callable[[SegmentWeights, Inputs, Residuals, Cotangents], T]  # T: which gradients it returns
 
 
-def _unsplit(*_: Any) -> Any:
+def _unsplit(*_: object) -> NoReturn:
     got = "a backward that cannot be traced, which the log explains"
     expected = "one that is split in two halves"
     refuse((), got, expected, f"pass {setting('order', 'OneFOneB')}, or another whose passes are all F or B")
@@ -110,15 +134,20 @@ class SegmentVJP:
       and input leaves that it depends on.
     """
 
-    forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[..., Grads]
+    forward: Callable[[SegmentWeights, Inputs], tuple[Tree, Residuals]]
+    backward: Backward[Grads]
     keeps: bool
-    prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], Paths] = lambda _weights, _inputs, _y: []
-    backward_input: Callable[..., tuple[list[Tensor], Pending]] = _unsplit
-    recompute: Callable[..., Any] = lambda _weights, _inputs: None
+    prepare: Callable[[SegmentWeights, Inputs, Tree], Paths] = lambda _weights, _inputs, _y: []
+    backward_input: Backward[tuple[list[Tensor], Pending]] = _unsplit
+    recompute: Callable[[SegmentWeights, Inputs], Residuals] = lambda _weights, _inputs: None
 
     def run(
-        self, way: str, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Any
+        self,
+        way: str,
+        weights: SegmentWeights,
+        inputs: Inputs,
+        residuals: Residuals | Pending,
+        cotangents: Cotangents,
     ) -> Any:
         """Run the pass of kind `way`: "F" forward, "B" backward, "I" its input half, "W" its weight half
         (whose `residuals` are the second result of `backward_input`), "R" recomputation."""
@@ -130,7 +159,7 @@ class SegmentVJP:
 
 
 def make_vjp(
-    function: Callable[..., Any],
+    function: Callable[..., Tree],
     options: PassOptions,
     *,
     name: str = "",
@@ -165,7 +194,7 @@ def make_vjp(
 # --- eager: torch.func.vjp of a segment ---------------------------------------------------------------------
 
 
-def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
+def pull_of(function: Callable[..., Tree], wrt_input: bool, last: bool) -> Pull:
     """A function `(weights, inputs) -> (y, pullback)` made of `function` by torch's `vjp`; the pullback
     returns gradients of weights and, if `wrt_input`, of the input. A list passed as third argument receives,
     for each output, the weights and input leaves that it depends on.
@@ -174,13 +203,11 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
     segment's if the loss depends on no tensor that is differentiated.
     """
 
-    def pull(
-        weights: SegmentWeights, inputs: tuple[Any, ...], paths: Paths | None = None
-    ) -> tuple[Any, Callable[..., Grads]]:
+    def pull(weights: SegmentWeights, inputs: Inputs, paths: Paths | None = None) -> tuple[Tree, Pullback]:
         leaves, spec = tree_flatten(inputs[0])
         moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
 
-        output: Any = None
+        output: Tree = None
 
         def call(trained: Values, moved: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             nonlocal output
@@ -215,7 +242,7 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
         outer = iter(tensors)  # of `vjp`, in place of its inner ones
         y = tree_map_only(Tensor, lambda _: next(outer), output)
 
-        def pull_back(cotangents: Sequence[Tensor]) -> Grads:
+        def pull_back(cotangents: Cotangents) -> Grads:
             enter_backward()
             # On this thread: torch has one for each accelerator otherwise.
             with torch.autograd.set_multithreading_enabled(False), redirected():
@@ -229,14 +256,14 @@ def pull_of(function: Callable[..., Any], wrt_input: bool, last: bool) -> Pull:
     return pull
 
 
-def paths_of(pull: Pull, weights: SegmentWeights, inputs: tuple[Any, ...], _: Any = None) -> Paths:
+def paths_of(pull: Pull, weights: SegmentWeights, inputs: Inputs, _: Tree = None) -> Paths:
     """For each output of a segment, which trained weights and input leaves it depends on, by a call of `pull`."""
     paths = Paths()
     pull(weights, inputs, paths)
     return paths
 
 
-def paths_to(outputs: Sequence[Tensor], leaves: Mapping[Any, Tensor]) -> Paths:
+def paths_to(outputs: Sequence[Tensor], leaves: Mapping[str | int, Tensor]) -> Paths:
     """For each of `outputs`, which of `leaves`, by key, autograd's graph connects it to. Values would not
     tell that: a gradient may be zero, and a parameter detached."""
     keys, found = {id(t): key for key, t in leaves.items()}, Paths()
@@ -266,7 +293,7 @@ def restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
     return grad.new_empty_strided(grad.shape, strides).copy_(grad)
 
 
-def _floating(t: Any) -> bool:
+def _floating(t: object) -> TypeGuard[Tensor]:
     return isinstance(t, Tensor) and t.is_floating_point()
 
 
@@ -283,20 +310,20 @@ class _Traced:
     runs.
     """
 
-    joint_of: Callable[..., JointGraph]
+    joint_of: Callable[[Leaves, TreeSpec, list[CotangentLayout]], JointGraph]
     options: PassOptions
     fallback: SegmentVJP
     note: str  # what is logged of a failure, before its reason
     cut: Cut
     keeps: bool = True
-    known: dict[Any, "Graphs | None"] = field(factory=dict)  # None: it failed
+    known: dict[Hashable, "Graphs | None"] = field(factory=dict)  # None: it failed
 
     @property
     def passes(self) -> SegmentVJP:
         own = self._forward, self._backward, self.keeps, self._prepare, self._backward_input
         return SegmentVJP(*own, self._recompute)
 
-    def _forward(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _forward(self, weights: SegmentWeights, inputs: Inputs) -> tuple[Tree, Residuals]:
         leaves, found = self._graphs(weights, inputs)
         if found is None:
             return self.fallback.forward(weights, inputs)
@@ -306,7 +333,7 @@ class _Traced:
         residuals = list(flat[num:]) if self.keeps else None
         return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
 
-    def _recompute(self, weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
+    def _recompute(self, weights: SegmentWeights, inputs: Inputs) -> Leaves | None:
         leaves, found = self._graphs(weights, inputs)
         if found is None or R not in found[1]:
             return None
@@ -314,7 +341,7 @@ class _Traced:
             return list(found[1][R](*leaves))
 
     def _backward(
-        self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+        self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
     ) -> Grads:
         leaves, found = self._graphs(weights, inputs)
         if found is None:
@@ -325,7 +352,7 @@ class _Traced:
         return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
 
     def _backward_input(
-        self, weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+        self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
     ) -> tuple[list[Tensor], Pending]:
         leaves, found = self._graphs(weights, inputs)
         if found is None or not self.options.split:
@@ -335,20 +362,18 @@ class _Traced:
         num = len(joint.gradients) - len(weights.trained)
         return made[:num], (partial(_named, run[W], tuple(weights.trained)), made[num:])
 
-    def _pull(
-        self, run: Callable[..., Any], joint: JointGraph, given: list[Any], cotangents: Sequence[Tensor]
-    ) -> list[Any]:
+    def _pull(self, run: GraphCall, joint: JointGraph, given: Leaves, cotangents: Cotangents) -> list[Tensor]:
         laid_out = [restrided(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
             return list(run(*given, *laid_out))
 
-    def _prepare(self, weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> Paths:
+    def _prepare(self, weights: SegmentWeights, inputs: Inputs, y: Tree) -> Paths:
         _, found = self._graphs(weights, inputs, y)
         return self.fallback.prepare(weights, inputs, y) if found is None else found[0].paths
 
     def _graphs(
-        self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
-    ) -> tuple[list[Any], Any]:
+        self, weights: SegmentWeights, inputs: Inputs, guess: Tree = None
+    ) -> tuple[Leaves, Graphs | None]:
         """The leaves of weights and inputs, and the graphs for their shapes, traced at first use for an
         output like `guess`; None for the graphs if they cannot be traced."""
         # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
@@ -362,7 +387,7 @@ class _Traced:
         self.known[key] = found
         return leaves, found
 
-    def _trace(self, weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any) -> "Graphs | None":
+    def _trace(self, weights: SegmentWeights, inputs: Inputs, guess: Tree) -> "Graphs | None":
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         options = self.options
         try:
@@ -390,7 +415,7 @@ class _Traced:
             return None
 
 
-def _named(run: Callable[..., Any], names: tuple[str, ...], *pending: Tensor) -> Values:
+def _named(run: GraphCall, names: tuple[str, ...], *pending: Tensor) -> Values:
     """The gradients of a segment's weights, by short name, which the graph `run` makes of `pending` tensors."""
     with torch.enable_grad():
         return dict(zip(names, run(*pending), strict=True))
@@ -409,7 +434,7 @@ class _LeafView:
     strides: tuple[int, ...]
     offset: int
 
-    def of(self, leaves: list[Any]) -> Tensor:
+    def of(self, leaves: Leaves) -> Tensor:
         """The view itself, of leaf number `leaf` in `leaves`, the weights and inputs that backward gets."""
         leaf: Tensor = leaves[self.leaf]
         return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
@@ -419,7 +444,9 @@ def moving_passes(passes: SegmentVJP) -> SegmentVJP:
     """The forward and backward of `passes`, with results copied out of memory that weights, inputs or
     residuals use, because it is overwritten later."""
 
-    def moved(weights: SegmentWeights, inputs: tuple[Any, ...], made: tuple[Any, Any]) -> tuple[Any, Any]:
+    def moved(
+        weights: SegmentWeights, inputs: Inputs, made: tuple[Tree, Residuals]
+    ) -> tuple[Tree, Residuals]:
         # Slots hold bytes, which do not say that they are meant conjugated or negated.
         y, residuals = tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), made)
         held = [*weights.trained.values(), *weights.fixed.values()]
@@ -428,10 +455,10 @@ def moving_passes(passes: SegmentVJP) -> SegmentVJP:
             residuals = _apart_from(held, [_without_leaves(x, leaves) for x in residuals])
         return _apart_from(held, y), residuals
 
-    def apart(pull: Callable[..., Any]) -> Callable[..., Any]:
+    def apart(pull: Backward[T]) -> Backward[T]:
         def backward(
-            weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
-        ) -> Any:
+            weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
+        ) -> T:
             leaves = _leaves(weights, inputs)
             if isinstance(residuals, list):
                 residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
@@ -455,7 +482,7 @@ def with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
     segment below overwrites them."""
 
     def backward(
-        weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+        weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
     ) -> Grads:
         grads, below = passes.backward(weights, inputs, residuals, cotangents)
         held = [*_leaves(weights, inputs), *tree_leaves(residuals), *cotangents, *grads.values()]
@@ -464,11 +491,11 @@ def with_own_gradients(passes: SegmentVJP) -> SegmentVJP:
     return evolve(passes, backward=backward)
 
 
-def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:
+def _leaves(weights: SegmentWeights, inputs: Inputs) -> Leaves:
     return [*weights.trained.values(), *weights.fixed.values(), *tree_leaves(inputs)]
 
 
-def _without_leaves(x: Any, leaves: list[Any]) -> Any:
+def _without_leaves(x: object, leaves: Leaves) -> object:
     """Residual `x`, or, if it is a view of one of `leaves` (weights, inputs), a _LeafView in its place."""
     if not isinstance(x, Tensor):
         return x
@@ -480,7 +507,7 @@ def _without_leaves(x: Any, leaves: list[Any]) -> Any:
     return x
 
 
-def _apart_from(held: Sequence[Any], tree: Any) -> Any:
+def _apart_from(held: Sequence[object], tree: T) -> T:
     """`tree` with copies in place of the tensors that share memory with one of the tensors `held`."""
     memory = {storage_of(t) for t in held if isinstance(t, Tensor)}
     return tree_map_only(Tensor, lambda t: _copy(t) if storage_of(t) in memory else t, tree)
@@ -503,13 +530,13 @@ class _OtherOutputError(Exception):
     cotangents (output gradients) that it needs."""
 
 
-def cotangents_of(y: Any) -> list[tuple[Any, ...]]:
+def cotangents_of(y: Tree) -> list[CotangentLayout]:
     """Shape, strides, dtype and device of the cotangent of each differentiable tensor in a segment's output `y`."""
     return [(t.shape, dense_strides(t), t.dtype, t.device) for t in differentiated(y)]
 
 
 def joint_graph(
-    pull: Pull, joints: Joints | None, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]
+    pull: Pull, joints: Joints | None, leaves: Leaves, spec: TreeSpec, cotangents: list[CotangentLayout]
 ) -> JointGraph:
     """Trace forward and backward of a segment as one graph, from `leaves`, the weights and inputs, of pytree
     structure `spec`; cached in `joints`. Raises _OtherOutputError if the outputs do not fit `cotangents`, the
@@ -518,10 +545,10 @@ def joint_graph(
     if joints is not None and key in joints:
         return joints[key]
     num_forward = forward_draws = num_out = 0
-    out_spec: Any = None
+    out_spec: TreeSpec | None = None
     paths: Paths = []
 
-    def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
+    def joint(primals: Leaves, tangents: list[Tensor]) -> Leaves:
         nonlocal num_forward, forward_draws, num_out, out_spec
         # 1. Forward, and whether its output is the one that the cotangents are for.
         trained, fixed, inputs = tree_unflatten(primals, spec)
@@ -568,7 +595,7 @@ def joint_graph(
 # --- running a graph ----------------------------------------------------------------------------------------
 
 
-def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
+def _runnable(graph: GraphModule, compiled: bool | str) -> GraphCall:
     """A callable that runs `graph` with the random numbers of the pass it is called in; `compiled`: whether
     torch.compile compiles it, or in which mode."""
     # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
@@ -586,11 +613,11 @@ def _runnable(graph: GraphModule, compiled: bool | str) -> Callable[..., Any]:
     return torch.compile(graph, dynamic=False) if compiled else graph
 
 
-def _as_device_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+def _as_device_graph(run: GraphCall) -> GraphCall:
     """A wrapper of the compiled pass `run`, which may replay a CUDA graph: copies results out of the graph's
     memory, which the next replay overwrites."""
 
-    def call(*tensors: Any) -> list[Any]:
+    def call(*tensors: object) -> Leaves:
         if any(isinstance(x, Tensor) and on_accelerator(x.device) for x in tensors):
             check_device_graphs(threading.current_thread() is not threading.main_thread())
         torch.compiler.cudagraph_mark_step_begin()
