@@ -209,6 +209,7 @@ def test_a_trainer_of_one_process_goes_on_in_zfunc(lora: dict[str, Any] | None, 
         ({}, "--lora 4 --lora-alpha 8"),
         ({"lora_alpha": 6, "target_modules": ["v", "q"]}, "--lora 4 --lora-alpha 6 --lora-targets q,v"),
         ({"target_parameters": ["b", "a"]}, "--lora 4 --lora-alpha 8 --lora-target-parameters b,a"),
+        ({"use_dora": True, "target_modules": ["q"]}, "--lora 4 --lora-alpha 8 --use-dora --lora-targets q"),
         ({"use_rslora": True, **HEAD}, "zfunc train has no option for modules_to_save, use_rslora: go on in"),
     ],
 )

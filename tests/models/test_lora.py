@@ -318,7 +318,7 @@ def drawn_from_weights() -> object:
     return [x.initial(0) for x in segments]
 
 
-def described(kind: str, **given: str) -> Any:
+def described(kind: str, **given: Any) -> Any:
     return zfunc.hf.describe(CONFIGS[kind](), lora=lora_config(4, **given))
 
 
@@ -350,6 +350,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),
     r"lora\.target_parameters: got .*, of which 'norm\.weight' is of shape \(32,\), expected ends": lambda: (
         described("Mixtral", parameters="norm.weight")
+    ),
+    r"lora\.use_dora: got it with target_parameters, expected adapters of modules: leave one out": (
+        lambda: described("Mixtral", parameters="experts.down_proj", use_dora=True)
     ),
     r"'up' is no parameter, expected target_modules, such as down_proj.*no stacked experts": (
         lambda: described("Llama", parameters="up")
@@ -428,6 +431,7 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
     for wrong, message in {
         "train --lora 4": "--lora: got it without --hf",
         "train --hf model --lora-alpha 4": "--lora-alpha: got it without --lora",
+        "train --hf model --use-dora": "--use-dora: got it without --lora",
         f"train --hf model --lora 4 --lora-targets x {' '.join(tiny)}": "--lora-targets: got .*ends of names",
         f"train --hf model --lora 4 --lora-target-parameters x {' '.join(tiny)}": (
             "--lora-target-parameters: got .*, of which 'x' is no parameter"
@@ -437,6 +441,32 @@ def test_the_command_trains_and_exports(own_folder: Path, capsys: pytest.Capture
     }.items():
         assert main(wrong.split()) == 2
         assert re.search(message, " ".join(capsys.readouterr().err.split())), message
+
+
+@pytest.mark.usefixtures("without_advice")
+def test_the_command_trains_magnitudes_and_goes_on_with_them(own_folder: Path) -> None:
+    """DoRA: peft reads what was trained, magnitudes too, and has the logits of the merged folder."""
+    base().save_pretrained("model")
+    save_tokenizer(Path("model/tokenizer.json"), ["<unk>", "</s>", *(f"w{n}" for n in range(45))])
+    write_jsonl(Path("texts.jsonl"), *({"text": " ".join(f"w{n + k}" for k in range(9))} for n in range(30)))
+    tiny = "--seq-length 12 --batch-size 4 --data texts.jsonl --no-sample --lr 0.02 --save-every 2"
+    command = ["train", "--hf", "model", "--lora", "4", "--use-dora", "--steps", "4", *tiny.split(), "--out"]
+    assert main([*command, "run"]) == 0
+    assert main([*command, "later", "--resume", "run/checkpoints/step-00000002"]) == 0
+    kept = {}
+    for run in ("run", "later"):
+        export = ["export", run, "--hf", "model", "--out"]
+        assert main([*export, f"{run} tuned"]) == main([*export, f"{run} alone", "--adapter-only"]) == 0
+        kept[run] = load_file(f"{run} alone/adapter_model.safetensors")
+        loaded = peft.PeftModel.from_pretrained(base(), f"{run} alone")
+        tuned = transformers.AutoModelForCausalLM.from_pretrained(f"{run} tuned")
+        assert torch.allclose(logits(loaded), logits(tuned), atol=1e-6)
+    assert kept["run"].keys() == kept["later"].keys()
+    assert all(torch.equal(kept["later"][x], t) for x, t in kept["run"].items())
+
+    drawn = peft.get_peft_model_state_dict(peft.get_peft_model(base(), peft.LoraConfig(r=4, use_dora=True)))
+    assert {x: t.shape for x, t in drawn.items()} == {x: t.shape for x, t in kept["run"].items()}
+    assert all(float((kept["run"][x] - t).abs().max()) > 1e-3 for x, t in drawn.items())
 
 
 def test_the_command_packs_the_experts_that_python_packs(own_folder: Path) -> None:

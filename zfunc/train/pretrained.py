@@ -23,6 +23,7 @@ TOKENIZER = "tokenizer.json"
 OF_LORA = {
     **dict.fromkeys(("lora", "lora.target_modules"), "lora_targets"),
     "lora.target_parameters": "lora_target_parameters",
+    "lora.use_dora": "use_dora",
 }
 """Settings of a training by what errors of `zfunc.hf.load` name."""
 
@@ -104,7 +105,8 @@ def adapters(settings: Mapping[str, Any]) -> Any:
     if (rank := settings.get("lora")) is None:
         return None
     given = {"alpha": settings["lora_alpha"], "targets": settings["lora_targets"], "base": settings["hf"]}
-    return hf.lora_config(rank, parameters=settings.get("lora_target_parameters"), **given)  # newer than runs
+    given |= {"parameters": settings.get("lora_target_parameters")}  # newer than runs, as the next
+    return hf.lora_config(rank, use_dora=settings.get("use_dora", False), **given)
 
 
 def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:

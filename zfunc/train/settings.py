@@ -169,6 +169,10 @@ class ModelFlags:
         "experts.gate_up_proj,experts.down_proj; modules then get none by default (default: none)",
         metavar="NAMES",
     )
+    use_dora: bool = _model(
+        False,
+        "train a magnitude for each output of an adapted layer too; adapters then turn its weights (DoRA)",
+    )
     num_layers: int = _model(4, "transformer blocks", _layers, common=True)
     hidden_size: int = _model(128, "features of a token, a multiple of the heads", _size, common=True)
     num_attention_heads: int = _model(4, "attention heads", _size, common=True)
@@ -574,7 +578,7 @@ def check_paths(settings: TrainSettings) -> None:
 NEEDED = {
     **dict.fromkeys(("text_only", "lora"), "hf"),
     **dict.fromkeys(("quantize", "quantize_parameters"), "lora"),
-    **dict.fromkeys(("lora_alpha", "lora_targets", "lora_target_parameters"), "lora"),
+    **dict.fromkeys(("lora_alpha", "lora_targets", "lora_target_parameters", "use_dora"), "lora"),
 }
 """Settings of a Hugging Face model, and the setting without which each means nothing."""
 

@@ -117,7 +117,7 @@ def adapter_flags(folder: Path) -> str:
 
     theirs = type(hf.lora_config(1)).from_pretrained(str(folder))
     modules, tensors = theirs.target_modules, theirs.target_parameters
-    given = {"alpha": theirs.lora_alpha}
+    given = {"alpha": theirs.lora_alpha, **({"use_dora": True} if theirs.use_dora else {})}
     if modules:
         given["targets"] = modules if isinstance(modules, str) else ",".join(sorted(modules))
     if tensors:
@@ -130,7 +130,8 @@ def adapter_flags(folder: Path) -> str:
         return f"zfunc train has no option for {', '.join(other)}: {python}"
     names = {"alpha": "lora_alpha", "targets": "lora_targets", "parameters": "lora_target_parameters"}
     # A value is written in full: fewer digits of an alpha would be another scale.
-    return " ".join([f"{flag('lora')} {theirs.r}", *(f"{flag(names[x])} {y}" for x, y in given.items())])
+    options = {flag("lora"): theirs.r, **{flag(names.get(x, x)): y for x, y in given.items()}}
+    return " ".join(x if y is True else f"{x} {y}" for x, y in options.items())
 
 
 COMMAND = Command(

@@ -39,6 +39,7 @@ def lora_config(
     alpha: float | None = None,
     targets: str | None = None,
     parameters: str | None = None,
+    use_dora: bool = False,
     base: Path | None = None,
 ) -> Any:
     """A `peft.LoraConfig` of `rank`. `alpha` is twice the rank by default; `targets` are by default those
@@ -46,7 +47,8 @@ def lora_config(
 
     `targets` are names of modules, separated by commas, or "all-linear": all linear layers but the head.
     `parameters` are names of tensors of experts that get adapters, such as "experts.gate_up_proj"; with them there
-    are no `targets` by default. `base` is the folder of the model, which peft keeps with the adapters.
+    are no `targets` by default. With `use_dora` each output of an adapted layer has a magnitude (DoRA).
+    `base` is the folder of the model, which peft keeps with the adapters.
     """
     check_package("peft", OLDEST, MISSING)
     from peft import LoraConfig
@@ -61,6 +63,7 @@ def lora_config(
         lora_alpha=2 * rank if alpha is None else alpha,
         target_modules=modules,
         target_parameters=tensors,
+        use_dora=use_dora,
         task_type="CAUSAL_LM",
         base_model_name_or_path=None if base is None else str(base),
     )
@@ -113,6 +116,8 @@ def adapt(model: nn.Module, lora: Any) -> Any:
     linear = sorted({x.rpartition(".")[2] for x in products})  # Conv1D is GPT-2's
     modules = f"target_modules, such as {', '.join(linear)}"
     found = found_tensors("lora.target_parameters", model, tensors, modules)
+    if config.use_dora and tensors:
+        refuse("lora.use_dora", "it with target_parameters", "adapters of modules", "leave one out")
     if given is None and not tensors:  # for mixtures peft forgets what it has
         of_peft = OF_PEFT.get(model.config.model_type)  # pyright: ignore
         config.target_modules = of_peft or [x for x in TARGETS if x in linear] or None
