@@ -156,6 +156,23 @@ def test_adapters_are_merged_with_the_decoded_weights(model: Path, tmp_path: Pat
     assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == 2 * 7 * 3
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft calls it
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_magnitudes_of_dora_are_of_the_decoded_weights(kind: str, model: Path, tmp_path: Path) -> None:
+    lora = peft.LoraConfig(r=4, use_dora=True, task_type="CAUSAL_LM")
+    decoded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, p in decoded.named_parameters():
+        if "_proj.weight" in name:
+            p.data = decode(FORMATS[kind].encode(p), kind, tuple(p.shape))
+    own = dict(peft.get_peft_model(decoded, lora).named_parameters())
+    for folder, given in ((model, {"quantize": kind}), (written(model, tmp_path / "q", kind), {})):
+        _, segments = zfunc.hf.load(folder, lora=lora, **given)
+        drawn = {x: t for s in segments for x, t in s.initial(0).items() if "magnitude" in x}
+        assert len(drawn) == 2 * 3
+        for x, t in drawn.items():
+            torch.testing.assert_close(t, own[x].detach(), rtol=1e-6, atol=0)
+
+
 def dropped(end: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.pop(next(x for x in tensors if x.endswith(end)))
 

@@ -209,6 +209,11 @@ def decoded_name(name: str) -> tuple[str, str]:
     return (owner, kind) if kind in FORMATS else (name, "")
 
 
+def encode(value: Tensor, kind: str) -> Tensor:
+    """The bytes of a parameter in format `kind`; `value` itself if it is such bytes already."""
+    return value if value.dtype == torch.uint8 else FORMATS[kind].encode(value)
+
+
 def decode(stored: Tensor, kind: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of a parameter of this shape from its bytes in format `kind`, rounded to `dtype`."""
     return _decoded(stored, [x.to(stored.device) for x in FORMATS[kind].tables()], kind, shape, dtype)
@@ -322,8 +327,7 @@ def keep_encoded(segment: Segment, kinds: Mapping[str, str]) -> Segment:
     def encoded(name: str, value: Tensor) -> tuple[str, Tensor]:
         if name not in kinds:
             return name, value
-        kind = kinds[name]
-        return encoded_name(name, kind), value if value.dtype == torch.uint8 else FORMATS[kind].encode(value)
+        return encoded_name(name, kinds[name]), encode(value, kinds[name])
 
     def initial(seed: int) -> Values:
         return dict(encoded(*item) for item in segment.initial(seed).items())

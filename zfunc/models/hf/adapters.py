@@ -8,7 +8,7 @@ second copy. peft is imported when adapters are asked for: `pip install ".[lora]
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -260,11 +260,11 @@ def _pure_class() -> type:
 # --- initial values -----------------------------------------------------------------------------------------
 
 
-def reset_adapters(part: nn.Module, config: Any, weights: Values | None = None) -> None:
-    """Draw the adapters in `part`, in place, as peft does. DoRA's magnitudes are norms of base weights, read
-    from `weights` by short name. ValueError if DoRA, or another kind of draw, needs weights that are not
-    given."""
-    if config.init_lora_weights not in DRAWN or (config.use_dora and weights is None):
+def reset_adapters(part: nn.Module, config: Any, read: Callable[[str], Tensor | None] | None = None) -> None:
+    """Draw the adapters in `part`, in place, as peft does. DoRA's magnitudes are norms of base weights, which
+    `read` returns by short name; None for one that the segment lacks. ValueError if DoRA, or another kind of
+    draw, needs weights that are not given."""
+    if config.init_lora_weights not in DRAWN or (config.use_dora and read is None):
         got = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
         got = f"{got} for a model without weights yet"
         expected = f"init_lora_weights to be one of {', '.join(map(repr, DRAWN))}"
@@ -274,23 +274,23 @@ def reset_adapters(part: nn.Module, config: Any, weights: Values | None = None) 
         own = any(True for kind in layer.adapter_layer_names for _ in getattr(layer, kind).parameters())
         for adapter in layer.active_adapters if own else ():  # else it is another segment's
             layer.reset_lora_parameters(adapter, config.init_lora_weights)
-            for dora in (layer.lora_magnitude_vector[adapter],) if config.use_dora and weights else ():
-                if (weight := weights.get(f"{name}.base_layer.weight")) is None or weight.ndim != 2:
+            for dora in (layer.lora_magnitude_vector[adapter],) if config.use_dora and read else ():
+                if (weight := read(f"{name}.base_layer.weight")) is None or weight.ndim != 2:
                     got, do = f"use_dora of {name!r}", "leave it out of target_modules"
                     refuse("lora", got, "linear layers, whose weight is not tied", do)
                 weight = weight.T if dora.fan_in_fan_out else weight
                 dora.weight.copy_(torch.linalg.norm(weight, dim=1))  # of a drawn adapter, which is zero
 
 
-def draw_adapters(part: nn.Module, config: Any, seed: int, weights: Values) -> Values:
+def draw_adapters(part: nn.Module, config: Any, seed: int, read: Callable[[str], Tensor | None]) -> Values:
     """Draw adapters for `part`, a module on the meta device, from `seed`; returns their values by short name.
-    `weights` are the base weights by short name; `part` is not changed."""
+    `read` returns a base weight by short name, or None; `part` is not changed."""
     part = copy.deepcopy(part)
     for _, layer in _lora_layers(part):
         for kind in layer.adapter_layer_names:
             getattr(layer, kind).to_empty(device="cpu")
     with torch.no_grad(), seeded_sequence(seed):
-        reset_adapters(part, config, weights)
+        reset_adapters(part, config, read)
     return {name: p.detach() for name, p in part.named_parameters() if not p.is_meta}
 
 

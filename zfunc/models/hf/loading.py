@@ -39,7 +39,7 @@ from zfunc.models.hf.families import (
     kind_of,
     why_unsupported,
 )
-from zfunc.models.quantization import FORMATS, keep_encoded
+from zfunc.models.quantization import FORMATS, decode, encode, keep_encoded
 from zfunc.options import one_of
 from zfunc.values import of_type
 
@@ -113,9 +113,9 @@ def load_folder(
             ", ".join(adapted_modules(model)),
         )
     names = {name: own[base_name(name)] for name, _ in model.named_parameters() if base_name(name) in own}
-    segments = cut_model(model)
-    own_values = (evolve(s, initial=partial(_initial, s, model, weights, names)) for s in segments)
-    return config, _quantized(own_values, {x: encoded.get(y) for x, y in names.items()})
+    kinds = {x: encoded.get(y) for x, y in names.items()}
+    values = partial(_initial, model=model, weights=weights, names=names, kinds=kinds)
+    return config, _quantized((evolve(s, initial=partial(values, s)) for s in cut_model(model)), kinds)
 
 
 def trainer_groups(
@@ -485,13 +485,27 @@ def saved_buffers(model: Any, folder: Path | None) -> Values:
 
 
 def _initial(
-    segment: Segment, model: Any, weights: FolderWeights, names: dict[str, str], seed: int
+    segment: Segment,
+    seed: int,
+    *,
+    model: Any,
+    weights: FolderWeights,
+    names: Mapping[str, str],
+    kinds: Mapping[str, str | None],
 ) -> Values:
-    """Parameters that a segment owns, by full name: views of mapped files, and adapters drawn with `seed`."""
+    """Parameters that a segment owns, by full name: views of mapped files, and adapters drawn with `seed`. As in
+    peft, DoRA's magnitudes are of the weights that the formats in `kinds` decode to."""
     own = {full: short for short, full in segment.by_short.items() if full not in segment.shared}
     values = {full: weights.read(names[full]) for full in own if full in names}
     if drawn := own.keys() - values.keys():
-        base = {own[full]: value for full, value in values.items()}
+        shapes = {p.name: p.shape for p in segment.parameters}
+
+        def base(short: str) -> Tensor | None:
+            full = segment.by_short.get(short, "")
+            if full not in values or not (kind := kinds[full]):
+                return values.get(full)
+            return decode(encode(values[full], kind), kind, shapes[full])
+
         adapters = draw_adapters(segment.module, *model.peft_config.values(), seed, base)
         values |= {full: adapters[own[full]] for full in drawn}
     return values
