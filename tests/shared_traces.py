@@ -19,15 +19,19 @@ from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages.stage_context import CompiledSegment
 from zfunc.engine.trace import vjp
 from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.purity import Facts
 from zfunc.engine.trace.segment import Segment
+from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.planner import traced_costs
 from zfunc.runtime import accelerator
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
 _calls, _checked = passes.segment_calls, passes.checked
-_trace_one = specialize._trace_one
+_trace_one, _check = specialize._trace_one, specialize.check_deterministic
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
+_with_buffers: set[Callable[..., Any]] = set()
+_pure: dict[Any, tuple[Any, Facts]] = {}
 _checks: dict[Any, Callable[..., Any]] = {}
 _passes: dict[Any, vjp.SegmentVJP] = {}
 _joints: dict[Any, vjp.Joints] = {}
@@ -38,7 +42,7 @@ def share_traces() -> None:
     """From now on, in this process."""
     compiling.segment_calls = traced_costs.segment_calls = _shared_calls
     passes.checked, passes.tiled_vjp = _shared_checked, _shared_vjp
-    specialize._trace_one = _shared_trace
+    specialize._trace_one, specialize.check_deterministic = _shared_trace, _shared_check
 
 
 def _shareable(segment: Segment) -> bool:
@@ -79,7 +83,23 @@ def _shared_checked(segment: Segment, last: bool) -> Callable[..., Any]:
     if key not in _checks:
         _checks[key] = _checked(segment, last)
         _shared.add(_checks[key])
+        if segment.buffers:
+            _with_buffers.add(_checks[key])
     return _checks[key]
+
+
+def _shared_check(
+    module: Any, function: Callable[..., Any], params: Any, inputs: Any, constants: Any
+) -> tuple[Any, Facts]:
+    """That a function is pure is tried once for each layout of what it gets, whatever backward recomputes. New
+    buffers are written to those of the program, which has fake tensors of its own."""
+    if function not in _shared or function in _with_buffers:
+        return _check(module, function, params, inputs, constants)
+    leaves, structure = tree_flatten((params, inputs))
+    key = function, structure, layouts(leaves)
+    if key not in _pure:
+        _pure[key] = _check(module, function, params, inputs, constants)
+    return _pure[key]
 
 
 def _shared_vjp(function: Callable[..., Any], options: PassOptions, **how: Any) -> vjp.SegmentVJP:

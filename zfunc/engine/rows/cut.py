@@ -33,6 +33,7 @@ from zfunc.engine.trace.graph_cuts import (
     of_written_memory,
     part_of_graph,
     piece_of,
+    with_code,
 )
 from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
 from zfunc.errors import refuse, setting
@@ -98,7 +99,8 @@ def cut_at_attention(
     given, needs = nodes[len(values) : len(values) + len(leaves)], needs_of(graph.graph)
     rows, depends, constants = [given[i] for i in numbers], known.depends, known.given
     _refuse_bags(nodes)
-    make = part_of_graph(whole, (), [of_row[x] for x in known.free], [of_row[x] for x in constants])
+    made = [of_row[x] for x in known.free], [of_row[x] for x in constants]
+    make = with_code(part_of_graph(whole, (), *made))
     sliced = tuple(_tokens_of(x, of_row[x], tile, tokens) for x in constants)
     if tiles > 1:
         _refuse_numbers(of_row, depends)
@@ -129,7 +131,6 @@ def cut_at_attention(
     written = of_written_memory(graph.graph)
     for x in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         x.target = x.target if x in written else torch.ops.aten.reshape.default
-    graph.recompile()
 
     # 5. Two halves, cut at attention.
     piece = partial(piece_of, graph, needs, dict(zip(values, nodes, strict=False)))

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
@@ -64,11 +65,12 @@ _TRACING, _TRACES = Lock(), ContextVar("whether this context traces", default=Fa
 @contextmanager
 def alone() -> Iterator[None]:
     """A context in which no other thread traces, because make_fx and the partitioner patch the whole process.
-    A trace inside another one, or in a copy of its context, does not wait."""
+    A trace inside another one, or in a copy of its context, does not wait. Graphs made there have no code
+    until they are called, or `with_code`."""
     if _TRACES.get():
         yield
         return
-    with _TRACING:
+    with _TRACING, _use_lazy_graph_module(True):
         token = _TRACES.set(True)
         try:
             yield
@@ -85,7 +87,8 @@ def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
 def part_of_graph(
     module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
 ) -> GraphModule:
-    """Copy `nodes` of a graph to a graph of their own with placeholders `given` and outputs `results`."""
+    """Copy `nodes` of a graph to a graph of their own with placeholders `given` and outputs `results`, which
+    has no code until it is called, or `with_code`: most are cut again."""
     part, copies = Graph(), dict[Node, Node]()
     for x in given:
         copies[x] = part.placeholder(x.name)
@@ -93,7 +96,14 @@ def part_of_graph(
     for x in nodes:
         copies[x] = part.node_copy(x, copies.__getitem__)
     part.output([copies.get(x, x) for x in results])  # constants have no node
-    return GraphModule(module, part)
+    return _LazyGraphModule(module, part)
+
+
+def with_code(module: GraphModule) -> GraphModule:
+    """`module` with the code of its graph as it is now: before threads call it, which would all make the code."""
+    module.recompile()
+    _LazyGraphModule.force_recompile(module)
+    return module
 
 
 @frozen(eq=False)
@@ -121,9 +131,8 @@ def piece_of(
     reads = tuple(name for name, x in weights.items() if x in needed)
     inputs = dict.fromkeys([*(weights[name] for name in reads), *given])
     own = [x for x in needs if x in needed and x not in inputs and x.op != "placeholder"]
-    return GraphPiece(
-        part_of_graph(module, inputs, own, results), reads, frozenset(filter(is_draw_node, own))
-    )
+    piece = with_code(part_of_graph(module, inputs, own, results))
+    return GraphPiece(piece, reads, frozenset(filter(is_draw_node, own)))
 
 
 def needs_of(graph: Graph) -> Needs:

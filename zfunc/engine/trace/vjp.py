@@ -43,6 +43,7 @@ from zfunc.engine.trace.graph_cuts import (
     repeat_forward,
     sized_min_cut,
     split_backward,
+    with_code,
 )
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.tensor_memory import (
@@ -607,7 +608,7 @@ def _runnable(graph: GraphModule, compiled: bool | str) -> GraphCall:
         if node not in written:
             node.target = torch.ops.aten.reshape.default
     redirect_draws(graph.graph, compiled=compiled)
-    graph.recompile()
+    with_code(graph)
     if compiled == "reduce-overhead":
         return _as_device_graph(torch.compile(graph, dynamic=False, mode=compiled))
     return torch.compile(graph, dynamic=False) if compiled else graph
