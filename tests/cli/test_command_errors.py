@@ -46,6 +46,7 @@ FILES: dict[str, str | bytes] = {
     "broken/config.json": '{"settings": {}, "plan": {}}',
     "broken/checkpoints/step-00000003/none": "",
     "model/config.json": '{"architectures": []}',
+    "whole/optimizer.pt": "",
 }
 HUGE = "99999999999999999999"
 
@@ -263,8 +264,8 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("import empty --out new --text-only", "--text-only: got it without --hf, expected both: add --hf"),
     ("import empty --out new --quantize nf4", "--quantize: got it without --hf, expected both: add --hf"),
     (
-        "import empty --out new --hf model --quantize nf4",
-        "--quantize: got it for empty, which has no adapter_config.json, expected a run of adapters: name its",
+        "import whole --out new --hf model --quantize nf4",
+        "--quantize: got it for whole, which has no adapter_config.json, expected a run of adapters: name its",
     ),
     ("export empty --hf used --out new", "empty: got no checkpoint in it"),
     ("doctor --foldr x", "did you mean '--folder'?"),

@@ -36,11 +36,11 @@ from zfunc.values import whole
 
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")  # of torchtitan and Trainer: a folder with one step
-EXPECTED = "a DCP, or a checkpoint of DeepSpeed or Trainer"
+_EXPECTED = "a DCP, or a checkpoint of DeepSpeed or Trainer"
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
 log = logging.getLogger("zfunc")
 
-__all__ = ["ImportedRun", "adapters_in", "check_places", "import_run", "is_trainer", "last_step", "open_run"]
+__all__ = ["FoundRun", "ImportedRun", "adapters_in", "check_new", "find_run", "import_run"]
 
 
 @frozen
@@ -62,46 +62,45 @@ class _Entry:
     kinds: dict[str, ForeignTensor]
 
 
-def open_run(
-    source: Path,
-    groups: Sequence[Sequence[str]] = (),
-    *,
-    head_dim: int | None = None,
-    allow_pickle: bool = False,
-) -> ForeignRun:
-    """Open the checkpoint in folder `source`: a DCP, or one of DeepSpeed or Trainer. `groups`, `head_dim` and
-    `allow_pickle` have the meaning that `import_run` gives them. Raises CheckpointError, with what to do."""
-    source = last_step(source)
-    if _is_dcp(source):
-        return open_dcp(source, head_dim=head_dim)
-    if named := _last_of_deepspeed(source):
-        return open_run(named, groups, allow_pickle=allow_pickle)
-    if is_deepspeed(source):
-        return open_deepspeed(source, allow_pickle=allow_pickle)
-    if is_trainer(source):
-        return open_trainer(source, groups, allow_pickle=allow_pickle)
-    got = f"neither {METADATA} nor *_states.pt nor optimizer.pt"
-    reject(source, got, EXPECTED, "name the folder of one step, such as checkpoint-500")
+@frozen(eq=False)
+class FoundRun:
+    """A checkpoint of another program: its folder, the function that reads its format, and which of the arguments
+    `groups`, `head_dim` and `allow_pickle` of `import_run` this function takes."""
+
+    folder: Path
+    reader: Callable[..., ForeignRun]
+    takes: tuple[str, ...]
+
+    def open(self, **given: Any) -> ForeignRun:
+        """Open the checkpoint with those of the arguments `given` that its format takes. Raises CheckpointError."""
+        return self.reader(self.folder, **{x: given[x] for x in self.takes})
 
 
-def last_step(source: Path) -> Path:
-    """The folder of the last step that has a checkpoint, of a `source` with folders such as step-500 (torchtitan)
-    or checkpoint-500 (Trainer); `source` itself if it is a checkpoint, or has no such folder."""
-    if _has_checkpoint(source):
-        return source
+def find_run(source: str | os.PathLike[str]) -> FoundRun:
+    """Find the checkpoint of another program in folder `source`: a DCP, or one of DeepSpeed or Trainer. Of a
+    folder with folders such as step-500 (torchtitan) or checkpoint-500 (Trainer), the last that has a checkpoint
+    is taken. Raises CheckpointError, with what to do, if there is none."""
+    source = Path(source)
+    if source.is_file():
+        do = "name the checkpoint's folder; save what torch.save wrote as a DCP"
+        reject(source, "a file", _EXPECTED, do)
+    if not source.is_dir():
+        reject(source, "no such folder", _EXPECTED, "check the path")
+    if found := _run_in(source):
+        return found
     named = ((_STEP.fullmatch(x.name), x) for x in source.iterdir() if x.is_dir())
-    steps = sorted((int(found[1]), x) for found, x in named if found and _has_checkpoint(x))
-    if not steps:
-        return source
-    last = steps[-1][1]
-    log.info(
-        "import: %s, the last of %s; to take another, name its folder", last, counted(len(steps), "step")
-    )
+    runs = [(int(step[1]), run) for step, x in named if step and (run := _run_in(x))]
+    if not runs:
+        got = f"neither {METADATA} nor *_states.pt nor optimizer.pt"
+        reject(source, got, _EXPECTED, "name the folder of one step, such as checkpoint-500")
+    _, last = max(runs, key=lambda x: (x[0], x[1].folder))
+    steps = counted(len(runs), "step")
+    log.info("import: %s, the last of %s; to take another, name its folder", last.folder, steps)
     return last
 
 
-def _has_checkpoint(folder: Path) -> bool:
-    return any(known(folder) for known in (_is_dcp, _last_of_deepspeed, is_deepspeed, is_trainer))
+def _run_in(folder: Path) -> FoundRun | None:
+    return next((FoundRun(folder, read, takes) for known, read, takes in _FORMATS if known(folder)), None)
 
 
 def _is_dcp(folder: Path) -> bool:
@@ -117,20 +116,28 @@ def _last_of_deepspeed(folder: Path) -> Path | None:
     return None
 
 
-def check_places(source: Path, out: Path) -> None:
-    """Raise CheckpointError unless `source` is a folder, and ValueError if the folder `out` is not empty."""
-    if source.is_file():
-        reject(
-            source, "a file", EXPECTED, "name the checkpoint's folder; save what torch.save wrote as a DCP"
-        )
-    if not source.is_dir():
-        reject(source, "no such folder", EXPECTED, "check the path")
+def _open_last_of_deepspeed(folder: Path, **given: Any) -> ForeignRun:
+    named = _last_of_deepspeed(folder)
+    assert named is not None
+    return find_run(named).open(**given)
+
+
+_FORMATS = (  # whether a folder has a checkpoint of a format, its reader, and what this takes; the first is taken
+    (_is_dcp, open_dcp, ("head_dim",)),
+    (_last_of_deepspeed, _open_last_of_deepspeed, ("groups", "head_dim", "allow_pickle")),
+    (is_deepspeed, open_deepspeed, ("allow_pickle",)),
+    (is_trainer, open_trainer, ("groups", "allow_pickle")),
+)
+
+
+def check_new(out: Path) -> None:
+    """Raise ValueError if the folder `out` holds anything."""
     if out.exists() and any(out.iterdir()):
         refuse("out", f"{out}, which holds files", "a new folder", "name another")
 
 
 def import_run(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | FoundRun,
     out: str | os.PathLike[str],
     *,
     segments: Iterable[Any] = (),
@@ -145,11 +152,11 @@ def import_run(
     universal checkpoint, or a Trainer's optimizer.pt beside safetensors of weights or adapters. `segments` are of
     the model that goes on (`zfunc.segments`, `zfunc.hf.load`): they say which parameters are trained, frozen, tied
     or buffers, and have the base of adapters. Without them every parameter is trained but for those that
-    DeepSpeed's files call frozen. Of a folder of steps (step-500, checkpoint-500) the last is taken. `groups`,
-    which optimizer.pt needs, are the names of the parameters in each group of the optimizer, in its order
-    (`zfunc.hf.trainer_groups`). `head_dim` is the size of an attention head, which torchtitan's
-    moments of queries, keys and values in one tensor need. `sequences` is where the data goes on, by default what
-    the files say, or 0.
+    DeepSpeed's files call frozen. Of a folder of steps (step-500, checkpoint-500) the last is taken, as by
+    `find_run`, whose result `source` may be. `groups`, which optimizer.pt needs, are the names of the parameters
+    in each group of the optimizer, in its order (`zfunc.hf.trainer_groups`). `head_dim` is the size of an
+    attention head, which torchtitan's moments of queries, keys and values in one tensor need. `sequences` is
+    where the data goes on, by default what the files say, or 0.
 
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
@@ -158,11 +165,11 @@ def import_run(
     files that are missing or torn, a parameter without moments, one of another shape, one that the model does not
     have, and a pickle of more than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
     """
-    source, out = Path(source), Path(out)
-    check_places(source, out)
     if sequences is not None:
         whole("sequences", sequences, 0, MAX_INT)
-    run = open_run(source, groups, head_dim=head_dim, allow_pickle=allow_pickle)
+    found, out = source if isinstance(source, FoundRun) else find_run(source), Path(out)
+    check_new(out)
+    run = found.open(groups=groups, head_dim=head_dim, allow_pickle=allow_pickle)
     segments = [*segments]
     if run.adapters and not any(is_adapter(p.name) for s in segments for p in s.parameters):
         do = "write adapter_config.json into the folder that you name, by peft_config.save_pretrained(folder), and "

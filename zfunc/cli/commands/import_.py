@@ -10,7 +10,7 @@ from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import logged
 from zfunc.core.display import counted
 from zfunc.errors import refuse
-from zfunc.options import count, flag, option, path
+from zfunc.options import count, flag, option, path, zero_or_more
 from zfunc.runtime.host_memory import check_addresses
 
 _file = partial(option, group="file")
@@ -54,7 +54,9 @@ class ImportSettings:
         count,
     )
     sequences: int | None = _file(
-        None, "sequences that were trained on, where the data goes on (default: what the files say, else 0)"
+        None,
+        "sequences that were trained on, where the data goes on (default: what the files say, else 0)",
+        zero_or_more,
     )
     allow_pickle: bool = _file(
         False, "run the code that pickled files may have; for files of people you trust alone"
@@ -71,14 +73,14 @@ class ImportSettings:
 def run_import(settings: ImportSettings) -> int:
     """Run `zfunc import`: write another program's run as a checkpoint of zfunc."""
     check_addresses()
-    from zfunc.checkpoint.import_run import adapters_in, check_places, import_run, is_trainer, last_step
+    from zfunc.checkpoint.import_run import adapters_in, check_new, find_run, import_run
 
-    check_places(settings.source, settings.out)
     with logged(COMMAND.options):
-        source = last_step(settings.source)
-        lora = adapters_in(source)
+        found = find_run(settings.source)
+        check_new(settings.out)
+        lora = adapters_in(found.folder)
         if settings.quantize is not None and lora is None:
-            got = f"it for {source}, which has no adapter_config.json"
+            got = f"it for {found.folder}, which has no adapter_config.json"
             refuse("quantize", got, "a run of adapters", "name its folder, or leave it out")
         segments, groups = (), ()
         if settings.hf is not None:
@@ -91,9 +93,9 @@ def run_import(settings: ImportSettings) -> int:
                 "quantize_parameters": names_in(settings.quantize_parameters),
             }
             segments = hf.load(settings.hf, **given, **packed)[1]
-            groups = hf.trainer_groups(settings.hf, **given) if is_trainer(source) else ()
+            groups = hf.trainer_groups(settings.hf, **given) if "groups" in found.takes else ()
         x = import_run(
-            source,
+            found,
             settings.out,
             segments=segments,
             groups=groups,
