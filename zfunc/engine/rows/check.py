@@ -29,12 +29,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from zfunc.engine.rows.cut import floats_of, forward_graph
+from zfunc.engine.rows.cut import Function, Half, Split, floats_of, forward_graph
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
-from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow
+from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow, Tried
 from zfunc.engine.trace.expressions import expression
-from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
-from zfunc.engine.trace.vjp import SegmentVJP, cotangents_of, joint_graph, pull_of
+from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, Values, empty_like_strided
+from zfunc.engine.trace.vjp import (
+    Cotangents,
+    Inputs,
+    SegmentVJP,
+    SegmentWeights,
+    cotangents_of,
+    joint_graph,
+    pull_of,
+)
 from zfunc.errors import Message, refuse, setting
 from zfunc.runtime.rng import seeded
 
@@ -49,12 +57,14 @@ OTHERWISE = (
     f"a backward that is linear in its gradient, and no random numbers in evaluation: use {setting('tiles', 1)}"
 )
 Answers = Callable[[int], bool] | None
+# Results of a part of a segment, and a function of their gradients that returns those of its rows, or None.
+Run = tuple[Leaves, Callable[[Cotangents], list[Tensor]] | None]
 # What comparisons give in trials, by their number: what they do, then true, false, and by turns.
 ANSWERS: tuple[Answers, ...] = (None, lambda _: True, lambda _: False, lambda n: n % 2 == 0)
 log = logging.getLogger("zfunc")
 
 
-def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...], tried: Any) -> Any:
+def check_tokens(tiled: Tiled | TiledLoss, weights: SegmentWeights, inputs: Inputs, tried: Tried) -> Tried:
     """Check, by running a segment with `weights`, that no token of its rows depends on others but through
     attention, or raise ValueError. `tried` is what an earlier call returned, None at first, when random
     weights are tried, too. Returns None if the segment's operations prove it without a trial."""
@@ -77,7 +87,7 @@ def check_tokens(tiled: Tiled | TiledLoss, weights: Any, inputs: tuple[Any, ...]
     return tried
 
 
-def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Any]:
+def _tried(tiled: Tiled | TiledLoss, few: int) -> list[Tiled | TiledLoss]:
     """Copies of the tiled segment `tiled` for a trial: its function in one tile; and `evaluate`, its function
     without dropout, in numbers of tiles that divide `few` tokens."""
     counts = [n for n in SIZES if few % n == 0] or [few]
@@ -96,7 +106,7 @@ def _opened(weight: Tensor) -> Tensor:
     return made.to(weight.dtype)
 
 
-def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs: tuple[Any, ...]) -> bool:
+def _pulled_alike(function: Function, split: Split, weights: SegmentWeights, inputs: Inputs) -> bool:
     """Whether the backward of `function` is what differentiating a trace of its forward gives; it is not if
     it has a custom backward or torch.no_grad, which a trace of forward loses."""
     leaves, structure = tree_flatten(inputs)
@@ -113,7 +123,7 @@ def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs
         given, known = tree_flatten((trained, fixed, x)), dict[Any, int]()
         given = *given, cotangents_of([y.meta["val"] for y in output.all_input_nodes])
 
-        def traced(values: Any, *x: Any) -> Any:
+        def traced(values: Values, *x: Tree) -> Tree:
             return tree_unflatten(list(graph([*values.values(), *tree_leaves(x)])), out_spec)
 
         pulls = (pull_of(f, True, False) for f in (function, traced))
@@ -129,7 +139,7 @@ def _pulled_alike(function: Callable[..., Any], split: Any, weights: Any, inputs
 # --- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
+def _in_pieces(pieces: Sequence[Tiled | TiledLoss], weights: SegmentWeights, inputs: Inputs) -> str:
     """Text on how the results for a few tokens differ between `pieces`, copies of a segment that divide them
     into different numbers of tiles; "" if they agree, or if the segment runs in no dtype that is tried."""
     tokens, few = _tokens(inputs), _few(inputs)
@@ -149,7 +159,7 @@ def _in_pieces(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> 
     return ""
 
 
-def _difference(pieces: Sequence[Any], weights: Any, inputs: tuple[Any, ...]) -> str:
+def _difference(pieces: Sequence[Tiled | TiledLoss], weights: SegmentWeights, inputs: Inputs) -> str:
     run = pull_of(pieces[0].evaluate, True, isinstance(pieces[0], TiledLoss))
     y, pull = run(weights, inputs)
     given = [_random_like(x) for x in floats_of(y)]
@@ -188,7 +198,7 @@ def _far(x: Tensor, y: Tensor, least: float = 0.0) -> float:
 # --- poison -----------------------------------------------------------------------------------------------------
 
 
-def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
+def _poisoned(whole: Tiled | TiledLoss, weights: SegmentWeights, inputs: Inputs) -> str:
     """Text that names tokens of a row whose values, when set to NaN, huge, large or zero, change other
     tokens' results or gradients; "" if there are none."""
     weights = evolve(weights, trained={}, fixed={**weights.trained, **weights.fixed})
@@ -203,11 +213,11 @@ def _poisoned(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> str:
             inputs = _rows(inputs, lambda x: x[:, :tokens])
 
 
-def _of_halves(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]:
+def _of_halves(whole: Tiled, weights: SegmentWeights, inputs: Inputs) -> Iterator[str]:
     split, leaves = whole.split(weights, inputs)
     places = [i for i in split.rows if leaves[i].is_floating_point()]
 
-    def run(half: Any, given: list[Tensor]) -> Any:
+    def run(half: Half, given: list[Tensor]) -> Run:
         own, more = dict(zip(places, given, strict=False)), given[len(places) :]
         row = TiledRow(split, weights, [own.get(i, x) for i, x in enumerate(leaves)], 1)
         results, residuals = row.run(half, 0, *more)
@@ -225,12 +235,12 @@ def _of_halves(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[st
     )
 
 
-def _of_loss(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]:
+def _of_loss(whole: TiledLoss, weights: SegmentWeights, inputs: Inputs) -> Iterator[str]:
     (x, *targets), pull_back = inputs, pull_of(whole.function, True, True)
     leaves, spec = tree_flatten(x)
     places, summed = [i for i, t in enumerate(leaves) if floats_of(t)], [whole.summed(t) for t in targets]
 
-    def run(given: list[Tensor]) -> Any:
+    def run(given: list[Tensor]) -> Run:
         own = dict(zip(places, given, strict=True))
         moved = tree_unflatten([own.get(i, t) for i, t in enumerate(leaves)], spec)
         y, pull = pull_back(weights, (moved, *summed))
@@ -239,7 +249,13 @@ def _of_loss(whole: Any, weights: Any, inputs: tuple[Any, ...]) -> Iterator[str]
     yield _changed(run, [leaves[i] for i in places], [1] * len(places), [1] * len(places), "of the loss")
 
 
-def _changed(run: Any, rows: list[Tensor], dims: Sequence[int], made: Sequence[int], where: str) -> str:
+def _changed(
+    run: Callable[[list[Tensor]], Run],
+    rows: list[Tensor],
+    dims: Sequence[int],
+    made: Sequence[int],
+    where: str,
+) -> str:
     """Text, ending in `where`, that names tokens of the tensors `rows` which change the results or gradients
     of other tokens in `run(rows)`; "" if none do. `dims` has the token dimension of each of `rows`, `made`
     that of each result."""
@@ -320,25 +336,25 @@ def _times(x: Tensor, dim: int, at: list[int], factor: float) -> Tensor:
 # --- rows -------------------------------------------------------------------------------------------------------
 
 
-def _eager(function: Callable[..., Any], **_: Any) -> SegmentVJP:
+def _eager(function: Function, **_: Any) -> SegmentVJP:
     return SegmentVJP(pull_of(function, True, False), lambda _w, _i, residuals, c: residuals(c), keeps=True)
 
 
-def _tokens(inputs: tuple[Any, ...]) -> int:
+def _tokens(inputs: Inputs) -> int:
     return floats_of(inputs)[0].shape[1]
 
 
-def _few(inputs: tuple[Any, ...]) -> int:
+def _few(inputs: Inputs) -> int:
     """The number of tokens of each row in `inputs`, at most FEW, for a trial in tiles of several sizes."""
     tokens = _tokens(inputs)
     return min(tokens, FEW) // SIZES[-1] * SIZES[-1] or tokens
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
-def _rows(inputs: tuple[Any, ...], part: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+def _rows(inputs: Inputs, part: Callable[[Tensor], Tensor]) -> Inputs:
     """`inputs` with `part(x)` in place of each leaf `x` [batch, tokens, ...] that is a row of tokens."""
     shape = floats_of(inputs)[0].shape[:2]
     return tree_map_only(Tensor, lambda x: part(x) if x.shape[:2] == shape else x, inputs)

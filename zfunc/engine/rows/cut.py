@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.engine.rows.constants import constants_of
 from zfunc.engine.rows.row_attention import attend_row
@@ -35,12 +35,13 @@ from zfunc.engine.trace.graph_cuts import (
     piece_of,
     with_code,
 )
-from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
+from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, Values, empty_like_strided
+from zfunc.engine.trace.vjp import Inputs, SegmentVJP, SegmentWeights
 from zfunc.errors import refuse, setting
 from zfunc.runtime.rng import is_draw_node, seeded
 
-Values = dict[str, Tensor]
-Function = Callable[..., Any]
+Function = Callable[..., Tree]  # a forward: of weights by name, and inputs
+MakeVJP = Callable[..., SegmentVJP]  # of a function of one tile, and fields of `PassOptions`
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
 ATTENTION = {  # functions of attention, and their arguments that may be positional
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -53,13 +54,13 @@ class Half:
     """The part of a segment before its attention, or after it: its forward and backward for one tile of
     tokens (`passes`), and the names of the weights that it reads."""
 
-    passes: Any  # a SegmentVJP of `(weights, rows, constants)`
+    passes: SegmentVJP  # its inputs are `(rows, constants)`
     reads: tuple[str, ...]
 
-    def weights(self, weights: Any) -> Any:
+    def weights(self, weights: SegmentWeights) -> SegmentWeights:
         """Those of a segment's `weights` that this part, before or after attention, reads."""
         own = ({x: t for x, t in w.items() if x in self.reads} for w in (weights.trained, weights.fixed))
-        return type(weights)(*own)
+        return SegmentWeights(*own)
 
 
 @frozen(eq=False)
@@ -71,17 +72,17 @@ class Split:
     after: Half
     tile: int  # tokens
     rows: tuple[int, ...]  # numbers of the input leaves that are rows of tokens
-    constants: Callable[[], list[Any]]  # makes those of a row
+    constants: Callable[[], Leaves]  # makes those of a row
     sliced: tuple[int | None, ...]  # of each constant: the dimension of its tokens
     passed: dict[int, int]  # number of a result -> number of the input leaf that it is
-    spec: Any  # of the results
+    spec: TreeSpec  # of the results
     unknown: str  # the first operation that is not known to keep tokens apart, or ""
     scale: float = 1.0  # of attention
     window: int | None = None
 
 
 def cut_at_attention(
-    function: Function, tiles: int, make_vjp: Callable[..., Any], weights: Any, inputs: tuple[Any, ...]
+    function: Function, tiles: int, make_vjp: MakeVJP, weights: SegmentWeights, inputs: Inputs
 ) -> Split:
     """Divide `function` of `weights` and `inputs` at its attention, for rows in `tiles`; `make_vjp` makes
     forward and backward of each part. Raises ValueError if `tiles` does not divide the tokens, or the
@@ -106,7 +107,7 @@ def cut_at_attention(
         _refuse_numbers(of_row, depends)
 
     # 3. Results: rows, or leaves of the input that pass.
-    passed, results = dict[int, int](), list[Any]()
+    passed, results = dict[int, int](), list[Node]()
     for n, x in enumerate(output.args[0]):
         value = x.meta["val"] if isinstance(x, Node) else x
         if x in given and not (isinstance(value, Tensor) and value.is_floating_point()):
@@ -136,7 +137,7 @@ def cut_at_attention(
     piece = partial(piece_of, graph, needs, dict(zip(values, nodes, strict=False)))
 
     def half(piece: GraphPiece) -> Half:
-        def run(weights: Values, moved: list[Any], constants: list[Any]) -> list[Any]:
+        def run(weights: Values, moved: Leaves, constants: Leaves) -> Leaves:
             return list(piece.run(*(weights[x] for x in piece.reads), *moved, *constants))
 
         return Half(make_vjp(run, recompute="none", wrt_input=True), piece.reads)
@@ -201,7 +202,7 @@ def _of_tile(rows: tuple[int, int], func: Any, given: dict[str, Any]) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
 
 
-def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
+def _rows_of(leaves: Leaves) -> tuple[torch.Size, tuple[int, ...]]:
     """The shape [batch, tokens] of an input's rows (sequences of tokens), and the indices of the `leaves`
     that are rows."""
     floats = floats_of(leaves)
@@ -214,14 +215,14 @@ def _rows_of(leaves: list[Any]) -> tuple[torch.Size, tuple[int, ...]]:
 
 
 def _traces(
-    function: Function, values: Values, inputs: tuple[Any, ...], rows: tuple[int, ...], tile: int
-) -> tuple[GraphModule, GraphModule, Any]:
+    function: Function, values: Values, inputs: Inputs, rows: tuple[int, ...], tile: int
+) -> tuple[GraphModule, GraphModule, TreeSpec]:
     """Trace forward for one tile of `tile` tokens and for a whole row. Returns both graphs, and the pytree
     structure of the results."""
     leaves, spec = tree_flatten(inputs)
     batch, row = leaves[rows[0]].shape[:2]
 
-    def trace(tokens: int) -> tuple[GraphModule, Any]:
+    def trace(tokens: int) -> tuple[GraphModule, TreeSpec]:
         ROW_TOKENS.set(row)
         weights, x = empty_like_strided((values, leaves))
         for i in rows:  # of a longer one
@@ -245,15 +246,15 @@ def _traces(
 
 
 def forward_graph(
-    function: Function, arguments: tuple[Any, ...], rows: tuple[int, int] | None = None
-) -> tuple[GraphModule, Any]:
+    function: Function, arguments: tuple[Tree, ...], rows: tuple[int, int] | None = None
+) -> tuple[GraphModule, TreeSpec]:
     """Trace `function` on fake tensors. Returns the graph, in which attention is one node, and the results'
     pytree structure. With `rows` (batch, tokens), for tiles, raises ValueError for attention that cannot be
     computed tile by tile."""
     leaves, spec = tree_flatten(arguments)
     out_spec: Any = None
 
-    def flat(leaves: list[Any]) -> list[Any]:
+    def flat(leaves: Leaves) -> Leaves:
         nonlocal out_spec
         results, out_spec = tree_flatten(function(*tree_unflatten(leaves, spec)))
         return results
@@ -264,7 +265,7 @@ def forward_graph(
     return module, out_spec
 
 
-def floats_of(tree: Any) -> list[Tensor]:
+def floats_of(tree: Tree) -> list[Tensor]:
     """The leaves of a pytree that are floating-point tensors."""
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 

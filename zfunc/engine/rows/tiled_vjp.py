@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import evolve
-from torch import Tensor
 
 from zfunc.engine.rows.check import check_tokens
+from zfunc.engine.rows.cut import Function
 from zfunc.engine.rows.tiles import Tiled, TiledLoss
 from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.tensor_memory import Tree, Values
 from zfunc.engine.trace.vjp import (
     Joints,
     SegmentVJP,
@@ -21,13 +22,13 @@ from zfunc.engine.trace.vjp import (
 
 
 def tiled_vjp(
-    function: Callable[..., Any],
+    function: Function,
     options: PassOptions,
     *,
     name: str = "",
     joints: Joints | None = None,
-    evaluate: Callable[..., Any] | None = None,
-    summed: Callable[..., Any] | None = None,
+    evaluate: Function | None = None,
+    summed: Callable[..., Tree] | None = None,
 ) -> SegmentVJP:
     """Forward and backward of a segment's `function`, which run tile by tile on rows of tokens; backward
     recomputes each tile.
@@ -36,7 +37,7 @@ def tiled_vjp(
     targets so that the loss is a sum over tokens. `joints` caches graphs of rows that are not divided.
     """
 
-    def make(part: Callable[..., Any], **how: Any) -> SegmentVJP:
+    def make(part: Function, **how: Any) -> SegmentVJP:
         return make_vjp(part, PassOptions(compiled=options.compiled, **how), name=name)
 
     tiles, wrt_input, evaluate = options.tiles, options.wrt_input, evaluate or function
@@ -55,16 +56,16 @@ def tiled_vjp(
     return moving_passes(passes) if options.moving else passes
 
 
-def evaluated_in_tiles(function: Callable[..., Any], tiles: int, name: str) -> Callable[..., Any]:
+def evaluated_in_tiles(function: Function, tiles: int, name: str) -> Function:
     """`function` without gradients, run on its rows of tokens in `tiles` parts. Inputs whose tokens `tiles`
     does not divide, or that continue a cache of keys, are not divided."""
 
-    def eager(part: Callable[..., Any], **_: Any) -> SegmentVJP:
+    def eager(part: Function, **_: Any) -> SegmentVJP:
         return SegmentVJP(lambda w, inputs: (part(w.fixed, *inputs), None), lambda *_: ({}, []), False)
 
     tiled = Tiled(function, function, tiles, eager, False, None, name, check=check_tokens)
 
-    def evaluate(values: dict[str, Tensor], x: Any, *more: Any) -> Any:
+    def evaluate(values: Values, x: Tree, *more: Tree) -> Tree:
         rows = differentiated(x)
         whole = more or not rows or rows[0].dim() < 3 or rows[0].shape[1] % tiles
         return function(values, x, *more) if whole else tiled.forward(SegmentWeights({}, values), (x,))[0]

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zfunc.engine.rows.cut import Function, Half, Split, Values, cut_at_attention, floats_of, tile_of
+from zfunc.engine.rows.cut import Function, Half, MakeVJP, Split, cut_at_attention, floats_of, tile_of
 from zfunc.engine.rows.keys import Part, keys_like
 from zfunc.engine.rows.tile_attention import Attended, Keys, View, attend_tile, pull_tile, tile_numbers
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import WAIT
-from zfunc.engine.trace.tensor_memory import Leaves, Tree, layouts
+from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, layouts
 from zfunc.engine.trace.vjp import (
     Cotangents,
     Grads,
@@ -42,7 +42,6 @@ from zfunc.runtime.rng import seeded_part
 Tried = list["Tiled | TiledLoss"] | bool | None
 # Tries whether tokens depend on others but through attention, given what it returned before for such rows.
 Check = Callable[["Tiled | TiledLoss", SegmentWeights, Inputs, Tried], Tried]
-MakeVJP = Callable[..., SegmentVJP]  # of a function of one tile, and fields of `PassOptions`
 
 
 @define(eq=False)
@@ -169,7 +168,7 @@ class TiledLoss:
     tiles: int
     make_vjp: MakeVJP  # of `function`, for a tile
     wrt_input: bool
-    summed: Function
+    summed: Callable[..., Tree]
     name: str = ""
     check: Check | None = None  # check.check_tokens
     checked: dict[Hashable, Tried] = field(factory=dict)  # see `_check_once`

@@ -24,8 +24,8 @@ from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, empty_like_strided, storage_of
-from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights, differentiated
+from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, Tree, empty_like_strided, storage_of
+from zfunc.engine.trace.vjp import Inputs, SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -313,7 +313,7 @@ class Trace:
     the gradients that it returns.
     """
 
-    out: Any
+    out: Tree
     output_bytes: int
     cost: SegmentCost
     random: bool  # whether a pass draws random numbers
@@ -326,10 +326,10 @@ def trace(
     passes: SegmentVJP,
     options: PassOptions,
     weights: SegmentWeights,
-    inputs: tuple[Any, ...],
+    inputs: Inputs,
     *,
     device: torch.device,
-    guess: Callable[[SegmentWeights, tuple[Any, ...]], Any] = lambda *_: None,
+    guess: Callable[[SegmentWeights, Inputs], Tree] = lambda *_: None,
     buffers: Mapping[str, Tensor] | None = None,
     of_accelerator: bool = False,
     fake: FakeTensors | None = None,
@@ -404,13 +404,13 @@ def _moved(t: Tensor) -> tuple[int, int]:
     return storage._cdata, min(t.numel() * t.dtype.itemsize, storage.nbytes())
 
 
-def _storage_bytes(tree: Any) -> int:
+def _storage_bytes(tree: Tree) -> int:
     held = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
     storages = {storage._cdata: storage.nbytes() for storage in held}
     return sum(round_up(n, ALLOCATION) for n in storages.values())
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: Tree) -> int:
     """The bytes of the tensors of a pytree, each rounded up to 512, as CUDA's allocator does."""
     leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
     return sum(round_up(t.numel() * t.dtype.itemsize, ALLOCATION) for t in leaves)

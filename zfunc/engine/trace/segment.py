@@ -25,13 +25,12 @@ from zfunc.core.layout import Parameter
 from zfunc.engine.trace.cost_trace import nbytes
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import MOST, Facts, first_change, held, version_of
-from zfunc.engine.trace.tensor_memory import byte_range, storage_of
+from zfunc.engine.trace.tensor_memory import Values, byte_range, storage_of
 from zfunc.engine.trace.thread_modes import refuse_inference_mode
 from zfunc.errors import SettingTypeError, did_you_mean, refuse, setting
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
-Values = dict[str, Tensor]
 NO_LOSS = (
     "a function of (output, targets)",
     "pass zfunc.segments(model, (inputs, targets), torch.nn.functional.cross_entropy), or a loss of your own",

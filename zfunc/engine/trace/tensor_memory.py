@@ -13,6 +13,7 @@ T = TypeVar("T")
 Tree = Any
 """A pytree: a tensor, another leaf, or nested containers of them, as a user's segment takes and returns."""
 Leaves = list[Any]  # of a pytree, in its order: tensors, and values that a trace holds constant
+Values = dict[str, Tensor]  # of a segment: parameters, buffers or gradients by short name, each in its shape
 aten = torch.ops.aten
 OWN_STRIDES = {  # operations whose kernels return other strides or types than torch's fake ones
     aten._batch_norm_with_update.default,

@@ -50,6 +50,7 @@ from zfunc.engine.trace.tensor_memory import (
     FakeTensors,
     Leaves,
     Tree,
+    Values,
     dense_strides,
     extent,
     layouts,
@@ -61,7 +62,6 @@ from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirec
 
 GRAPHS_IN_THREADS = torch.__version__ >= "2.13"  # pytorch/pytorch#123177
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
-Values = dict[str, Tensor]  # by short name, each in the shape of its parameter
 Grads = tuple[Values, list[Tensor]]  # of weights; of floating-point leaves of the input, in their shapes
 Inputs = tuple[Tree, ...]  # of a segment beside its weights: (x,), or (x, targets)
 Cotangents = Sequence[Tensor]  # gradients of `differentiated(y)`, in its order
