@@ -20,7 +20,7 @@ from zfunc.train.deepspeed.keys import KEYS
 from zfunc.train.deepspeed.learning_rate_schedules import SCHEDULERS, LRSchedule
 from zfunc.train.deepspeed.mapping import config_extras, optimizer_params, with_config
 from zfunc.train.settings import TrainSettings
-from zfunc.train.setup import learning_rate, optimizer_of
+from zfunc.train.setup import optimizer_of
 
 FILE = """{
   "train_batch_size": 8,
@@ -200,7 +200,7 @@ def test_an_auto_of_a_scheduler_is_the_rate_that_holds_without_it(run: str, kind
     for optimizer in ({}, {"optimizer": {"type": "AdamW", "params": {"lr": AUTO}}}):
         file = all_auto([*names, "train_batch_size"], scheduler={"type": kind}, **optimizer)
         rate, own = (
-            learning_rate(x, config_extras(x), 60) for x in (with_file(file, RUNS[run]), typed(RUNS[run]))
+            config_extras(x).learning_rate(60) for x in (with_file(file, RUNS[run]), typed(RUNS[run]))
         )
         assert [rate(step + 2) for step in range(7)] == pytest.approx([0.0, *map(own, range(1, 7))], rel=1e-3)
         if kind == "WarmupCosineLR":

@@ -22,7 +22,7 @@ from zfunc.cli.main import _parse, _settings, main
 from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras, startup_notes
 from zfunc.train.evaluations import Evaluation, best_saved, num_without_improvement
 from zfunc.train.settings import TrainSettings
-from zfunc.train.setup import learning_rate, optimizer_of, prepare_job
+from zfunc.train.setup import optimizer_of, prepare_job
 from zfunc.train.trainer.fields import (
     CLASSES,
     DPO_CLASS,
@@ -356,7 +356,7 @@ def test_a_deepspeed_file_goes_on_to_config(monkeypatch: pytest.MonkeyPatch) -> 
         Path(read).unlink()
     extras = extras_of(found)
     assert (extras.optimizer["betas"], extras.optimizer["eps"]) == ((0.7, 0.999), 1e-5)
-    rate: Any = learning_rate(found, extras, 20)
+    rate: Any = extras.learning_rate(20)
     assert (rate.kind, rate.params["warmup_num_steps"]) == ("WarmupLR", 4)
     idle = "ds.json: no effect: optimizer.params.momentum: not of the optimizer adamw"
     assert idle in startup_notes(found, 1, rate)

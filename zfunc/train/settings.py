@@ -5,7 +5,7 @@ the data and the machine. No torch here: the help of `zfunc` answers at once.
 """
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from zfunc.errors import about, refuse, setting
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, check_config_file
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import CLASSES
+from zfunc.optim.learning_rate_schedules import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.options import (
     AUTO,
     count,
@@ -439,6 +440,15 @@ class TrainSettings(StepFlags):
         """The number of warm-up steps in a training of `total` steps, None if their number is not known."""
         usual = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
         return usual if self.warmup is None else self.warmup
+
+    def learning_rate(self, total: int | None) -> Callable[[int], float]:
+        """The learning rate by step: a warm-up, then `lr_schedule` until step `total`; without a `total` it does
+        not decay after the warm-up."""
+        warmup = self.warmup_of(total)
+        if total is None or self.lr_schedule == "constant":
+            return linear_warmup(self.lr, warmup)
+        decaying = warmup_linear if self.lr_schedule == "linear" else warmup_cosine
+        return decaying(self.lr, min(warmup, total - 1), total, final=FINAL_LR * self.lr)
 
     @property
     def beta(self) -> float:

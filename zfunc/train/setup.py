@@ -27,7 +27,6 @@ from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters
 from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.elementwise import matrices_only
-from zfunc.optim.learning_rate_schedules import linear_warmup, warmup_cosine, warmup_linear
 from zfunc.options import AUTO
 from zfunc.planner.traced_costs import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
@@ -45,7 +44,6 @@ from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
     DPO,
     ENDLESS,
-    FINAL_LR,
     GPT2_VOCAB_SIZE,
     TrainSettings,
     check_rows,
@@ -136,10 +134,10 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     settings = _settled(settings, extras.by_pass, model, tokenizer, corpus, say)
     # Whether it can be, before anything is compiled
     segments = segments_of(settings, model)
-    rate = learning_rate(settings, extras, settings.steps)
+    rate = extras.learning_rate(settings.steps)
     for line in (*startup_notes(settings, ranks.world, rate), *extras.notes):
         say("%s", line)
-    if settings.steps is None and rate != learning_rate(settings, extras, 10**9):  # it depends on the number
+    if settings.steps is None and rate != extras.learning_rate(10**9):  # it depends on the number
         say(
             "learning rate: `seconds` alone says no last step to fall to: it stays after the warm-up; pass "
             "`steps` or `epochs` for `lr_schedule`"
@@ -273,15 +271,3 @@ def optimizer_of(
         decay=matrices_only,
         **extras.optimizer,
     )
-
-
-def learning_rate(settings: TrainSettings, extras: ConfigExtras, total: int | None) -> Callable[[int], float]:
-    """The learning rate by step: from the scheduler of a file; else a warm-up, then `lr_schedule` until step
-    `total`. Without a `total` the rate does not decay after the warm-up."""
-    if extras.schedule is not None and (rate := extras.schedule(total)) is not None:
-        return rate
-    warmup = settings.warmup_of(total)
-    if total is None or settings.lr_schedule == "constant":
-        return linear_warmup(settings.lr, warmup)
-    decaying = warmup_linear if settings.lr_schedule == "linear" else warmup_cosine
-    return decaying(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)

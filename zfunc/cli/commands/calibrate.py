@@ -82,7 +82,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     from zfunc.train.data.tokenizer import BYTES
     from zfunc.train.deepspeed.mapping import config_extras
     from zfunc.train.pretrained import pretrained_model
-    from zfunc.train.setup import learning_rate, optimizer_of, resolve_settings, segments_of
+    from zfunc.train.setup import optimizer_of, resolve_settings, segments_of
 
     model, ranks = pretrained_model(settings, weights=False), RankGroup.of()
     own = {"out", "hf", *NEEDED}
@@ -97,7 +97,7 @@ def measure_machine(settings: CalibrateSettings) -> "Profile":
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens
     extras = config_extras(resolved)
-    optimizer = optimizer_of(resolved, extras, learning_rate(resolved, extras, resolved.steps))
+    optimizer = optimizer_of(resolved, extras, extras.learning_rate(resolved.steps))
     step, device = step_settings(resolved), resolved.device
     program = compile(segments, step, optimizer=optimizer, device=device, example=batch)
     return calibrate(program, batch, turns=settings.turns, folder=settings.folder)

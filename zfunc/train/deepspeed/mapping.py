@@ -113,14 +113,15 @@ class ConfigExtras:
     """What a DeepSpeed configuration and a file of a Trainer's arguments add to a training that no setting has:
     optimizer arguments, the loss scale, steps between printed lines, learning rate and log lines.
 
-    `schedule` makes the learning rate from the total number of steps, which is None if nobody knows it; `by_pass`:
-    settings that become the number of steps in one epoch, each with the file's field that asks for it.
+    `learning_rate` makes the rate by step from the total number of steps, which is None if nobody knows it: from
+    the file's scheduler, or as the settings say; `by_pass`: settings that become the number of steps in one epoch,
+    each with the file's field that asks for it.
     """
 
     optimizer: Mapping[str, Any]  # arguments beside lr and weight decay
+    learning_rate: Callable[[int | None], Callable[[int], float]]
     loss_scale: LossScale | None = None
     steps_per_print: int | None = None
-    schedule: Callable[[int | None], Callable[[int], float] | None] | None = None
     notes: tuple[str, ...] = ()  # log lines
     by_pass: Mapping[str, str] = field(factory=dict[str, str])
 
@@ -129,18 +130,17 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
     """What the DeepSpeed file `settings.config` adds to a training with these settings."""
     usual = CLASSES[settings.optimizer].usual[2]
     if (values := _values_of(settings)) is None:
-        return ConfigExtras(usual)
+        return ConfigExtras(usual, settings.learning_rate)
     own = {k: v for k, v in named_optimizer(values)[1].items() if k not in ("lr", "weight_decay", "moments")}
     if values.has("optimizer"):
         usual = {name: x for name, x in usual.items() if values.leaves_open(PARAM + name)}
     scale = loss_scale(values) if settings.precision == "fp16" else None
 
-    def schedule(total: int | None) -> LRSchedule | None:
+    def rate(total: int | None) -> Callable[[int], float]:
         steps = {"total_num_steps": total, "warmup_num_steps": max(1, settings.warmup_of(total))}
-        return lr_schedule(values, lr=settings.lr, **steps)
+        return lr_schedule(values, lr=settings.lr, **steps) or settings.learning_rate(total)
 
-    rate = schedule if values["scheduler.type"] is not None else None
-    return ConfigExtras(MappingProxyType({**usual, **own}), scale, values["steps_per_print"], rate)
+    return ConfigExtras(MappingProxyType({**usual, **own}), rate, scale, values["steps_per_print"])
 
 
 def _values_of(settings: TrainSettings) -> ConfigValues | None:

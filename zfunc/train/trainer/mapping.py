@@ -6,7 +6,7 @@ here, so a wrong file is refused before torch is loaded.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -156,11 +156,11 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
     learning rate, printed steps and notes."""
     if (args := settings.trainer_args) is None:
         return extras
-    optimizer, every = dict(extras.optimizer), extras.steps_per_print
+    optimizer, every, config = dict(extras.optimizer), extras.steps_per_print, settings.config
     betas = {"betas": (args["adam_beta1"], args["adam_beta2"])}
     own = {"adamw": {**betas, "eps": args["adam_epsilon"]}, "lion": betas, "sgd": {"momentum": 0.0}}
     if args[OPTIM].removeprefix("paged_").startswith(settings.optimizer):
-        said = () if settings.config is None else settings.config.file
+        said = () if config is None else config.file
         taken = own.get(settings.optimizer, {})
         optimizer |= {x: y for x, y in taken.items() if PARAM + x not in said}
     if every is None and "logging_steps" in args.file:
@@ -175,15 +175,14 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
         raise ValueError(f"{args.source}: {SCHEDULER}: {error}") from None
     part = _part_of_all(args)
 
-    def schedule(total: int | None) -> TrainerSchedule | None:
-        if total is None:
-            return None
+    def rate(total: int | None) -> Callable[[int], float]:
+        if total is None or (config is not None and config["scheduler.type"]):
+            return extras.learning_rate(total)
         warmup = math.ceil(args[part] * total) if settings.warmup is None else settings.warmup
         return TrainerSchedule(args[SCHEDULER], params, settings.lr, warmup, total)
 
     notes = tuple(_notes(settings, args))
-    rate = extras.schedule or schedule
-    return ConfigExtras(optimizer, extras.loss_scale, every, rate, notes, _by_pass(args))
+    return ConfigExtras(optimizer, rate, extras.loss_scale, every, notes, _by_pass(args))
 
 
 def _notes(settings: TrainSettings, args: TrainerArgs) -> Iterator[str]:
