@@ -94,7 +94,6 @@ class OpBuilder:
             (self.at("decision"), *changed, *kept),
             (*kept, *(changed if several else ())),
             nbytes=nbytes if several else 2 * nbytes,
-            workspace=2 * nbytes if several else 0,  # a mean is in fp64
         )
 
     # --- gradients ------------------------------------------------------------------------------------------
