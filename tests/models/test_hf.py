@@ -355,7 +355,16 @@ def with_rope(model: Any, kind: str) -> Any:
     return model
 
 
+def not_causal(model: Any, **fields: bool) -> Any:
+    model.config.update(fields)
+    return model
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
+    "is_causal False: set it to True": lambda: not_causal(random_model("Llama"), is_causal=False),
+    "use_bidirectional_attention True: set it to False": lambda: not_causal(
+        random_model("Gemma 3"), use_bidirectional_attention=True
+    ),
     "expected a model of transformers": lambda: torch.nn.Linear(1, 1),
     r"an encoder-decoder, with two inputs, expected a causal.*zfunc\.segments\(": lambda: (
         transformers.T5Model(config("T5", **T5)())

@@ -172,21 +172,19 @@ def make_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool | None = None,
     device: torch.device | str = "cpu",
     config: Any = None,
     **_: Any,
 ) -> Tensor | Seen | None:
     """The mask, true where attended: bool [batch or 1, 1, q_length, kv_length]; or a Seen, which `attend` takes.
 
-    The signature is that of transformers' interface. None where all positions are attended to, or in a causal model
-    all up to the query's; but never None while a model is run to record its layers.
+    The signature is that of transformers' interface. None where all positions up to the query's are attended to;
+    but never None while a model is run to record its layers.
     """
     tokens, recording = ROW_TOKENS.get() or q_offset + q_length, RECORDING.get()
     local = local_size is not None and local_size < tokens
-    causal = allow_is_bidirectional_skip is None  # given for encoders alone
-    positions = GIVEN.get().get("position_ids") if causal else None
-    plain = not local and positions is None and (allow_is_causal_skip or allow_is_bidirectional_skip)
+    positions = GIVEN.get().get("position_ids")
+    plain = not local and positions is None and allow_is_causal_skip
     if plain and attention_mask is None and not recording:
         return None
     assert mask_function is not None
@@ -195,7 +193,7 @@ def make_mask(
     differs = attention_mask is not None or not allow_is_causal_skip  # from row to row
     batch = torch.arange(batch_size if differs else 1, device=device)
     seen = None if positions is None else documents_of(positions)
-    if differs or not causal or q_offset or kv_offset or recording:
+    if differs or q_offset or kv_offset or recording:
         mask = mask_function(batch[:, None, None, None], 0, rows[None, None, :, None], columns)
         mask = mask.expand(len(batch), 1, q_length, kv_length)
         mask = mask if seen is None else mask & seen.mask(rows[None, None, :, None])
@@ -208,7 +206,7 @@ def make_mask(
 
 
 def attend(
-    module: torch.nn.Module,
+    _module: torch.nn.Module,
     query: Tensor,  # [batch, heads, seq, head_size]
     key: Tensor,  # [batch, key_value_heads, seq, head_size]
     value: Tensor,
@@ -218,12 +216,11 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
-    Without a mask a position attends to itself and those before it, or to all if the module is not causal.
+    Without a mask a position attends to itself and those before it.
     `softcap` bounds the scores by tanh, as in Gemma 2, and `s_aux` [heads] are the scores of a position without a
     value, as in GPT-OSS; no fused kernel does either, so scores are materialised.
     """
@@ -233,8 +230,7 @@ def attend(
             y = attend_row(query, key, value, mask.first, mask.window, scaling)
             return y.transpose(1, 2).contiguous(), None
         mask = mask.mask(query)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and mask is None and (ROW_TOKENS.get() or query.shape[-2]) > 1
+    causal = mask is None and (ROW_TOKENS.get() or query.shape[-2]) > 1
     groups = query.shape[1] // key.shape[1]
     fused = key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
     grouped = groups > 1 and not by_hand and ((mask is None and fused) or ROW_TOKENS.get() is not None)

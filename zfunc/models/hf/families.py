@@ -67,10 +67,11 @@ def check_supported(model: Any) -> None:
         got = f"a {name} with quantized weights ({kind_of_quantization(config)})"
         from_folder = "from its folder with zfunc.hf.load(folder, quantize='nf4', lora=...)"
         refuse("model", got, do=f"load it without quantization_config, or {from_folder}")
-    if getattr(config, "use_bidirectional_attention", False):
-        raise ValueError(
-            f"model: got a {name} with use_bidirectional_attention: turn it off: attention is causal"
-        )
+    for field, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if getattr(config, field, causal) == (not causal):
+            raise ValueError(
+                f"model: got a {name} with {field} {not causal}: set it to {causal}: attention is causal"
+            )
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(x for x in ropes.values() if isinstance(x, dict))]:
         if (kind := rope.get("rope_type", "default")) not in ROPE:
