@@ -88,29 +88,32 @@ def compile(
     Raises ValueError or TypeError for bad arguments, PlanError for a schedule whose plan is wrong.
     """
     refuse_inference_mode("compile")
-    whole = not isinstance(segments, nn.Sequential) or (example is not None and not ends_in_loss(segments))
-    if isinstance(segments, nn.Module) and whole:
-        if example is None:
-            by_hand = "the segments of zfunc.segments(model, example, loss)"
-            do = f"pass `example`, to cut the module by, or {by_hand}"
-            refuse("example", f"none with a {type(segments).__name__}", "a batch", do)
-        settings_with(settings, changes)  # a wrong name is refused before the module is traced
-        given = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
-        make = partial(compile, settings=settings, **given, example=example, patience=patience, **changes)
-        return first_cut_that_fits(above("cuts")(segments, example), make, example)
-    segments = checked_segments(segments)
-    batch = None if example is None else unpacked(example, segments[-1])
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
     device = pick_device(device)
     refuse_global_modes("compile", device)
     on_gpu = on_accelerator(device)
 
-    # 1. Settings: those by name, the device's own, and in place of "auto" the nearest places that fit.
+    # 1. Settings: those by name, and the device's own.
     if settings is None and "precision" not in changes and on_gpu:
         changes["precision"] = best_precision(device)  # bf16, unless it would be emulated
     settings = settings_with(settings, changes)
     settings.check_folders()
+
+    # 2. A module in the coarsest cut that fits, and in place of "auto" the nearest places that fit.
+    same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
+    again = partial(compile, **same, example=example, patience=patience)
+    whole = not isinstance(segments, nn.Sequential) or (example is not None and not ends_in_loss(segments))
+    if isinstance(segments, nn.Module) and whole:
+        if example is None:
+            by_hand = "the segments of zfunc.segments(model, example, loss)"
+            do = f"pass `example`, to cut the module by, or {by_hand}"
+            refuse("example", f"none with a {type(segments).__name__}", "a batch", do)
+        return first_cut_that_fits(
+            above("cuts")(segments, example), partial(again, settings=settings), example
+        )
+    segments = checked_segments(segments)
+    batch = None if example is None else unpacked(example, segments[-1])
     optimizer, settings = choose_optimizer(optimizer, settings)
     ranks = ranks_of_stage(_ranks(group), settings.pp)
     automatic = [*settings.automatic, *(["state_on"] if settings.fits_state else [])]
@@ -119,15 +122,13 @@ def compile(
         expected = "a batch, whose memory decides what fits"
         refuse("example", f"none with {got}", expected, "pass one, or values without 'auto'")
     if settings.automatic:
-        same = {"optimizer": optimizer, "device": device, "group": group, "recipe": recipe, "stages": stages}
-        make = partial(compile, segments, **same, example=example, patience=patience)
-        return first_places_that_fit(make, settings, optimizer, batch, device, ranks)
+        return first_places_that_fit(partial(again, segments), settings, optimizer, batch, device, ranks)
     settings = settings.scheduled(on_cpu=not on_gpu)
     devices = devices_from(device, settings.devices)
     if settings.compile_segments == "reduce-overhead" and on_gpu:
         check_device_graphs(settings.devices > 1)
 
-    # 2. Spec: the layout of the parameters, and what a recipe asks of the settings.
+    # 3. Spec: the layout of the parameters, and what a recipe asks of the settings.
     spec = make_spec(
         [s.parameters for s in segments],
         optimizer,
@@ -145,14 +146,14 @@ def compile(
         do = f"expected {setting('state_on', 'host')}; {setting('activations_on', 'disk')} works"
         refuse("state_on", got, do=do)
 
-    # 3. Graph and plan: the recipe's operations, scheduled and verified. Without costs, until there is a batch.
+    # 4. Graph and plan: the recipe's operations, scheduled and verified. Without costs, until there is a batch.
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
         check_recipe(recipe, spec, functions)
     recipe = recipe or recipe_of(spec)
     plan = project(make_plan(spec, schedule, recipe), spec.stage)
 
-    # 4. Program: the passes of the segments, the lanes that run them, and the plan again for the shapes of a batch.
+    # 5. Program: the passes of the segments, the lanes that run them, and the plan again for the shapes of a batch.
     if settings.deterministic:
         prepare_deterministic(device)
     default_threads()  # chosen and logged before any lane runs
