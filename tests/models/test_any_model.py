@@ -1,5 +1,6 @@
 """Any module as segments: the loss and the weights of the module itself, whatever is where."""
 
+import copy
 import logging
 import math
 from pathlib import Path
@@ -316,6 +317,53 @@ def test_blocks_that_run_in_training_alone_are_passed_in_evaluation() -> None:
     assert zfunc.evaluate(program, zfunc.init(program), x) == pytest.approx(
         model.eval()(*x).item(), rel=CLOSE
     )
+
+
+class Gated(nn.Linear):
+    """A block with a parameter and a buffer that eval mode alone reads, which the second block of a list lacks."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__(8, 8)
+        self.gate = nn.Parameter(torch.randn(8)) if gated else None
+        self.register_buffer("shift", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x))
+        if self.training or self.gate is None:
+            return y
+        return y * self.gate + self.shift
+
+
+class Later(nn.Module):
+    """And a block and a head that eval mode alone calls, and a weight of a block that it reads once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated(n != 1) for n in range(4))
+        self.more = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in (*self.layers, *(() if self.training else self.more)):
+            x = layer(x)
+        return F.mse_loss(x if self.training else self.head(x) @ self.more[0].weight, y)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_eval_mode_alone_reads_stays_as_it_is_and_evaluates(way: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Later(), (torch.randn(4, 8), torch.randn(4, 8))
+    before, kept = copy.deepcopy(model.state_dict()), {}
+    check(zfunc.segments(model, x), model, x, None, **WAYS[way])
+    program = zfunc.compile(model, example=x, precision="fp32", device="cpu", **WAYS[way])
+    state, _ = zfunc.train_step(program, zfunc.init(program), x)
+    for again in (state, zfunc.load(zfunc.save(tmp_path / "run", program, state), program)):
+        kept = {**zfunc.params(program, again), **zfunc.buffers(program, again)}
+        mine = copy.deepcopy(model)
+        mine.load_state_dict(kept, strict=False)
+        assert zfunc.evaluate(program, again, x) == pytest.approx(mine.eval()(*x).item(), rel=CLOSE)
+    same = {name for name, t in before.items() if kept.get(name, t).equal(t)}
+    assert same == {x for x in before if "gate" in x or "shift" in x or x.startswith(("more", "head"))}
 
 
 def test_a_checkpoint_goes_on_in_another_program_and_its_weights_are_the_models(tmp_path: Path) -> None:

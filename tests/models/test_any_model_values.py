@@ -20,6 +20,7 @@ from zfunc.core.settings import StepSettings
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace.batches import unpacked
 from zfunc.errors import RankError
+from zfunc.models.cut.modules import ModuleTraces, cuts
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.traced_costs import traced_costs
 
@@ -145,7 +146,11 @@ class Longer(nn.Module):
 
 
 class Ends(Longer):
-    """A number that eval mode alone reads."""
+    """A number that eval mode alone reads, and blocks that may be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
 
     def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
@@ -153,14 +158,22 @@ class Ends(Longer):
         return F.mse_loss(x, y) if self.training else F.mse_loss(x[:, : int(more[0])], y[:, : int(more[0])])
 
 
-def test_values_that_eval_mode_alone_reads_are_refused_there() -> None:
+def test_values_that_eval_mode_alone_reads_cost_training_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "more": torch.tensor([3] * 4)}
-    program = zfunc.compile(Ends(), example=x, precision="fp32", device="cpu")
-    state, _ = zfunc.train_step(program, zfunc.init(program), x)
-    with pytest.raises(
-        ValueError, match=r"test_any_model_values.py:\d+, .*Python number.*this is eval mode, which knows"
-    ):
-        zfunc.evaluate(program, state, x)
+    model = Ends()
+    *_, coarse, fine = cuts(model, x, most=1000)
+    assert (len(coarse.segments), len(fine.segments)) == (2, 4)
+    program = zfunc.compile(fine.segments, precision="fp32", device="cpu")
+    state, made = zfunc.init(program), list[bool]()
+    trace = ModuleTraces._trace
+    monkeypatch.setattr(ModuleTraces, "_trace", lambda *given: made.append(given[-1]) or trace(*given))
+    for more in (3, 5, 3):
+        x["more"] = torch.tensor([more] * 4)
+        model.load_state_dict(zfunc.params(program, state))
+        loss = model.eval()(**x).item()
+        assert zfunc.evaluate(program, state, x) == pytest.approx(loss, rel=CLOSE)
+        state, _ = zfunc.train_step(program, state, x)
+    assert made == [False, False]
 
 
 class Crossed(Longer):

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ BRANCHES = (
     "_local_scalar_dense",
     "but got FakeTensor",
 )
+IN_EVAL = -1  # the key of the example in eval mode, which is cut for what it reads alone
 PARTS = 8
 """Segments of a model at least, where none was asked for: the device holds two or three of them at a time."""
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "concurrent")
@@ -164,7 +165,7 @@ def cuts(
         whole = make_segment("model", called, None, "", sorted(written))
         limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
         types = changed_by_forward("model", called)[1]
-        traces = ModuleTraces(whole, limit, tuple(whole.buffers), types, names or {})
+        traces = ModuleTraces(whole, limit, tuple(whole.buffers), types, names or {}, {**(names or {})})
         try:
             first = traces.of(x, torch.float32, training=True)
         except BuffersWrittenError as error:
@@ -184,6 +185,8 @@ def cuts(
             return
         else:
             break
+    _find_late(traces, call := read(example)[0], first)
+    first = traces.with_late(first, call)
     if len(first.pieces) == 1:
         log.warning("model: one segment, because %s", first.whole)
     try:
@@ -196,7 +199,7 @@ def cuts(
                     return
                 finer = max(first.least, traces.most // 2)
                 traces = evolve(traces, most=finer, known={}, first=None)
-                first = traces.of(x, torch.float32, training=True)
+                first = traces.with_late(traces.of(x, torch.float32, training=True), call)
     finally:
         traces.uncut.clear()
 
@@ -204,11 +207,7 @@ def cuts(
 def _inputs_read(traces: "ModuleTraces", call: BatchCall) -> dict[str, bool]:
     """The integer inputs of `call` on whose values a trace depends, by name: False if on all values, which is
     logged; True if only on how many elements masks made of the input select."""
-    given = ((keystr(path), unmarked(t)) for path, t in tree_flatten_with_path(call)[0])
-    numbers = {name: True for name, t in given if isinstance(t, Tensor) and not t.is_floating_point()}
-    values, counted = traces.values_read(
-        unmarked(tree_map_only(Tensor, _as_computed, mark_values(call, numbers)))
-    )
+    values, counted, _ = traces.read_by(_numbers_marked(call), training=True, by_value=True)
     for name, place in values.items():
         log.warning(
             "model: the values of %s decide shapes or a branch %s: each other ones cost a trace, of which %d are "
@@ -216,6 +215,26 @@ def _inputs_read(traces: "ModuleTraces", call: BatchCall) -> dict[str, bool]:
             *(name.removeprefix(".inputs"), place, MAX_TRACES),
         )
     return {name: name not in values for name in (*values, *counted)}
+
+
+def _numbers_marked(call: BatchCall) -> Any:
+    """`call` for a trace, with the values of all its integer inputs known."""
+    given = ((keystr(path), unmarked(t)) for path, t in tree_flatten_with_path(call)[0])
+    numbers = {name: True for name, t in given if isinstance(t, Tensor) and not t.is_floating_point()}
+    return unmarked(tree_map_only(Tensor, _as_computed, mark_values(call, numbers)))
+
+
+def _find_late(traces: "ModuleTraces", call: BatchCall, first: "ModuleTrace") -> None:
+    """Run the module of `traces` on the example `call` in eval mode, and set what that reads and training mode,
+    whose trace is `first`, does not: `traces.in_eval`, `traces.late`. Where it fails, evaluation will say why."""
+    x = unmarked(tree_map_only(Tensor, _as_computed, call))
+    with suppress(ValueError):
+        try:
+            *_, read = traces.read_by(x, training=False, by_value=bool(traces.by_value))
+        except ValueBranchError:
+            values, counted, read = traces.read_by(_numbers_marked(call), training=False, by_value=True)
+            traces.in_eval |= {name: name not in values for name in (*values, *counted)}
+        traces.late = read - first.read - {*traces.changing}
 
 
 def _file_of(model: nn.Module) -> str:
@@ -232,6 +251,21 @@ class _HooksRefused(TorchFunctionMode):
     ) -> Any:
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise NotCutError("forward registers a gradient hook on a tensor, which a trace would lose")
+        return func(*args, **(kwargs or {}))
+
+
+class _TensorsRead(TorchFunctionMode):
+    """A mode that notes in `read` the first names of the parameters and buffers of `module` that functions get."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        own = (*module.named_parameters(), *module.named_buffers())
+        self.names, self.read = {id(t): name for name, t in own}, set[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.read |= {self.names[id(t)] for t in tree_leaves((args, kwargs)) if id(t) in self.names}
         return func(*args, **(kwargs or {}))
 
 
@@ -255,6 +289,27 @@ class ModuleTrace:
     least: int  # elements of parameters of the largest part that cannot be cut
     places: list[str]  # where each piece first reads a parameter
     apart: bool = False
+    late: list[dict[str, str]] = field(
+        factory=list
+    )  # of the first trace, by piece, as its `short`: see with_late
+
+    @property
+    def read(self) -> set[str]:
+        """The names of the parameters and buffers that the pieces read."""
+        return {name for p in self.pieces if p is not None for name in p.short.values()}
+
+    def with_late(self, other: "ModuleTrace", late: set[str]) -> "ModuleTrace":
+        """This trace, whose pieces also have the tensors `late` that those of `other`, of eval mode, read."""
+        other = other.with_places(self.names)
+        if other.names != self.names:
+            return self
+        read = (p.short.items() if p is not None else () for p in other.pieces)
+        return evolve(self, late=[{x: name for x, name in own if name in late} for own in read])
+
+    def short(self, s: int) -> dict[str, str]:
+        """The names of the parameters and buffers that piece `s` reads, in eval mode too, by short name."""
+        piece = self.pieces[s]
+        return {**(piece.short if piece is not None else {}), **(self.late[s] if self.late else {})}
 
     def with_places(self, names: list[str]) -> "ModuleTrace":
         """This trace with its pieces at the places of `names`, None for a name it lacks; unchanged if its own
@@ -277,13 +332,22 @@ class ModuleTraces:
     most: int  # elements of parameters of a segment that can be cut
     changing: tuple[str, ...]
     types: dict[str, str]
-    by_value: Mapping[str, bool] = field(
-        factory=dict
-    )  # inputs on whose values a trace depends, as of `mark_values`
+    by_value: Mapping[str, bool]  # inputs on whose values a trace in training depends, as of `mark_values`
+    in_eval: dict[str, bool]  # the same, in eval mode
+    late: set[str] = field(factory=set)  # names of what eval mode alone reads
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
     lock: Any = field(factory=threading.RLock)
-    uncut: dict[int, Any] = field(factory=dict)  # by key, what cuts the graph of the first trace
+    uncut: dict[int, Any] = field(factory=dict)  # by key, what cuts the graphs of the example
+
+    def with_late(self, first: ModuleTrace, call: BatchCall) -> ModuleTrace:
+        """The trace `first` of the example `call`, with what its pieces read in eval mode alone."""
+        if self.late:
+            x = unmarked(tree_map_only(Tensor, _as_computed, mark_values(call, self.in_eval)))
+            with suppress(ValueError, NotCutError, BuffersWrittenError):  # which evaluation will raise
+                other = _in_thread(self._trace, IN_EVAL, x, torch.float32, False)
+                self.first = self.known[first.key] = first.with_late(other, self.late)
+        return self.first or first
 
     def of(self, x: Any, dtype: torch.dtype, *, training: bool) -> ModuleTrace:
         """The module's trace for inputs like `x`, parameters of `dtype`, and train or eval mode; cached."""
@@ -308,13 +372,6 @@ class ModuleTraces:
         mode = "training" if training else "eval mode"
         try:
             made = _in_thread(self._trace, key, x, dtype, training)
-        except ValueBranchError as error:
-            if training:
-                raise
-            why = (
-                "this is eval mode, which knows the values of those inputs alone whose values training reads"
-            )
-            raise ValueBranchError(f"{error}; {why}") from error
         except (NotCutError, BuffersWrittenError) as error:
             if self.first is None:
                 raise
@@ -325,7 +382,7 @@ class ModuleTraces:
         if made.names != first.names:  # some blocks may not be called, as in eval mode
             made = made.with_places(first.names)
         if made.names != first.names or any(
-            p and p.short.keys() - q.short.keys() for p, q in zip(made.pieces, first.pieces, strict=True)
+            p and p.short.items() - first.short(s).items() for s, p in enumerate(made.pieces)
         ):
             raise ValueError(
                 f"model: got a batch for which it runs other blocks or reads other parameters in {mode}, expected "
@@ -339,12 +396,12 @@ class ModuleTraces:
 
     def _trace(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
         cut_in = self.uncut.get(key) or self._uncut(x, dtype, training)
-        if self.first is None:
+        if self.first is None or key == IN_EVAL:
             self.uncut[key] = cut_in
-        starts = self.first.starts if self.first else None
+        starts, read = (self.first.starts, self.first.read) if self.first else (None, None)
         assert self.whole.module is not None
         blocks = blocks_of(self.whole.module.own[0])
-        return self._pieces(key, cut_in(blocks, starts=starts, most=self.most))
+        return self._pieces(key, cut_in(blocks, starts=starts, read=read, most=self.most))
 
     def _uncut(self, x: Any, dtype: torch.dtype, training: bool) -> Any:
         """Export the module's graph for inputs like `x`, weights in `dtype`; returns a partial of `cut_graph`
@@ -356,6 +413,7 @@ class ModuleTraces:
         module = _with_tensors(self.whole, fakes, buffers)
         if not training:
             module.eval()
+            module.by_value = bool(self.in_eval)
         # 2. Its graph, cut.
         drawn = _generator_states()
         with alone(), _quiet(), warnings.catch_warnings():
@@ -419,16 +477,22 @@ class ModuleTraces:
         own = {**self.whole.constants, **self.whole.buffers}
         return {x: t if self.types.get(x, x) in own else t.to(dtype) for x, t in own.items()}
 
-    def values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
-        """For inputs of `x` wrapped in BySample, two dicts from name to text "at file:line": inputs whose
-        values forward reads, and inputs that it uses as masks. Raises ValueBranchError for a branch on any
-        other value."""
-        return _in_thread(self._values_read, x)
+    def read_by(
+        self, x: Any, *, training: bool, by_value: bool
+    ) -> tuple[dict[str, str], dict[str, str], set[str]]:
+        """For inputs `x`, of which those in BySample are known if `by_value`, in training or eval mode: two dicts
+        from name to text "at file:line", of inputs whose values forward reads, and of inputs that it uses as
+        masks; and the names of the parameters and buffers that it reads. Raises ValueBranchError for a branch on
+        any other value."""
+        return _in_thread(self._read_by, x, training, by_value)
 
-    def _values_read(self, x: Any) -> tuple[dict[str, str], dict[str, str]]:
+    def _read_by(self, x: Any, training: bool, by_value: bool) -> Any:
         mode, fakes, inputs = self._fake_tensors(x, torch.float32)
-        module = _with_tensors(self.whole, fakes, self._buffers(torch.float32))
-        found = (dict[str, str](), dict[str, str]())
+        buffers = {x: t.clone() for x, t in self._buffers(torch.float32).items()}  # which forward may write
+        module = _with_tensors(self.whole, fakes, buffers)
+        if not training:
+            module.eval()
+        module.by_value, found = by_value, (dict[str, str](), dict[str, str]())
         module.read = lambda name, count: found[count].setdefault(name, _place_in(traceback.extract_stack()))
         # A check of values, which no trace keeps, reads none.
         checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
@@ -436,7 +500,8 @@ class ModuleTraces:
             for check in checks:
                 stack.enter_context(check)
             try:
-                module(inputs)
+                with _TensorsRead(module) as tensors:
+                    module(inputs)
             except Exception as error:
                 if reason := data_dependent(error):
                     raise ValueBranchError(
@@ -444,7 +509,7 @@ class ModuleTraces:
                     ) from error
                 got = f"values that do not fit the model ({type(error).__name__} {_place(error)}: {error})"
                 refuse("example", got, "a real batch", "the model branches on values", cause=error)
-        return found
+        return *found, tensors.read
 
     def _try(self, params: Values, inputs: Any, dtype: torch.dtype) -> None:
         """Run the module with `params`, of `dtype`, on `inputs`; raises ValueError for the example, or the model in
@@ -617,12 +682,14 @@ def _place_in(stack: traceback.StackSummary) -> str:
 
 def _segments_of(traces: ModuleTraces, first: ModuleTrace) -> list[Segment]:
     whole, owned, made = traces.whole, set[str](), list[Segment]()
-    parameters = {p.name: p for p in whole.parameters}
-    functions: dict[tuple[int, bool], tuple[Any, Any]] = {}
-    for s, piece in enumerate(first.pieces):
-        own = {x: parameters[name] for x, name in piece.short.items() if name in parameters}
-        full = {x: name for x, name in piece.short.items() if name not in parameters}
-        alike = (first.first_alike[s], s == len(first.pieces) - 1)
+    # What no loss of training depends on stays as it is.
+    parameters = {p.name: evolve(p, trainable=p.trainable and p.name in first.read) for p in whole.parameters}
+    functions: dict[Any, tuple[Any, Any]] = {}
+    for s in range(len(first.pieces)):
+        short = first.short(s)
+        own = {x: parameters[name] for x, name in short.items() if name in parameters}
+        full = {x: name for x, name in short.items() if name not in parameters}
+        alike = (first.first_alike[s], s == len(first.pieces) - 1, *short)
         if alike not in functions:
             functions[alike] = (
                 partial(_run, traces, s, True),
@@ -645,8 +712,7 @@ def _segments_of(traces: ModuleTraces, first: ModuleTrace) -> list[Segment]:
             )
         )
         owned |= {p.name for p in own.values()}
-    # What nothing depends on stays as it is, in the last segment.
-    unused = {x: evolve(p, trainable=False) for x, p in parameters.items() if x not in owned}
+    unused = {x: p for x, p in parameters.items() if x not in owned}
     last = made[-1]
     made[-1] = evolve(
         last,
@@ -667,8 +733,10 @@ def _initial(whole: Segment, names: list[str], seed: int) -> Values:
 def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tensor], x: Any, *_: Any) -> Any:
     """Run segment `s` of a module, by its piece in the trace for these shapes and mode (`training` or eval)."""
     if s == 0:
-        if not isinstance(x, BatchCall) and traces.by_value:  # inputs of zfunc.apply
-            x = unmarked(mark_values(BatchCall(x), traces.by_value)).inputs
+        if not training and traces.in_eval:
+            alone = not isinstance(x, BatchCall)  # inputs of zfunc.apply
+            x = unmarked(mark_values(BatchCall(x) if alone else x, traces.in_eval))
+            x = x.inputs if alone else x
         dtype = next(t.dtype for t in params.values() if t.is_floating_point())
         trace = traces.of(x, dtype, training=training)
         leaves = tree_leaves(x)

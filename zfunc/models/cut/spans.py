@@ -101,11 +101,13 @@ def cut_graph(
     changed: set[str],
     most: int,
     starts: frozenset[str] | None = None,
+    read: set[str] | None = None,
 ) -> CutGraph:
     """Cut an exported graph between the calls of the modules `blocks` (names), and a call whose parameters have
     more than `most` elements into parts: at the parameters `starts`, if given. A part that cannot be cut may
     have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names
-    of parameters, `changed` of buffers that forward writes. Raises BuffersWrittenError."""
+    of parameters, `changed` of buffers that forward writes. No cut is made for parameters that are not in
+    `read`, if given. Raises BuffersWrittenError."""
     # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
     for n in exported.graph.nodes:
         said = (*n.args[1:], *n.kwargs.values())
@@ -151,6 +153,8 @@ def cut_graph(
             name = getattr(n.target, "__name__", str(n.target))
             raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
     calls = [n for n in nodes if n.op == "call_function" and n in kept]
+    if read is not None:
+        weights = {x for x in weights if sources[x] in read}
     spans, differentiable = _spans_by_block(calls, blocks, weights), _differentiable(nodes, sources, trained)
     bonds = [*_bonds(calls, sources, changed)]
     closed = {*chain.from_iterable(calls[i + 1 : j + 1] for i, j, _ in bonds)}
