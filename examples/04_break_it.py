@@ -16,6 +16,7 @@ from zfunc.core.verifier import races
 from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
 from zfunc.runtime.executor import prepare_plan
+from zfunc.runtime.fault_injection import Jitter
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the tensors here are tiny
@@ -104,9 +105,7 @@ smuggle(bad, broken)
 # soon. `Jitter` takes the luck away. It delays every operation by a random time, from a seed.
 
 
-def trained(
-    program: Program, steps: int, jitter: zfunc.Jitter | None = None
-) -> tuple[float, dict[str, Tensor]]:
+def trained(program: Program, steps: int, jitter: Jitter | None = None) -> tuple[float, dict[str, Tensor]]:
     state = zfunc.init(program)
     for _ in range(steps):
         state, metrics = zfunc.train_step(program, state, batch, jitter=jitter)
@@ -123,7 +122,7 @@ serial = compiled("Serial")
 _, right = trained(serial, 1)
 right_loss, right_later = trained(serial, 4)
 for seed in range(30):
-    jitter = zfunc.Jitter(seed, seconds=0.01)
+    jitter = Jitter(seed, seconds=0.01)
     _, wrong = trained(bad, 1, jitter)
     wrong_loss, wrong_later = trained(bad, 4, jitter)
     if differing(wrong, right) and differing(wrong_later, right_later):

@@ -31,7 +31,7 @@ from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
 from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
-from zfunc.runtime.executor import Jitter
+from zfunc.runtime.fault_injection import Jitter
 
 Settings = dict[str, Any]
 MOMENTUM = "momentum"

@@ -12,6 +12,7 @@ from torch import nn
 
 import zfunc
 from zfunc import errors, schedules
+from zfunc.runtime import fault_injection
 
 ODD = (
     *(None, True, False, -2, -1, 0, 1, 0.5, 1.5, math.nan, math.inf, "", "1", [1], {}, 1j),
@@ -125,7 +126,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Takes]]] = {
             "consecutive": truth,
         },
     ),
-    "Jitter": (zfunc.Jitter, {"seed": count(-(2**63)), "seconds": not_negative}),
+    "Jitter": (fault_injection.Jitter, {"seed": count(-(2**63)), "seconds": not_negative}),
     "Save": (
         lambda **given: zfunc.Save(**{"folder": "x", **given}),
         {"folder": lambda x: isinstance(x, str), "keep": count(1), "extra": lambda x: x == {}},
@@ -219,7 +220,7 @@ def test_errors_that_a_loop_or_a_schedule_meets_are_names_of_zfunc_and_all_are_o
     for name in ("NonFiniteError", "PlanError"):
         assert getattr(zfunc, name) is getattr(errors, name)
         assert name in zfunc.__all__
-    assert len(zfunc.__all__) <= 40
+    assert len(zfunc.__all__) <= 39
 
 
 # --- inference mode --------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ if TYPE_CHECKING:  # the one list of names, which the functions below read too
     from zfunc.optim.muon import Muon as Muon
     from zfunc.optim.sgd import SGD as SGD
     from zfunc.planner.plan_step import plan as plan
-    from zfunc.runtime.executor import Jitter as Jitter
     from zfunc.train.deepspeed.mapping import from_deepspeed as from_deepspeed
 
 

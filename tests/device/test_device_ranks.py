@@ -29,7 +29,7 @@ from zfunc.engine.program.program import rescheduled
 from zfunc.engine.stages.stages import STAGES
 from zfunc.errors import RankError
 from zfunc.runtime.collectives import _all_gather, _reduce_scatter
-from zfunc.runtime.executor import Jitter
+from zfunc.runtime.fault_injection import Jitter
 
 WORLD = 2
 DIES = 9  # the exit code of a rank that is to die

@@ -37,7 +37,7 @@ from zfunc.engine.state.state import State
 from zfunc.errors import AbandonedCalls
 from zfunc.runtime import blocking_calls, direct_io, executor
 from zfunc.runtime.direct_io import DirectFile
-from zfunc.runtime.executor import Jitter
+from zfunc.runtime.fault_injection import Jitter
 
 STEPS = 4
 Seen = list[tuple[Any, ...]]

@@ -64,7 +64,7 @@ from zfunc.errors import DonatedStateError
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.loss_scale import LossScale
-from zfunc.runtime.executor import Jitter
+from zfunc.runtime.fault_injection import Jitter
 
 pytestmark = pytest.mark.usefixtures("own_format", "poisoned")
 

@@ -35,7 +35,7 @@ from zfunc.engine.state import restore as loading
 from zfunc.engine.state.state import State
 from zfunc.errors import CheckpointError
 from zfunc.optim.formats import unpack_moments
-from zfunc.runtime.executor import Jitter
+from zfunc.runtime.fault_injection import Jitter
 
 
 def compiled(model: str, **settings: Any) -> tuple[Program, Callable[[int], Any]]:

@@ -21,8 +21,8 @@ from zfunc.engine.stages.stages import STAGES, forward
 from zfunc.engine.stages.update_stages import update
 from zfunc.errors import ExecutionError, LaneTimeout, UndeclaredAccess
 from zfunc.runtime.access_guard import AccessGuard
-from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
-from zfunc.runtime.fault_injection import Fault, InjectedFault, check_faults
+from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
+from zfunc.runtime.fault_injection import Fault, InjectedFault, Jitter, check_faults
 
 CPU = torch.device("cpu")
 X, Y = Region("x", lifetime="value"), Region("y")

@@ -35,7 +35,7 @@ from zfunc.engine.program.program import Program, make_plan, rescheduled
 from zfunc.errors import RankError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.executor import Jitter
+from zfunc.runtime.fault_injection import Jitter
 
 STEPS = 6
 TIED = {"model": "pairs", "precision": "fp32", "bucket_size": 40}

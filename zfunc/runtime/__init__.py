@@ -3,7 +3,7 @@
     executor            a plan's lanes as threads and streams
     accelerator         the device that computes: which one, waiting for it, its memory
     access_guard        debug mode: operations touch only the regions they declare
-    fault_injection     failures on purpose, at a rank, step and operation
+    fault_injection     failures on purpose, at a rank, step and operation; random delays
     rng                 random numbers as a function of key, pass and draw
     thread_budget       how many OpenMP threads the host kernel gets, on which NUMA nodes; cores, from /sys
     host_memory         how much memory is free; maps pages, allocates and pins host buffers

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from queue import SimpleQueue
 from random import Random
 from typing import Any
@@ -46,21 +45,12 @@ from zfunc.runtime.accelerator import (
 )
 from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.blocking_calls import LEAVE_AFTER
-from zfunc.runtime.fault_injection import Fault
+from zfunc.runtime.fault_injection import Fault, Jitter
 from zfunc.runtime.thread_budget import bind_to_nodes
-from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
 SLOW = "if that is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
-
-
-@frozen
-class Jitter:
-    """Seeded random delays of up to `seconds` before every operation, to expose races between lanes."""
-
-    seed: int = field(default=0, converter=partial(whole, "Jitter: seed"))
-    seconds: float = field(default=1e-3, converter=partial(number, "Jitter: seconds", least=0.0, most=60.0))
 
 
 @frozen(eq=False)

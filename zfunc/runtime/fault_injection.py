@@ -1,4 +1,4 @@
-"""Failures on purpose: at which rank, step and operation one happens, as a value the executor is given.
+"""Failures and delays on purpose, as values the executor is given: a failure at a rank, step and operation.
 
 The invariant: a fault names an operation of the plan, so that the test which asks for it knows where the rank was;
 `check_faults` refuses one that would never happen.
@@ -10,12 +10,14 @@ import re
 import signal
 import threading
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Literal, cast, get_args
 
 from attrs import field, frozen, validators
 
 from zfunc.core.plan import Plan
 from zfunc.errors import did_you_mean
+from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
 
@@ -25,6 +27,14 @@ VARIABLE = "ZFUNC_FAULTS"
 FORM = "rank=1,step=7,op=update[3],do=kill"
 _FORM = re.compile(rf"rank=([0-9]{{1,18}}),step=([0-9]{{1,18}}),op=([^=\s]+),do=({'|'.join(ACTIONS)})")
 _whole = validators.and_(validators.instance_of(int), validators.ge(0))
+
+
+@frozen
+class Jitter:
+    """Seeded random delays of up to `seconds` before every operation, to expose races between lanes."""
+
+    seed: int = field(default=0, converter=partial(whole, "Jitter: seed"))
+    seconds: float = field(default=1e-3, converter=partial(number, "Jitter: seconds", least=0.0, most=60.0))
 
 
 class InjectedFault(RuntimeError):  # noqa: N818

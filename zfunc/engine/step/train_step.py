@@ -37,8 +37,8 @@ from zfunc.engine.step.swap_state import commit_metadata
 from zfunc.engine.trace.batches import Batch, ByValue, Whole, rows_in, split_batch, unmarked, unpacked
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import NonFiniteError, RankError
-from zfunc.runtime.executor import Jitter, RunOptions
-from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
+from zfunc.runtime.executor import RunOptions
+from zfunc.runtime.fault_injection import Fault, Jitter, check_faults, faults_at
 from zfunc.runtime.torch_dtypes import byte_view
 from zfunc.values import of_type
 
@@ -65,7 +65,7 @@ def train_step(
     last segment as well. A batch may be a dict: its "labels" are the targets.
 
     - `trace` times every operation. `debug` gives each stage only the regions it declared. `jitter` delays every
-      operation at random.
+      operation at random (`zfunc.runtime.fault_injection.Jitter`).
     - `save`, a folder or a `Save`, writes a checkpoint of `state`, from before this step, during the step; it is
       complete on return. A disk that fails meanwhile is reported in the metrics; a folder that cannot be written
       raises CheckpointError before the step. A folder of the program's swap space makes the step commit, whatever
@@ -90,7 +90,7 @@ def train_step(
     refuse_inference_mode("train_step")
     check_state(program, state, "train_step")
     refuse_global_modes("train_step", program.device)
-    of_type("train_step: jitter", jitter, Jitter | None, "a zfunc.Jitter or None: pass one")
+    of_type("train_step: jitter", jitter, Jitter | None, "a fault_injection.Jitter or None: pass one")
     of_type("train_step: faults", faults, Sequence, "a list of faults: pass [Fault(...), ...]")
     options = RunOptions(jitter, debug, trace, tuple(faults))
     save = save if save is None or isinstance(save, Save) else Save(save)
