@@ -78,13 +78,13 @@ def spec(
     persistent: Collection[str] = (),
     in_fp32: Collection[str] = (),
     resident: Iterable[int] = (),
-    shared: bool = False,
+    shared: int = 0,
     **given: Any,
 ) -> StepSpec:
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident.
 
-    `given` are settings, and other fields of the spec. Of `shared` tensors one is in all inputs but the first, one
-    in every second.
+    `given` are settings, and other fields of the spec. If `shared`, a tensor of 40 times so many bytes is in all
+    inputs but the first, one of 24 in every second.
     """
     if state_format is not None:
         segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
@@ -111,12 +111,12 @@ def spec(
             PassCost(1500 * (s + 1), 0, 50 + 8 * s, 3 + s),
             PassCost(1000 * (s + 1), 0, 20 + 4 * s, 2),
             PassCost(900 * (s + 1), 0, 30 + 4 * s, 2 + s),
-            *(64 + 8 * s, 200 + 16 * s, 300 + 24 * s),
+            *(64 * (shared or 1) + 8 * s, 200 + 16 * s, 64 * (shared or 1) + 236 + 24 * s),
             pending_bytes=100 + 8 * s,
             recomputed_bytes=150 + 16 * s,
             shared=(
-                *(SharedInput(1, 7, 40) for _ in range(shared and s > 0)),
-                *(SharedInput(2 + s, 9, 24) for _ in range(shared and s % 2 == 0)),
+                *(SharedInput(1, 7, 40 * shared) for _ in range(shared > 0 and s > 0)),
+                *(SharedInput(2 + s, 9, 24 * shared) for _ in range(shared > 0 and s % 2 == 0)),
             ),
         )
         for s in range(len(segments))
@@ -297,10 +297,16 @@ SPECS: dict[str, StepSpec] = {
         TIED_THREE, recompute=[True, False] * 2, activations_on="host,disk,device", micro_batches=2, slots=1
     ),
     "activations on the host, shared": spec(
-        chain(*[(8, 8)] * 6), activations_on="host", micro_batches=3, group_size=2, shared=True
+        chain(*[(8, 8)] * 6), activations_on="host", micro_batches=3, group_size=2, shared=1
     ),
     "activations on disk and host, shared": spec(
-        chain(*[(8, 8)] * 7), activations_on="disk,host,host,device", micro_batches=2, slots=1, shared=True
+        chain(*[(8, 8)] * 7), activations_on="disk,host,host,device", micro_batches=2, slots=1, shared=1
+    ),
+    "activations on the disk, shared": spec(
+        chain(*[(8, 8)] * 7), activations_on="disk", micro_batches=3, group_size=2, slots=1, shared=150
+    ),
+    "activations on the disk, shared in large": spec(
+        chain(*[(8, 8)] * 6), activations_on="disk,disk,device", micro_batches=2, shared=200
     ),
     "modules' buffers": spec(
         TIED, micro_batches=3, buffer_bytes=(0, 24, 40), recompute=[True, True, False], save=True
@@ -384,7 +390,7 @@ SPECS: dict[str, StepSpec] = {
         micro_batches=4,
         params_on="host",
         activations_on="host",
-        shared=True,
+        shared=1,
     ),
     "two stages, shared": spec(
         chain(*[(8, 8)] * 7),
@@ -392,7 +398,7 @@ SPECS: dict[str, StepSpec] = {
         order="Interleaved1F1B",
         micro_batches=2,
         activations_on="host",
-        shared=True,
+        shared=1,
     ),
     "two stages": spec(
         chain(*[(8, 8)] * 3), pp=2, micro_batches=3, constant_bytes=40, buffer_bytes=(8, 0, 24), save=True
@@ -632,7 +638,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         update_on=draw(st.sampled_from(["host", "device", "host,device"])),
         grads_on=draw(st.sampled_from(["device", "host"])),
         activations_on=",".join(draw(st.sampled_from(PLACES))[: len(segments)]),
-        shared=draw(st.booleans()),
+        shared=draw(st.sampled_from([0, 1, 150])),
         save=draw(st.booleans()),
         ema=draw(st.sampled_from([None, 0.5])),
         update_workspace=draw(st.integers(0, 50)),

@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_556,
+    "core": 7_613,
     "schedules and ground": 1_527,
     "runtime": 3_761,
     "optim": 3_216,
     "checkpoint": 4_284,
-    "engine": 10_793,
+    "engine": 10_834,
     "viz": 1_238,
-    "planner": 3_767,
+    "planner": 3_768,
     "models": 6_073,
     "train": 6_496,
     "cli": 2_786,
-    "tests": 50_965,
+    "tests": 51_128,
     "course": 5_289,
     "benchmarks": 5_088,
     "docs": 1_774,

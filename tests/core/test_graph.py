@@ -12,11 +12,12 @@ from zfunc.schedules import Overlapped
 
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
+from zfunc.core.extents import BLOCK, whole_blocks
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
-from zfunc.core.regions import Regions
-from zfunc.core.spec import StepSpec
+from zfunc.core.regions import Regions, left_bytes
+from zfunc.core.spec import SharedInput, StepSpec
 
 Recipe = Callable[[StepSpec], Iterator[Op]]
 
@@ -535,31 +536,63 @@ def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: St
         assert (f"spill_act[{m},{s}]" in ops) == (f"unspill_act[{m},{s}]" in ops) == (place == "disk")
         if spec.activations[s] != "device":
             away, back = ops[f"stash[{m},{s}]"], ops[f"unstash[{m},{s}]"]
-            left, found, others = away.writes, back.reads[:1], back.reads[1:]
-            assert all(r in ops[f"stash[{m},{r.index[1]}]"].writes and r.index[1] < s for r in others)
             if spec.activations[s] == "disk":
                 written, read = ops[f"spill_act[{m},{s}]"], ops[f"unspill_act[{m},{s}]"]
-                assert (left, written.writes, read.writes) == (written.reads, read.reads, found)
-                left = found
-            assert (*left, back.writes[0]) == (*found, backward.read("act"))
+                assert (written.reads, read.writes) == (away.writes[:1], back.reads[:1])
+                assert {r.buffer for r in (*written.reads, *read.writes)} == {"act_page"}
+                assert written.nbytes == sum(r.nbytes for r in written.writes)
+                assert read.nbytes == sum(r.nbytes for r in read.reads) <= read.writes[0].nbytes
+            assert back.writes == (ops.get(f"recompute[{m},{s}]", backward).read("act"),)
             assert not backward.touches("residuals")
-            there = sum(x.nbytes for x in spec.costs[s].shared if x.leaf in spec.stashed_before[s])
+            left, found = stored(ops, m, s), stored(ops, m, s, back=True)
+            assert left == {r for r in found if r.index[1] == s}
+            assert all(r in stored(ops, m, r.index[1]) for r in found)
+            before = {leaf for leaf, x in spec.shared_stashes[s].items() if x.first < s}
+            there = sum(x.nbytes for x in spec.costs[s].shared if x.leaf in before)
             assert away.nbytes + there == back.nbytes >= sum(r.nbytes for r in away.reads)
             assert back.writes[0].nbytes >= back.nbytes
 
 
+def stored(ops: dict[str, Op], m: int, s: int, *, back: bool = False) -> set[Region]:
+    """The regions off the device, but for pages, to which a segment's activations go, or `back` from which they
+    come."""
+    verbs = ("unspill_act", "unstash") if back else ("stash", "spill_act")
+    its = (ops[name] for verb in verbs if (name := f"{verb}[{m},{s}]") in ops)
+    return {
+        r
+        for op in its
+        for r in (op.reads if back else op.writes)
+        if r.buffer != "act_page" and r.tier != "device"
+    }
+
+
 @of_any_job
-def test_on_the_host_each_rank_stashes_a_tensor_of_many_inputs_once(recipe: Recipe, spec: StepSpec) -> None:
-    """With whichever other places between: its first stash on the host has it, and those that follow read that."""
+def test_a_tensor_of_many_inputs_leaves_each_rank_once(recipe: Recipe, spec: StepSpec) -> None:
+    """With its first stash: to the host if any of its segments' activations go there; else to the disk, if that has
+    less to store then."""
     ops, mesh = {op.name: op for op in recipe(spec)}, spec.mesh
-    for m in range(spec.settings.micro_batches):
-        first: dict[tuple[int, int], int] = {}
-        for s, cost in enumerate(spec.costs):
-            back = ops.get(f"unstash[{m},{s}]")
-            read = {r.index[1] for r in (back.reads if back else ()) if r.buffer == "host_act"}
-            there = mesh.device_of("F", m, s) if mesh.over_ranks else 0
-            shared = cost.shared if spec.activations[s] == "host" else ()
-            assert {first.setdefault((x.tensor, there), s) for x in shared} <= read
+    for m in range(spec.settings.micro_batches if any(op.verb == "forward" for op in ops.values()) else 0):
+        sharing: dict[tuple[int, int], list[tuple[int, SharedInput]]] = {}
+        for s, x in ((s, x) for s, cost in enumerate(spec.costs) for x in cost.shared):
+            if spec.activations[s] != "device":
+                there = mesh.device_of("F", m, s) if mesh.over_ranks else 0
+                sharing.setdefault((x.tensor, there), []).append((s, x))
+        for own in sharing.values():
+            (first, x), places = own[0], {spec.activations[s] for s, _ in own}
+            at = m % spec.settings.in_flight, first, x.leaf
+            blocks = x.nbytes // BLOCK  # of which each stash has less
+            apart = len(own) > 1 and ("host" in places or blocks * BLOCK * len(own) > whole_blocks(x.nbytes))
+            for s, _ in own:
+                (*found,) = (
+                    r for r in stored(ops, m, s, back=True) if r.buffer == "shared_act" and r.index == at
+                )
+                assert [r.tier for r in found] == ["pinned" if "host" in places else "disk"] * apart
+            assert sum(Region("shared_act", at) in stored(ops, m, s) for s, _ in own) == apart
+        on_disk = [
+            s for s, place in enumerate(spec.activations) if place == "disk" and f"stash[{m},{s}]" in ops
+        ]
+        stored_there = {r for s in on_disk for r in stored(ops, m, s) if r.tier == "disk"}
+        assert sum(r.nbytes for r in stored_there) <= sum(whole_blocks(left_bytes(spec, s)) for s in on_disk)
 
 
 MOVING = {

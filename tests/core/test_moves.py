@@ -43,7 +43,7 @@ def test_a_move_reads_one_tier_and_writes_another_on_the_lane_between_them(graph
                 continue
             assert {r.tier for r in others if r.nbytes} <= {row.source}
             assert op.touches("decision") == row.decided
-            assert len(op.writes) == 1 or row.thing in ("activations", "updated state")
+            assert len(op.writes) == 1 or row.thing in ("activations", "page of activations", "updated state")
             assert op.nbytes > 0 or all(r.nbytes == 0 for r in op.writes)
 
 

@@ -3,6 +3,9 @@
 import copy
 import logging
 import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
+from zfunc.core.extents import BLOCK, whole_blocks
 from zfunc.core.layout import round_up
 from zfunc.engine.program.fit_to_memory import first_cut_that_fits
+from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
 from zfunc.errors import Message, OutOfMemory, marked, setting
 from zfunc.models.cut.modules import cuts
+from zfunc.runtime.direct_io import DirectFile
 
 BY_DAY = {  # a way each
     "BERT, classes": "device",
@@ -109,18 +115,136 @@ def test_the_host_has_one_copy_of_what_many_segments_read(name: str, share: dict
     segments = zfunc.segments(model.train(), data, loss)
     check(segments, model, data, loss, **{**HOST, **share})
     program = zfunc.compile(segments, precision="fp32", device="cpu", **{**HOST, **share})
-    inputs = segments[-1].read_batch(data)  # pyright: ignore
     count = share.get("micro_batches", 1)
-    shaped = specialize(program, inputs)
-    values = zfunc.params(program, zfunc.init(program))
-    x, distinct = tree_map_only(Tensor, lambda t: t[: len(t) // count], inputs[0]), dict[Any, Tensor]()
-    for segment, place in zip(segments[:-1], shaped.spec.activations, strict=False):
-        waits = [t for t in tree_leaves(x) if isinstance(t, Tensor)] if place == "host" else []
-        distinct |= {(t.untyped_storage().data_ptr(), t.dtype): t for t in waits}
-        own = {short: values[full] for short, full in segment.by_short.items()}
-        x = segment.function({**own, **segment.constants}, x)
-    planned = {r: r.nbytes for r in shaped.plan.graph.regions if r.buffer == "host_act"}
+    regions = specialize(program, segments[-1].read_batch(data)).plan.graph.regions  # pyright: ignore
+    distinct = dict(chain(*(x.items() for x in waiting(program, data, "host"))))
+    planned = {r: r.nbytes for r in regions if r.buffer in ("host_act", "host_shared")}
     assert sum(planned.values()) == count * sum(round_up(t.nbytes, 512) for t in distinct.values())
+
+
+def waiting(program: Program, data: Any, place: str) -> list[dict[Any, Tensor]]:
+    """The tensors that plain code has in the input of each segment, where those wait in `place`: of a micro-batch,
+    by their memory and dtype."""
+    values, (inputs, *_) = zfunc.params(program, zfunc.init(program)), program.segments[-1].read_batch(data)
+    x = tree_map_only(Tensor, lambda t: t[: len(t) // program.settings.micro_batches], inputs)
+    found: list[dict[Any, Tensor]] = []
+    kept: list[Any] = []  # as other memory would get the address
+    for segment, where in zip(program.segments[:-1], program.spec.activations, strict=False):
+        tensors = [t for t in tree_leaves(x) if isinstance(t, Tensor)]
+        found.append({(t.untyped_storage().data_ptr(), t.dtype): t for t in tensors if where == place})
+        own = {short: values[full] for short, full in segment.by_short.items()}
+        kept.append(x := segment.function({**own, **segment.constants}, x))
+    return found
+
+
+class Attending(nn.Module):
+    """A block of rows that reads a mask, and others' states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.read = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor, states: Tensor) -> Tensor:
+        seen = torch.softmax((x @ states.mT).masked_fill(mask, -9.0), -1) @ self.read(states)
+        return x + F.dropout(torch.tanh(self.mix(x) + seen), 0.1, self.training)
+
+
+class Translator(nn.Module):
+    """States of an encoder, which all blocks of the decoder read, and a mask that all blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 16)
+        self.encoder, self.decoder = (nn.ModuleList(Attending() for _ in range(4)) for _ in range(2))
+        self.head = nn.Linear(16, 61)
+
+    def forward(self, input_ids: Tensor, decoder_ids: Tensor, labels: Tensor) -> Tensor:
+        mask = (input_ids == 0)[:, None] | (decoder_ids == 1)[:, :, None]  # 4 KiB of a row
+        states = self.embed(input_ids)
+        for block in self.encoder:
+            states = block(states, mask, states)
+        x = self.embed(decoder_ids)
+        for block in self.decoder:
+            x = block(x, mask, states)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def translated(rows: int = 4) -> dict[str, Tensor]:
+    return {name: torch.randint(61, (rows, 64)) for name in ("input_ids", "decoder_ids", "labels")}
+
+
+def trained_bits(segments: Any, data: Any, **settings: Any) -> tuple[Program, list[Any], dict[str, Tensor]]:
+    """The program, losses and norms of two steps of SGD, and the weights after them."""
+    numbers: dict[str, Any] = {
+        "precision": "fp32",
+        "clip_norm": 0.5,
+        "optimizer": zfunc.SGD(lr=0.1),
+        **settings,
+    }
+    program = zfunc.compile(segments, device="cpu", **numbers)
+    state, results = zfunc.init(program, seed=3), []
+    for _ in range(2):
+        state, metrics = zfunc.train_step(program, state, data)
+        results += metrics.loss, metrics.grad_norm
+    return program, results, zfunc.params(program, state)
+
+
+def counted(transfer: Callable[..., None], of: Counter[str]) -> Callable[..., None]:
+    """`transfer` of a DirectFile, whose bytes are added up in `of` by what is moved."""
+
+    def counting(self: DirectFile, data: Any, offset: int, what: str = "") -> None:
+        of[what] += sum(part.nbytes for part in data)
+        transfer(self, data, offset, what)
+
+    return counting
+
+
+@pytest.mark.parametrize("more", [{}, {"devices": 2, "params_on": "host", "schedule": "CriticalPath"}])
+def test_what_segments_on_host_and_disk_share_is_on_the_host(more: dict[str, Any], tmp_path: Path) -> None:
+    """Also where the first of them is on the disk: the bits are those of activations on the device."""
+    torch.manual_seed(0)
+    data, numbers = translated(), {"micro_batches": 2, "recompute": "all"}
+    segments = zfunc.segments(Translator().train(), data)
+    _, expected, weights = trained_bits(segments, data, **numbers)
+    places = {"activations_on": "disk,host,disk,disk", "swap": [tmp_path]}
+    program, got, same = trained_bits(segments, data, **numbers, **places, **more)
+    assert repr(got) == repr(expected)
+    assert all(torch.equal(t, weights[name]) for name, t in same.items())
+    regions = specialize(program, program.segments[-1].read_batch(data)).plan.graph.regions
+    shared = {r.index[1:]: r for r in regions if r.buffer.endswith("_shared")}
+    assert {program.spec.activations[first] for first, _ in shared} >= {"disk"}
+    assert {r.place for r in shared.values() if r.nbytes >= 2 * BLOCK} == {"pinned"}
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_the_disk_has_one_copy_of_what_many_segments_read(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole blocks; so it is planned, written and read. The bits are those of activations on the device."""
+    torch.manual_seed(0)
+    data = translated()
+    segments = zfunc.segments(Translator().train(), data)
+    numbers: dict[str, Any] = {"micro_batches": 2, "order": order, "recompute": "all"}
+    _, expected, weights = trained_bits(segments, data, **numbers)
+    moved, folders = {"write": Counter[str](), "read": Counter[str]()}, [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    for name, of in moved.items():
+        monkeypatch.setattr(DirectFile, name, counted(getattr(DirectFile, name), of))
+    program, got, same = trained_bits(segments, data, **numbers, activations_on="disk", swap=folders)
+    assert repr(got) == repr(expected)
+    assert all(torch.equal(t, weights[name]) for name, t in same.items())
+    at_cuts = waiting(program, data, "disk")
+    times = Counter(chain(*at_cuts))
+    shared = {at: t.nbytes for x in at_cuts for at, t in x.items() if times[at] > 1 and t.nbytes >= BLOCK}
+    own = [sum(round_up(t.nbytes, 512) for at, t in x.items() if at not in shared) for x in at_cuts]
+    assert len(shared) == 2
+    once = sum(map(whole_blocks, (*own, *shared.values())))
+    again = sum(whole_blocks(nbytes) * (times[at] - 1) for at, nbytes in shared.items())
+    regions = specialize(program, program.segments[-1].read_batch(data)).plan.graph.regions
+    assert sum(r.nbytes for r in regions if r.tier == "disk") == program.settings.in_flight * once
+    assert sum(moved["write"].values()) == 4 * once  # of two micro-batches, in two steps
+    assert sum(moved["read"].values()) == 4 * (once + again)
 
 
 def test_equal_blocks_share_a_trace_and_16_bit_weights_have_their_own() -> None:

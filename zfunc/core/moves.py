@@ -43,20 +43,23 @@ RegionsOf = Callable[[Item], tuple[Region, ...]]
 @frozen
 class Place:
     """Where data of one kind is in one memory tier: in a staging slot of the first of `rings` (ring buffers
-    of slots, by name) that has slots for the item, else in the regions that `otherwise(item)` returns."""
+    of slots, by name) that has slots for the item, else in the regions that `otherwise(item)` returns; if
+    `beside`, a part of it may be in these beside a slot, too."""
 
     rings: tuple[str, ...] = ()
     otherwise: RegionsOf | None = None
+    beside: bool = False
 
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
         """The regions of item `x` in this tier. If it `arrives`, an item that uses staging slots gets a new
         slot; otherwise the regions are those where the item already is."""
         rings = [x.at.ring(buffer) for buffer in self.rings]
         passed = [ring for ring in rings if x.b in ring]
+        others = self.otherwise(x) if self.otherwise is not None and (self.beside or not passed) else ()
         if not passed and self.otherwise is not None:
-            return self.otherwise(x)
+            return others
         slots = [ring.give(x.b) if arrives else ring.slot(x.b) for ring in passed] or [rings[0].slot(x.b)]
-        return (slots[0],)
+        return (slots[0], *others)
 
 
 @frozen
@@ -129,18 +132,26 @@ def _made_and_sent(buffer: str) -> dict[Tier, Place]:
     }
 
 
-def _stashed_bytes(x: Item) -> int:
-    return x.at("host_act", 0, x.b).nbytes
+def _offloaded_bytes(x: Item) -> int:
+    """Bytes of a segment's activations without the tensors that earlier segments have offloaded."""
+    apart = x.spec.shared_stashes[x.b]
+    before = (i.nbytes for i in x.spec.costs[x.b].shared if i.leaf in apart and apart[i.leaf].first != x.b)
+    return left_bytes(x.spec, x.b) - sum(before)
 
 
-def _stashes(x: Item) -> tuple[Region, ...]:
-    """The host regions with the activations that backward of a segment needs: the segment's own, and those of
-    earlier segments whose saved tensors this segment uses too."""
-    others = sorted({s for s, _ in x.spec.stashed_before[x.b].values()})
-    return tuple(x.at("host_act", x.in_group, s) for s in (x.b, *others))
+def _stash(tier: Tier, *, new: bool = False) -> RegionsOf:
+    """Where a segment's offloaded activations are in `tier`; `new`: without what earlier segments offload."""
+    return lambda x: x.at.stash(x.in_group, x.b, tier, new=new)
 
 
-_STASHED = Place(("act_page",), lambda x: (x.at("host_act", x.in_group, x.b),))
+def _between_page_and_disk(regions: RegionsOf) -> Thing:
+    """What is copied between a page, which has all of it, and those `regions` on the disk."""
+    return Thing(
+        lambda x: sum(r.nbytes for r in regions(x)),
+        {"pinned": Place(("act_page",)), "disk": Place(otherwise=regions)},
+    )
+
+
 _EXTENT = Place(otherwise=lambda x: (x.at("extent", x.b),))
 _STATE: dict[Tier, Place] = {"pinned": Place(("state_slot",)), "disk": _EXTENT}
 
@@ -157,16 +168,17 @@ THINGS: dict[str, Thing] = {
         },
     ),
     "activations": Thing(
-        _stashed_bytes,
+        _offloaded_bytes,
         {
             "device": Place(otherwise=lambda x: x.at.left_by_forward(x.m, x.b)),
-            "pinned": _STASHED,
-            "disk": Place(otherwise=lambda x: (x.at("disk_act", x.in_group, x.b),)),
+            "pinned": Place(("act_page",), _stash("pinned", new=True), beside=True),
         },
     ),
+    "page of activations": _between_page_and_disk(_stash("disk", new=True)),
+    "page for backward": _between_page_and_disk(_stash("disk")),
     "activations for backward": Thing(
         lambda x: left_bytes(x.spec, x.b),
-        {"device": Place(("act_slot",)), "pinned": Place(("act_page",), _stashes)},
+        {"device": Place(("act_slot",)), "pinned": Place(("act_page",), _stash("pinned"), beside=True)},
     ),
     "input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("act")),
     "gradient of input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("grad_act")),
@@ -212,8 +224,8 @@ MOVES: dict[str, Move] = {
     "page_in_weights": Move("weights", "disk", "pinned", numbered=True),
     "fetch": Move("weights", "pinned", "device", numbered=True),
     "stash": Move("activations", "device", "pinned"),
-    "spill_act": Move("activations", "pinned", "disk"),
-    "unspill_act": Move("activations", "disk", "pinned"),
+    "spill_act": Move("page of activations", "pinned", "disk"),
+    "unspill_act": Move("page for backward", "disk", "pinned"),
     "unstash": Move("activations for backward", "pinned", "device"),
     "to_host": Move("gradient", "device", "pinned"),
     "squares_to_host": Move("squares", "device", "pinned"),

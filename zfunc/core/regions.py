@@ -73,11 +73,16 @@ def left_bytes(spec: StepSpec, s: int) -> int:
     return max(spec.costs[s].stash_bytes, spec.costs[s].input_bytes)
 
 
-def _stashed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of a segment's offloaded activations for one micro-batch, without the tensors that are already
-    offloaded for an earlier segment."""
-    before = spec.stashed_before[i[-1]]
-    return left_bytes(spec, i[-1]) - sum(x.nbytes for x in spec.costs[i[-1]].shared if x.leaf in before)
+def _own_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of a segment's offloaded activations for one micro-batch, without the tensors that are offloaded
+    once for several segments."""
+    apart = spec.shared_stashes[i[-1]]
+    return left_bytes(spec, i[-1]) - sum(x.nbytes for x in spec.costs[i[-1]].shared if x.leaf in apart)
+
+
+def _shared_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of a tensor that is offloaded once for several segments."""
+    return spec.shared_stashes[i[1]][i[2]].nbytes
 
 
 def _recomputed_bytes(spec: StepSpec, i: Index) -> int:
@@ -144,10 +149,14 @@ REGIONS: dict[str, Row] = {
     # kept by one half of backward for the other
     "pending": Row(lambda spec, i: spec.costs[i[-1]].pending_bytes),
     "grads": Row(lambda spec, i: spec.grad_bytes[i[-1]]),  # as backward returns them, before they are packed
-    # of a micro-batch in its group, and a segment: what backward needs of forward, off the device. On the host a
-    # tensor that several segments need is in the first one's.
-    "host_act": Row(_stashed_bytes, "pinned", "program", "uint8", "act"),
-    "disk_act": Row(lambda spec, i: whole_blocks(_stashed_bytes(spec, i)), "disk", "program", "uint8", "act"),
+    # of a micro-batch in its group, and a segment: what backward needs of forward, off the device
+    "host_act": Row(_own_bytes, "pinned", "program", "uint8", "act"),
+    "disk_act": Row(lambda spec, i: whole_blocks(_own_bytes(spec, i)), "disk", "program", "uint8", "act"),
+    # and a leaf of its input, which several segments need
+    "host_shared": Row(_shared_bytes, "pinned", "program", "uint8", "act"),
+    "disk_shared": Row(
+        lambda spec, i: whole_blocks(_shared_bytes(spec, i)), "disk", "program", "uint8", "act"
+    ),
     # of the pass that runs: keys and values of a row in tiles, and the sums of their gradients
     "host_keys": Row(
         lambda spec, _: max(x.key_bytes for x in spec.costs), "pinned", "program", "uint8", "act"
@@ -365,6 +374,15 @@ class Regions:
         ()."""
         own = [self.device] if self.device else []
         return (self("host_keys", *own),) if self.spec.costs[s].key_bytes else ()
+
+    def stash(self, m: int, s: int, tier: Tier, *, new: bool = False) -> tuple[Region, ...]:
+        """The regions in `tier` with the offloaded activations for backward of segment `s`: its own, then the
+        tensors that are offloaded once for several segments. `new`: only what segment `s` offloads. `m` numbers
+        the micro-batch in its group."""
+        own = self(f"{self.spec.activations[s]}_act", m, s)
+        apart = dict.fromkeys(x for x in self.spec.shared_stashes[s].values() if not new or x.first == s)
+        found = (own, *(self(f"{x.place}_shared", m, x.first, x.leaf) for x in apart))
+        return tuple(r for r in found if r.tier == tier)
 
     def left_by_forward(self, m: int, s: int) -> tuple[Region, ...]:
         """The device regions that forward of segment `s` leaves for backward: its input, residuals, and its
@@ -594,9 +612,8 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
     in_turn = [s for s in away for _ in range(min(settings.in_flight, slots + ahead))]
     yield passing("act_slot", {s: away[s] for s in here(away, B)}, in_turn, ahead)
     yield passing("act_room", dict.fromkeys(here(away, F), 1), in_turn, ahead)
-    kept = {
-        s: whole_blocks(away[s]) for s in off_device(here(away, F, B), away) if spec.activations[s] == "disk"
-    }
+    on_disk = (s for s in off_device(here(away, F, B), away) if spec.activations[s] == "disk")
+    kept = {s: sum(r.nbytes for r in at.stash(0, s, "disk")) for s in on_disk}
     yield passing("act_page", kept, in_turn, slots)
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.

@@ -1,10 +1,11 @@
 """What a recipe knows of a training step: the layout, the costs of the segments, and the settings."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property, partial
 from typing import Any
 
-from attrs import evolve, field, frozen, validators
+from attrs import Factory, evolve, field, frozen, validators
 
 from zfunc.core.display import brief
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
@@ -69,12 +70,26 @@ class SharedInput:
     that is passed on.
 
     `leaf` is its number among the leaves of this input, `tensor` its number among the shared tensors of all
-    inputs; an offloaded copy of the input is `nbytes` bytes smaller without it.
+    inputs; an offloaded copy of the input is at least `nbytes` bytes smaller without it, and a copy of it alone
+    has at most `most` bytes. They differ where kinds of micro-batches do.
     """
 
     leaf: int
     tensor: int
     nbytes: int
+    most: int = field(default=Factory(lambda self: self.nbytes, takes_self=True))
+
+
+@frozen
+class SharedStash:
+    """The one offloaded copy of a tensor that inputs of several segments contain: of leaf `leaf` in the input
+    of segment `first`, which offloads it; it takes at most `nbytes` bytes and is in `place`, "host" or
+    "disk"."""
+
+    first: int
+    leaf: int
+    nbytes: int
+    place: Where
 
 
 @frozen
@@ -218,17 +233,30 @@ class StepSpec:
         return tuple(word_of(shares, s, count) if s in moving else "device" for s in range(count))  # pyright: ignore
 
     @cached_property
-    def stashed_before(self) -> tuple[dict[int, tuple[int, int]], ...]:
-        """For each segment, the leaves of its input that need no offloaded copy on the host because an
-        earlier segment's copy has the same tensor: {leaf: (earlier segment, leaf of its input)}."""
-        first: dict[Any, tuple[int, int]] = {}  # the stash of each shared tensor, on each rank
-        found: list[dict[int, tuple[int, int]]] = []
+    def shared_stashes(self) -> tuple[dict[int, SharedStash], ...]:
+        """For each segment, the leaves of its input that are offloaded once for several segments: {leaf: its
+        `SharedStash`}.
+
+        A tensor is on the host if any of these segments' activations are; else on the disk, if that saves whole
+        blocks there. Ranks share nothing.
+        """
+        # The segments that have a tensor, on each rank.
+        sharing = defaultdict[Any, list[tuple[int, SharedInput]]](list)
         for s, cost in enumerate(self.costs):
-            there = cost.shared if self.activations[s] == "host" else ()
+            there = cost.shared if self.activations[s] != "device" else ()
             count = self.settings.micro_batches if there and self.mesh.over_ranks else 0
             rank = tuple(self.mesh.device_of(F, m, s) for m in range(count))
-            own = {x.leaf: first.setdefault((x.tensor, rank), (s, x.leaf)) for x in there}
-            found.append({leaf: at for leaf, at in own.items() if at[0] != s})
+            for x in there:
+                sharing[x.tensor, rank].append((s, x))
+        found: list[dict[int, SharedStash]] = [{} for _ in self.costs]
+        for own in sharing.values():
+            (first, x), segments = own[0], {s for s, _ in own}
+            place = "host" if any(self.activations[s] == "host" for s in segments) else "disk"
+            stash = SharedStash(first, x.leaf, max(x.most for _, x in own), place)
+            saved = len(segments) * (min(x.nbytes for _, x in own) // BLOCK * BLOCK)
+            if len(segments) > 1 and (place == "host" or saved > whole_blocks(stash.nbytes)):
+                for s, x in own:
+                    found[s][x.leaf] = stash
         return tuple(found)
 
     @property

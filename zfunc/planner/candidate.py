@@ -222,9 +222,9 @@ class PlannedStep:
         spec, at = self.spec, Regions(self.spec)
         gradients = (x for x in spec.places if x.waits)
         kept = [at("spilled", x.index) if x.gradient == DISK else at.waiting(x.index) for x in gradients]
-        away = {s: f"{where}_act" for s, where in enumerate(spec.activations) if where != "device"}
-        stashed = product(away.items(), range(spec.settings.in_flight))
-        return [*dict.fromkeys((*kept, *(at(buffer, m, s) for (s, buffer), m in stashed)))]
+        away = (s for s, where in enumerate(spec.activations) if where != "device")
+        stashed = product(away, range(spec.settings.in_flight), ("pinned", "disk"))
+        return [*dict.fromkeys((*kept, *(r for s, m, tier in stashed for r in at.stash(m, s, tier))))]
 
     @cached_property
     def least_work(self) -> "WorkOf":
@@ -235,13 +235,14 @@ class PlannedStep:
         for (way, s, device), count in passes.items():
             cost = spec.costs[s].passes[way]
             work["compute", device] += count * seconds(Op("", (), "compute", **asdict(cost)))
-        stashed = [r.nbytes for r in self._waiting if r.buffer == "disk_act" and r.index[0] == 0]
+        on_disk = [s for s, where in enumerate(spec.activations) if where == DISK]
         spilled = [r.nbytes for r in self._waiting if r.buffer == "spilled"]
         for kind in DRIVES:
             whole, paged = kind == "write" and spec.commit, (spec.extents[b] for b in spec.paged)
             moved = Counter(x.nbytes if whole else x.moved_bytes for x in paged) + Counter(spilled)
-            for nbytes_of_one in stashed:
-                moved[nbytes_of_one] += spec.settings.micro_batches
+            for s in on_disk:
+                regions = Regions(spec).stash(0, s, DISK, new=kind == "write")
+                moved[sum(r.nbytes for r in regions)] += spec.settings.micro_batches
             times = ((seconds(Op("", (), kind, nbytes=whole_blocks(n))), count) for n, count in moved.items())
             work[kind, 0] = sum(count * taken for taken, count in times)
         return work

@@ -130,11 +130,13 @@ def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
 
 def _largest(values: Sequence[Any]) -> Any:
     """The largest of numbers; of objects of an attrs class, one with the largest value in each field; of
-    tuples of shared tensors, those that all have, with the smallest size."""
+    tuples of shared tensors, those that all have, with the smallest and the largest size."""
     if isinstance(values[0], tuple):
-        sizes = [{(x.leaf, x.tensor): x.nbytes for x in shared} for shared in values]
-        common = (at for at in sizes[0] if all(at in own for own in sizes))
-        return tuple(SharedInput(*at, min(own[at] for own in sizes)) for at in common)
+        sizes = [{(x.leaf, x.tensor): x for x in shared} for shared in values]
+        common = ([own[at] for own in sizes] for at in sizes[0] if all(at in own for own in sizes))
+        return tuple(
+            evolve(of[0], nbytes=min(x.nbytes for x in of), most=max(x.most for x in of)) for of in common
+        )
     if not has(type(values[0])):
         return max(values)
     names = [f.name for f in fields(type(values[0]))]

@@ -7,12 +7,12 @@ On an accelerator, copies between the device and pinned memory are asynchronous.
 import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from attrs import evolve
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
@@ -26,7 +26,7 @@ from zfunc.core.places import BucketPlaces
 from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs
-from zfunc.engine.state.memory import Flat, StateOnDisk, copy_tree
+from zfunc.engine.state.memory import ActivationSlot, Flat, StateOnDisk, copy_tree
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -56,25 +56,44 @@ def weights_in_page(page: Tensor, place: BucketPlaces) -> Tensor:
 
 
 def activations(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy what a segment's backward needs, a pytree of input and residuals, between device, host and disk.
-    On the host, a tensor in several segments' inputs is stored with the first one alone."""
-    (target,) = op.writes
-    if target.tier == "disk":
-        page, place = mem[op.reads[0]], mem[target]
-        place.held = evolve(page)
-        place.write(page.flat)
-    elif op.reads[0].tier == "disk":
-        page, place = mem[target], mem[op.reads[0]]
-        place.read(page.flat)
-        page.hold(place.held)
-    elif op.reads[0].tier == "device":
-        residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
-        left_out = dict.fromkeys(step.spec.stashed_before[op.index[1]])
-        mem[target].put([mem[Region("act", op.index)], *residuals], left_out)
-    else:
-        before = {r.index[1]: tree_leaves(mem[r].tree) for r in op.reads[1:]}  # stashes of earlier segments
-        shared = step.spec.stashed_before[op.index[1]]
-        mem[target].put(mem[op.reads[0]].tree, {leaf: before[s][n] for leaf, (s, n) in shared.items()})
+    """Copy what a segment's backward needs, a pytree of input and residuals, off the device. Tensors that inputs
+    of several segments contain are copied with the first one alone, each apart from the pytree."""
+    own, *apart = op.writes
+    s, residuals = op.index[1], [mem[r] for r in op.reads if r.buffer == "residuals"]
+    shared = step.spec.shared_stashes[s]
+    leaves = mem[own].put([mem[Region("act", op.index)], *residuals], dict.fromkeys(shared))
+    on_host = {r.index[1:]: mem[r] for r in apart}
+    for at in dict.fromkeys((s, x.leaf) for x in shared.values() if x.first == s):
+        (on_host.get(at) or mem[own].next_part(at)).put(leaves[at[1]])
+
+
+def page_of_activations(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write the parts of a page, a segment's activations in pinned memory, to their places on the disk."""
+    page: ActivationSlot = mem[op.reads[0]]
+    for r in op.writes:
+        part, place = page.parts.get(r.index[1:], page), mem[r]
+        place.held = evolve(part)
+        place.write(part.flat)
+
+
+def page_for_backward(op: Op, mem: Memory, step: StepContext) -> None:
+    """Read what a segment's backward needs from its places on the disk into the parts of a page."""
+    page: ActivationSlot = mem[op.writes[0]]
+    starts = accumulate((r.nbytes for r in op.reads), initial=0)
+    parts = {r: ActivationSlot(page.flat[start:]) for r, start in zip(op.reads, starts, strict=False)}
+    for r, part in parts.items():
+        mem[r].read(part.flat)
+        part.hold(mem[r].held)
+    page.tree = parts[op.reads[0]].tree
+    page.parts = {r.index[1:]: part for r, part in parts.items()}
+
+
+def activations_for_backward(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy what a segment's backward needs back to the device, with the tensors that were copied apart."""
+    (own, *apart), (target,) = op.reads, op.writes
+    found = mem[own].parts | {r.index[1:]: mem[r] for r in apart}
+    shared = step.spec.shared_stashes[op.index[1]]
+    mem[target].put(mem[own].tree, {n: found[x.first, x.leaf].tree for n, x in shared.items()})
 
 
 def sent(op: Op, mem: Memory, step: StepContext) -> None:
@@ -236,7 +255,9 @@ THINGS: dict[str, Stage] = {
     "input": sent,
     "gradient of input": sent,
     "activations": activations,
-    "activations for backward": activations,
+    "page of activations": page_of_activations,
+    "page for backward": page_for_backward,
+    "activations for backward": activations_for_backward,
     "gradient": own_slice,
     "squares": squares,
     "waiting gradient": waiting_gradient,

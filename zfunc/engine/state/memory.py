@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from zfunc.checkpoint.durable_files import check_folders
 from zfunc.checkpoint.swap_file import (
@@ -21,7 +21,7 @@ from zfunc.checkpoint.swap_file import (
 )
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import as_bytes
-from zfunc.core.extents import BLOCK, Extent
+from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.core.graph import Region, Tier
 from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import FROZEN, HIGH_HALF, MASTER, PARAMS
@@ -93,11 +93,16 @@ class Squares:
 
 @define(eq=False)
 class ActivationSlot:
-    """Flat memory for one pytree of tensors at a time: input and residuals that a backward needs."""
+    """Flat memory for one pytree of tensors at a time: input and residuals that a backward needs.
+
+    `parts` are slots in the rest of this memory, from whole disk blocks on, for tensors with a place of their
+    own on the disk, by segment and leaf.
+    """
 
     flat: Tensor  # uint8
     tree: Any = None
     used: int = 0  # bytes that have been put here
+    parts: dict[tuple[int, ...], "ActivationSlot"] = field(factory=dict[Any, Any])
 
     @property
     def nbytes(self) -> int:
@@ -114,22 +119,29 @@ class ActivationSlot:
 
         self.tree = tree_map_only(Tensor, here, other.tree)
 
-    def put(self, tree: Any, instead: Mapping[int, Any] | None = None) -> None:
+    def put(self, tree: Any, instead: Mapping[int, Any] | None = None) -> list[Any]:
         """Copy the tensors of `tree` into this slot without waiting for a device; tensors that share memory
-        share it here, too.
+        share it here, too. Returns the leaves of `tree`.
 
         `instead` replaces leaves of `tree` by number before the copy; None leaves one out.
         """
-        leaves, structure = tree_flatten(tree)
+        given, structure = _flatten_apart(tree)
+        leaves = [*given]
         for n, value in (instead or {}).items():
             leaves[n] = value
-        self.used = 0
+        self.used, self.parts = 0, {}
 
         def next_part(nbytes: int) -> Tensor:
             start, self.used = self.used, self.used + round_up(nbytes, ALLOCATION)
             return self.flat[start : start + nbytes]
 
         self.tree = copy_tree(tree_unflatten(leaves, structure), next_part, self.flat.device)
+        return given
+
+    def next_part(self, at: tuple[int, ...]) -> "ActivationSlot":
+        """A slot named `at` in `parts`, behind the pytree and the part before, which has been used."""
+        start = sum(whole_blocks(x.used) for x in (self, *self.parts.values()))
+        return self.parts.setdefault(at, ActivationSlot(self.flat[start:]))
 
     def copied(self) -> "ActivationSlot":
         """A new slot with a copy of this slot's pytree, in newly allocated memory."""
@@ -138,12 +150,18 @@ class ActivationSlot:
         return other
 
 
-def copy_tree(tree: Any, memory: Callable[[int], Tensor], device: torch.device) -> Any:
-    """Copy the tensors of a pytree, without waiting for a device: tensors that share memory together, each group
-    into `memory(nbytes)`, a uint8 tensor [nbytes] on `device`. On a device, a leaf `OnHost` becomes its tensor."""
+def _flatten_apart(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves and the structure of a pytree; its tensors on the host are `OnHost` if others are on a device."""
     leaves, structure = tree_flatten(tree)
     if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in leaves):
         leaves = [OnHost(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in leaves]
+    return leaves, structure
+
+
+def copy_tree(tree: Any, memory: Callable[[int], Tensor], device: torch.device) -> Any:
+    """Copy the tensors of a pytree, without waiting for a device: tensors that share memory together, each group
+    into `memory(nbytes)`, a uint8 tensor [nbytes] on `device`. On a device, a leaf `OnHost` becomes its tensor."""
+    leaves, structure = _flatten_apart(tree)
     copies = dict[int, Tensor]()
     for sharing in _close_together(t for t in leaves if isinstance(t, Tensor)):
         coarsest = max(t.itemsize for t in sharing)
