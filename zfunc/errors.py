@@ -198,6 +198,19 @@ def refuse(
     raise (kind(*fields) if issubclass(kind, _OfSettings) else kind(message_of(*fields))) from cause
 
 
+def refuse_unknown(
+    name: str, known: Sequence[str], do: str = "pass one of them", *, near: bool = True
+) -> NoReturn:
+    """Raise a SettingTypeError about `name`, which is none of the settings `known`, with the nearest if `near`.
+
+    >>> refuse_unknown("etas", ["lr", "betas"])
+    Traceback (most recent call last):
+    zfunc.errors.SettingTypeError: etas: got an unknown setting, expected one of lr, betas (did you mean 'betas'...
+    """
+    like = did_you_mean(name, [*known]) if near else ""
+    refuse(name, "an unknown setting", f"one of {', '.join(known)}{like}", do, SettingTypeError)
+
+
 def install(extra: str) -> str:
     """The pip command that installs zfunc's extra `extra` from a clone of the repository: no registry has zfunc.
 

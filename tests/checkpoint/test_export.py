@@ -260,12 +260,15 @@ NOWHERE = {
     "file": "/file: got 'Not a directory' while looking for checkpoints: name a folder",
     "run": "/run/checkpoints: got no checkpoint in it",
     "killed": "/killed: got no checkpoint in it, expected a checkpoint",
+    "others": "/others: got one of another program, .*: make one of zfunc of it, by zfunc import",
 }
 
 
 @pytest.mark.parametrize("kind", NOWHERE)
 def test_a_place_without_checkpoints_is_named(tmp_path: Path, kind: str) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "others" / "checkpoint-7").mkdir(parents=True)
+    (tmp_path / "others" / "checkpoint-7" / "optimizer.pt").touch()
     (tmp_path / "file").write_text("x")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "killed" / "unfinished-step-00000001-00000000").mkdir(parents=True)

@@ -21,6 +21,7 @@ from foreign_files import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import zfunc
 from zfunc.checkpoint.import_run import import_run
 from zfunc.cli.main import main
 from zfunc.errors import CheckpointError
@@ -43,6 +44,11 @@ def edit(file: Path, change: Callable[[Any], Any]) -> None:
         saved = torch.load(file, weights_only=False)
         change(saved)
         torch.save(saved, file)
+
+
+def own(folder: Path) -> None:
+    program = zfunc.compile(segments(), precision="fp32", device="cpu")
+    zfunc.save(folder, program, zfunc.init(program))
 
 
 def torn(file: Path) -> None:
@@ -234,6 +240,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda x: torch.save({}, x),
         lambda _: None,
         "theirs: got a file, .*: name the checkpoint's folder",
+    ),
+    "one of zfunc": (
+        own,
+        lambda _: None,
+        "step-00000000: got a checkpoint of zfunc, .*: go on from it as it is, by zfunc train --resume",
     ),
     "nothing": (
         lambda x: x.mkdir(),

@@ -162,6 +162,17 @@ class Hooked(Block):
         return y
 
 
+def test_a_batch_that_does_not_fit_is_called_one() -> None:
+    program = zfunc.compile(zfunc.segments(ALONE, ONES, F.mse_loss), precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    wrong, targetless = (torch.ones(2, 7), ONES[1]), ONES[:1]
+    for call in (zfunc.train_step, zfunc.evaluate):
+        with pytest.raises(ValueError, match=r"batch: got one that does not fit the model .*2, 7\]"):
+            call(program, state, wrong)
+        with pytest.raises(ValueError, match="batch: got no targets for mse_loss"):
+            call(program, state, targetless)
+
+
 def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "zfunc"):
         segments = zfunc.segments(Tied(block=Hooked), batch())
@@ -182,6 +193,10 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
             lambda: zfunc.compile(ALONE, example=ONES, loss=F.mse_loss),
             r"^loss: got an unknown setting, expected one of [^?]*: pass the segments of zfunc.segments\(",
         ),
+        (
+            lambda: zfunc.plan(ALONE, ONES, F.mse_loss),
+            "^settings: got a function.*: pass .* by name, as .loss.$",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says: str) -> None:
@@ -222,6 +237,14 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
         (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),
+        (
+            lambda: zfunc.segments(ALONE, ONES[:1], F.mse_loss),
+            r"^example: got no targets for mse_loss, a loss of \(output, targets\), expected \(inputs, targets\)",
+        ),
+        (
+            lambda: zfunc.segments(ALONE, ONES[:1], lambda y: F.mse_loss(y)),  # type: ignore[arg-type]
+            r"^example: got one that does not fit the model \(TypeError at .*test_any_model_refused.py",
+        ),
         (lambda: zfunc.segments(Late(), (torch.ones(2, 9), torch.ones(2, 8))), r"fit the model .*2, 9\]"),
         (
             lambda: zfunc.segments(nn.Linear(4, 4), (torch.ones(2, 4), None)),

@@ -16,6 +16,8 @@ from update_law import ROWS, State, exact, fresh
 
 import zfunc
 from zfunc.core.decision import StepDecision
+from zfunc.errors import SettingTypeError
+from zfunc.optim.by_name import CLASSES
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.updates import accumulate_, square_sum
 
@@ -100,6 +102,13 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zfunc.Muon(eps=-1), "eps: got -1, expected a finite number of at least 0"),
     (lambda: zfunc.Muon(3e38).rule_step(FIRST, 0, (9, 1)), "lr of a matrix"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CLASSES.values())
+def test_an_unknown_setting_is_refused_with_the_nearest(make: Any) -> None:
+    words = "weight_dacay: got an unknown setting, expected one of .*lr.* mean 'weight_decay'"
+    with pytest.raises(SettingTypeError, match=words):
+        make(weight_dacay=0.1)
 
 
 @pytest.mark.parametrize(("make", "message"), SETTINGS)

@@ -30,6 +30,7 @@ from zfunc.errors import CheckpointError
 
 LATEST = "latest"
 FOLDER = "checkpoints"  # in the folder of a run
+OF_OTHERS = (".metadata", "*_states.pt", "optimizer.pt")  # files in checkpoints of DCP, DeepSpeed and Trainer
 _STEP = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 _UNFINISHED = re.compile(f"{disk.UNFINISHED}{_STEP.pattern}-[0-9a-f]{{8}}")
 log = logging.getLogger("zfunc")
@@ -177,10 +178,10 @@ def locate_checkpoint(path: Path) -> Path:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if (checkpoint := find_checkpoint(folder)) is not None:
         return checkpoint.path
-    got = "no checkpoint in it" if os.path.lexists(folder) else "no such folder"
-    disk.reject(
-        folder, got, f"a checkpoint, a folder of them, or a run with a folder {FOLDER!r}", "check the path"
-    )
+    got, do = "no checkpoint in it" if os.path.lexists(folder) else "no such folder", "check the path"
+    if folder.is_dir() and any(next(folder.glob(x), None) for y in OF_OTHERS for x in (y, f"*[0-9]/{y}")):
+        got, do = "one of another program", "make one of zfunc of it, by zfunc import"
+    disk.reject(folder, got, f"a checkpoint, a folder of them, or a run with a folder {FOLDER!r}", do)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

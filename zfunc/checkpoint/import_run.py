@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -29,7 +30,7 @@ from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.display import counted
 from zfunc.core.optimizer_state import FROZEN, MASTER
-from zfunc.errors import did_you_mean, refuse
+from zfunc.errors import CheckpointError, did_you_mean, refuse
 from zfunc.optim.loss_scale import UNSCALED
 from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
 from zfunc.values import whole
@@ -91,8 +92,12 @@ def find_run(source: str | os.PathLike[str]) -> FoundRun:
     named = ((_STEP.fullmatch(x.name), x) for x in source.iterdir() if x.is_dir())
     runs = [(int(step[1]), run) for step, x in named if step and (run := _run_in(x))]
     if not runs:
-        got = f"neither {METADATA} nor *_states.pt nor optimizer.pt"
-        reject(source, got, _EXPECTED, "name the folder of one step, such as checkpoint-500")
+        got = f"neither {' nor '.join(checkpoints.OF_OTHERS)}"
+        do = "name the folder of one step, such as checkpoint-500"
+        with suppress(CheckpointError):
+            checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
+            got, do = "a checkpoint of zfunc", "go on from it as it is, by zfunc train --resume or zfunc.load"
+        reject(source, got, _EXPECTED, do)
     _, last = max(runs, key=lambda x: (x[0], x[1].folder))
     steps = counted(len(runs), "step")
     log.info("import: %s, the last of %s; to take another, name its folder", last.folder, steps)

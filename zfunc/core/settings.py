@@ -51,7 +51,7 @@ from zfunc.core.setting_values import (
     word_or_number,
 )
 from zfunc.core.shares import InShares, InTiers, every_part_has_one, shares_of, word_of, words_of
-from zfunc.errors import SettingTypeError, did_you_mean, refuse, setting
+from zfunc.errors import SettingTypeError, refuse, refuse_unknown, setting
 from zfunc.options import AUTO, one_of
 from zfunc.values import number, of_type, truth, whole
 
@@ -577,10 +577,10 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
     for name in changes:
         if name in GONE:
             refuse(name, "a setting that is gone", "what is instead of it", GONE[name], SettingTypeError)
+        if name in ELSEWHERE:
+            refuse_unknown(name, known, ELSEWHERE[name], near=False)
         if name not in known:
-            near = "" if name in ELSEWHERE else did_you_mean(name, known)
-            do = ELSEWHERE.get(name, "pass one of them")
-            refuse(name, "an unknown setting", f"one of {', '.join(known)}{near}", do, SettingTypeError)
+            refuse_unknown(name, known)
     return evolve(settings, **changes)
 
 

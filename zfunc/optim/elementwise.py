@@ -20,7 +20,7 @@ from attrs import evolve, field, fields, frozen
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of
-from zfunc.errors import CheckpointError, refuse
+from zfunc.errors import CheckpointError, refuse, refuse_unknown
 from zfunc.optim import rules
 from zfunc.optim.rules import Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
 from zfunc.options import one_of
@@ -141,6 +141,14 @@ class KernelOptimizer(ABC):
     weight_decay: float = number_field("weight_decay", 0.0)
     decay: WhichDecay = field(default=decay_all, kw_only=True, converter=_decay)
     moments: Moments = choice_field("moments", "fp32", MOMENTS)
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """An optimizer without values, which the fields of the class give it. Raises TypeError for a setting in
+        `given` that is no field."""
+        known = [x.name for x in fields(cls) if x.init]  # pyright: ignore
+        for name in (x for x in given if x not in known):
+            refuse_unknown(name, known)
+        return super().__new__(cls)
 
     @abstractmethod
     def state_format(self, group: int = 0) -> str:

@@ -23,7 +23,7 @@ from zfunc.core.setting_docs import takes_settings
 from zfunc.core.setting_values import BY_DEVICE, DEVICE_SHARE, DISK, DISK_SHARE
 from zfunc.core.settings import StepSettings, settings_with
 from zfunc.engine.program.step_spec import choose_optimizer
-from zfunc.errors import PlanError, refuse, setting
+from zfunc.errors import PlanError, SettingTypeError, refuse, setting
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import (
@@ -113,6 +113,8 @@ def plan(
     from zfunc.engine.trace.segment import check_loss, checked_segments, ends_in_loss
     from zfunc.planner.traced_costs import traced_costs
 
+    if callable(settings):
+        refuse("settings", "a function", "a StepSettings", "pass a loss by name, as `loss`", SettingTypeError)
     machine = hardware
     if not isinstance(machine, Profile | Hardware):
         of_type("hardware", machine, str | PathLike, "a name, a path, a Profile or a Hardware")

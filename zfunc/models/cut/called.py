@@ -102,6 +102,17 @@ def takes_inputs_alone(model: nn.Module, call: BatchCall) -> bool:
     return takes() and not takes(*call.targets[:1], **labels)
 
 
+def lacks_targets(loss: Loss, call: BatchCall) -> bool:
+    """Whether `call` has no targets, and `loss` cannot be called without."""
+    try:
+        inspect.signature(loss).bind(None)
+    except TypeError:
+        return not call.targets
+    except ValueError:
+        pass
+    return False
+
+
 def loss_in(model: nn.Module, output: Any) -> Tensor:
     """The loss in `output`: its `.loss`, item "loss", or only floating-point scalar. Raises ValueError if none."""
     found: Any = getattr(output, "loss", None)

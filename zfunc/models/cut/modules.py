@@ -54,6 +54,7 @@ from zfunc.models.cut.called import (
     CalledModel,
     Loss,
     call_of,
+    lacks_targets,
     mark_values,
     takes_inputs_alone,
     without_idle_draws,
@@ -530,8 +531,14 @@ class ModuleTraces:
                 got = f"an error of its parameters and inputs in {kind} ({said}); buffers keep their dtype"
                 do = f"cast what meets them (x.to(weight.dtype)), or pass {setting('precision', 'fp32')}"
                 refuse("model", got, f"code that runs in {kind}", do, cause=error)
+            given = "batch" if self.first else "example"
+            if loss is not None and lacks_targets(loss, inputs):
+                got = f"no targets for {getattr(loss, '__name__', 'the loss')}, a loss of (output, targets)"
+                refuse(
+                    given, got, "(inputs, targets)", "pass both, or a loss of the output alone", cause=error
+                )
             got, expected = f"one that does not fit the model ({said})", "a batch that it takes"
-            refuse("example", got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
+            refuse(given, got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
 
     def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any, dtype: torch.dtype) -> None:
         """Raise NotCutError if the autograd graph of the module has nodes that the traced graph `uncut` lacks."""
