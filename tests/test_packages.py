@@ -59,7 +59,7 @@ BUDGETS = {
     "checkpoint": 4_290,
     "engine": 10_834,
     "viz": 1_238,
-    "planner": 3_770,
+    "planner": 3_767,
     "models": 6_091,
     "train": 6_496,
     "cli": 2_786,

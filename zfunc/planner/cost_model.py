@@ -115,7 +115,7 @@ class CostModel:
 
     def spec(self, settings: StepSettings) -> StepSpec:
         """The StepSpec of `settings`, with the traced costs of each segment in its own mode of recomputation."""
-        spec = self.segments.untraced(settings, on_gpu=self._on_gpu(settings))
+        spec = self.segments.untraced(settings, on_gpu=not self.hardware(settings).unified)
         modes = words_of(settings.recompute)
         options = pass_options(spec)
         by_mode = {x: self._traced(settings, [evolve(own, recompute=x) for own in options]) for x in modes}
@@ -131,15 +131,12 @@ class CostModel:
             like=spec,
         )
 
-    def _on_gpu(self, settings: StepSettings) -> bool:
-        return not self.hardware(settings).unified
-
     def _traced(self, settings: StepSettings, options: Sequence[PassOptions]) -> StepSpec:
         """The StepSpec with traced costs of passes under `options`, all of one mode of recomputation. Cached."""
         priced = (x.priced for x in options)
         key = settings.precision, settings.fp32_params, settings.micro_batches, *priced
         if key not in self._costs:
             settings = evolve(settings, recompute=options[0].recompute)
-            on_gpu, grouped = self._on_gpu(settings), self.hardware(settings).grouped
-            self._costs[key] = self.segments.traced(settings, on_gpu=on_gpu, grouped=grouped)
+            on = self.hardware(settings)
+            self._costs[key] = self.segments.traced(settings, on_gpu=not on.unified, grouped=on.grouped)
         return self._costs[key]
