@@ -30,12 +30,10 @@ from zfunc.errors import Message, OutOfMemory, marked, setting
 from zfunc.models.cut.modules import cuts
 from zfunc.runtime.direct_io import DirectFile
 
-BY_DAY = {  # a way each
+BY_DAY = {  # a way each, but of GPT-2 and DiT, which train by day where places are chosen by the batch of a loop
     "BERT, classes": "device",
     "CLIP": "two devices",
     "ConvNeXt": "host",
-    "DiT": "host",
-    "GPT-2": "host",
     "Gemma 3": "device",
     "LSTM seq2seq": "host",
     "OLMoE": "two devices",

@@ -89,7 +89,7 @@ class AllocationTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (made_of := _made_of(func)) is not None:
+        if (made_of := decomposed(func)) is not None:
             with self:
                 return made_of(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
@@ -99,11 +99,8 @@ class AllocationTracker(TorchDispatchMode):
         self.attention_flops += flops if formula(func._overloadpacket) is _attention_flops else 0
         self.launches += times * is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
-        # A view, or an argument returned, allocates nothing; of UNSAFE_VIEW the schema does not say so.
-        if not any(r.alias_info for r in func._schema.returns) and func is not UNSAFE_VIEW:
-            for t in tree_leaves(out):
-                if isinstance(t, Tensor):
-                    self._count(t)
+        for t in allocated_by(func, out):
+            self._count(t)
         if is_launched(func):
             before = self._traffic.nbytes
             self._move(func, (args, kwargs), out)
@@ -148,6 +145,18 @@ class AllocationTracker(TorchDispatchMode):
     def holds(self, t: Tensor) -> bool:
         """Whether an operation under this tracker allocated the memory of `t`, which is still alive."""
         return t.untyped_storage()._cdata in self._sizes
+
+
+def allocated_by(func: Any, out: Any) -> list[Tensor]:
+    """The tensors in `out`, the result of a call of operation `func`, whose memory the call allocated."""
+    return [t for t in tree_leaves(out) if isinstance(t, Tensor)] if _allocates(func) else []
+
+
+@cache
+def _allocates(func: Any) -> bool:
+    """Whether an operation returns new memory: a view, or an argument returned, is none; of UNSAFE_VIEW the
+    schema does not say so."""
+    return func is not UNSAFE_VIEW and not any(r.alias_info for r in func._schema.returns)
 
 
 def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
@@ -282,7 +291,7 @@ OWN_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 @cache
-def _made_of(func: Any) -> Callable[..., Any] | None:
+def decomposed(func: Any) -> Callable[..., Any] | None:
     """The function whose operations are counted in place of `func`, a composite operation; None for
     others."""
     has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.trace.cost_trace import AllocationTracker
-from zfunc.engine.trace.graph_cuts import written_by
+from zfunc.engine.trace.cost_trace import allocated_by, decomposed
+from zfunc.engine.trace.graph_cuts import mutates, written_by
+from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.runtime.torch_dtypes import byte_view
 
 MAX_DEPTH = 6  # of containers and objects in each other
@@ -169,28 +170,36 @@ class _InPlaceError(Exception):
     """Raised for an operation that writes into a tensor it was given; `args`: the operation, the tensor."""
 
 
-class _Log(AllocationTracker):
+class _Log(TorchDispatchMode):
     """A mode that records the operations of a call, with their arguments. Raises ValueError or _InPlaceError
     for an impure one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[tuple[str, list[Any], Any]] = []
+        self.ops: list[tuple[Any, list[Any], Any]] = []
         self._results: dict[int, tuple[Any, ...]] = {}
         self._alive: list[Any] = []  # ids stay unique
+        self._own = set[int]()  # storages that the call allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._check_pure(func, args, kwargs or {})
-        self.record(str(func), (args, kwargs or {}))
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        self._check_pure(func, args, kwargs, self.record(func, (args, kwargs)))
+        if (made_of := decomposed(func)) is not None:
+            with self:
+                out = made_of(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+            self._own |= {storage_of(t) for t in allocated_by(func, out)}
         for n, t in enumerate(tree_leaves(out)):
             self._alive.append(t)
             self._results[id(t)] = "result", len(self.ops), n
         return out
 
-    def record(self, name: str, arguments: Any) -> None:
+    def record(self, func: Any, arguments: Any) -> list[Any]:
+        """Record a call of `func`, or what its name says; returns the leaves of its arguments."""
         leaves, structure = tree_flatten(arguments)
-        self.ops.append((name, [self._token(x) for x in leaves], structure))
+        self.ops.append((func, [self._token(x) for x in leaves], structure))
+        return leaves
 
     def _token(self, x: Any) -> Any:
         """A key of the argument `x` of an operation, to compare two calls: where it comes from, its values,
@@ -207,8 +216,8 @@ class _Log(AllocationTracker):
             values = x.detach().cpu().resolve_conj().resolve_neg()
             return tuple(x.shape), x.dtype, hash(byte_view(values).numpy().tobytes())
 
-    def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
-        if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
+    def _check_pure(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> None:
+        if any(isinstance(t, torch.nn.Parameter) for t in leaves):
             raise ValueError(
                 f"got an nn.Parameter the function captured (in {func}), expected it to use the parameters it is "
                 "passed: a captured one would never be trained"
@@ -218,8 +227,8 @@ class _Log(AllocationTracker):
                 f"got a generator of the function's own (in {func}), expected the default one, which is seeded the "
                 "same for the forward and for recomputing it"
             )
-        for t in written_by(func, args, kwargs):
-            if isinstance(t, Tensor) and not self.holds(t):
+        for t in written_by(func, args, kwargs) if mutates(func) else ():
+            if isinstance(t, Tensor) and storage_of(t) not in self._own:
                 raise _InPlaceError(func, t)
 
 
