@@ -1,12 +1,15 @@
-"""Write the tables of settings.md, deepspeed.md and trainer.md from the code: `python docs/make_tables.py`."""
+"""Write the tables of the pages in `TABLES` from the code: `python docs/make_tables.py`."""
 
 import json
+import re
 from pathlib import Path
 
+from attrs import fields
 from markdown_table import table
 
 from zfunc.core.setting_values import HELP
 from zfunc.core.settings import named_settings
+from zfunc.engine.stages.metrics import Metrics
 from zfunc.train.deepspeed.keys import KEYS, OLD_NAMES, Key
 from zfunc.train.trainer.fields import CLASSES, OTHERS
 
@@ -68,7 +71,19 @@ def _in_zfunc(key: Key) -> str:
     return {"supported": key.note, "ignored": ignored, "unsupported": f"refused: {key.note}"}[key.fate]
 
 
-TABLES = {"settings.md": settings_table, "deepspeed.md": key_tables, "trainer.md": field_tables}
+def metrics_table() -> str:
+    """A row for each field of what a step returns, by the docstring of its class."""
+    said = re.findall(r"- `(\w+)`: (.+?)\.\n(?= *(?:- |$))", f"{Metrics.__doc__}\n", re.S)
+    meaning = {name: " ".join(text.split()) for name, text in said}
+    return table(("`metrics`", "what it is"), ((f"`{f.name}`", meaning[f.name]) for f in fields(Metrics)))
+
+
+TABLES = {
+    "settings.md": settings_table,
+    "deepspeed.md": key_tables,
+    "trainer.md": field_tables,
+    "quickstart.md": metrics_table,
+}
 
 
 def with_tables(name: str) -> str:

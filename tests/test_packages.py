@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_761,
     "optim": 3_224,
     "checkpoint": 4_290,
-    "engine": 10_852,
+    "engine": 10_860,
     "viz": 1_238,
     "planner": 3_767,
     "models": 6_091,
@@ -66,7 +66,7 @@ BUDGETS = {
     "tests": 51_172,
     "course": 5_289,
     "benchmarks": 5_088,
-    "docs": 1_774,
+    "docs": 1_789,
 }
 
 

@@ -23,13 +23,21 @@ def _compared(aux: dict[str, Any]) -> dict[str, Any]:
 class Metrics:
     """The report of one training step.
 
-    `loss` is the mean loss. `aux` has the last segment's auxiliary outputs by name: of scalars the mean, as a
-    float; of outputs with one entry per row those of all ranks' batches, as a host tensor. `grad_norm` is the
-    norm of the unscaled gradient before clipping; with the setting `norms`, `norms` has each parameter's by
-    name. `step` is the step's number, from 1; `skipped` is True after an overflow at this `loss_scale`.
-    `seconds` is the duration, `host_seconds` the part of it in host operations. `sent_bytes` went to other
-    ranks (see `zfunc.runtime.collectives`). `timeline` and its `plan` are set with `trace=True`; `saved`, the
-    checkpoint's path or the reason of its failure, with `save=`.
+    - `loss`: the mean loss of the batches of all ranks.
+    - `grad_norm`: the norm of the unscaled gradient before clipping.
+    - `lr`: the learning rate of the update.
+    - `skipped`: whether there was no update, after an overflow at this `loss_scale`.
+    - `loss_scale`: the factor of the loss in backward; 1 but in fp16.
+    - `step`: the number of the step, from 1.
+    - `seconds`: the duration of the step.
+    - `host_seconds`: the part of it in which operations ran on the host.
+    - `sent_bytes`: bytes to other ranks, as `zfunc.runtime.collectives` counts them.
+    - `aux`: the last segment's auxiliary outputs by name: of scalars the mean, as a float; of outputs with one
+      entry per row those of all ranks' batches, as a tensor on the host.
+    - `norms`: with the setting `norms`, the norm of each parameter's gradient by name, as `grad_norm`.
+    - `timeline`: with `trace=True`, the measured step.
+    - `plan`: with `trace=True`, the plan of which `timeline` is.
+    - `saved`: with `save=`, the checkpoint's path, or the reason of its failure.
     """
 
     loss: float
