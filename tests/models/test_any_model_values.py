@@ -3,6 +3,7 @@
 import logging
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,17 @@ class Longer(nn.Module):
         return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
 
 
+class Scaled(Longer):
+    """Another tensor of as many rows, which all blocks read, of whole blocks of a disk."""
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        rows = torch.cat([x, torch.arange(1.0, 1 + int(more[0]))[:, None].expand(-1, 8)])
+        scale = torch.cos(rows).repeat(1, 128)  # [rows, 1024]
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows) * scale[:, -8:])
+        return F.mse_loss(rows[: len(x)], y) + rows[len(x) :].mean()
+
+
 class Ends(Longer):
     """A number that eval mode alone reads, and blocks that may be cut."""
 
@@ -190,13 +202,14 @@ class Crossed(Longer):
 @pytest.mark.parametrize(
     ("way", "kind"),
     [
-        *(("host", Crossed), ("ranks", Longer)),
+        *(("host", Crossed), ("disk", Scaled), ("ranks", Longer)),
         *(pytest.param(x, Longer, marks=pytest.mark.slow) for x in WAYS),
+        pytest.param("host", Scaled, marks=pytest.mark.slow),
         pytest.param("two devices", Crossed, marks=pytest.mark.slow),
     ],
 )
 def test_micro_batches_of_other_values_have_room_for_the_largest_at_each_cut(
-    way: str, kind: type[Longer], caplog: pytest.LogCaptureFixture
+    way: str, kind: type[Longer], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     def given(*more: int) -> dict[str, Tensor]:
         x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
@@ -205,7 +218,7 @@ def test_micro_batches_of_other_values_have_room_for_the_largest_at_each_cut(
     torch.manual_seed(0)
     model = kind()
     settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0), "micro_batches": 2}
-    own = WAYS.get(way, {"pp": 2})
+    own = {**WAYS, "disk": {"activations_on": "disk", "swap": [tmp_path]}}.get(way, {"pp": 2})
     make = lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings, **own)  # noqa: E731
     programs = programs_of(1, make, pp=own.get("pp", 1))
     states = on_every(programs, zfunc.init)
