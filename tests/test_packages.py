@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_761,
     "optim": 3_224,
     "checkpoint": 4_290,
-    "engine": 10_860,
+    "engine": 10_865,
     "viz": 1_238,
     "planner": 3_767,
     "models": 6_091,

@@ -135,7 +135,7 @@ class ActivationSlot:
             start, self.used = self.used, self.used + round_up(nbytes, ALLOCATION)
             return self.flat[start : start + nbytes]
 
-        self.tree = copy_tree(tree_unflatten(leaves, structure), next_part, self.flat.device)
+        self.tree = tree_unflatten(_copy_leaves(leaves, next_part, self.flat.device), structure)
         return given
 
     def next_part(self, at: tuple[int, ...]) -> "ActivationSlot":
@@ -162,6 +162,11 @@ def copy_tree(tree: Any, memory: Callable[[int], Tensor], device: torch.device) 
     """Copy the tensors of a pytree, without waiting for a device: tensors that share memory together, each group
     into `memory(nbytes)`, a uint8 tensor [nbytes] on `device`. On a device, a leaf `OnHost` becomes its tensor."""
     leaves, structure = _flatten_apart(tree)
+    return tree_unflatten(_copy_leaves(leaves, memory, device), structure)
+
+
+def _copy_leaves(leaves: list[Any], memory: Callable[[int], Tensor], device: torch.device) -> list[Any]:
+    """The `leaves` of a pytree with copies of their tensors, made as `copy_tree` does."""
     copies = dict[int, Tensor]()
     for sharing in _close_together(t for t in leaves if isinstance(t, Tensor)):
         coarsest = max(t.itemsize for t in sharing)
@@ -178,7 +183,7 @@ def copy_tree(tree: Any, memory: Callable[[int], Tensor], device: torch.device) 
     leaves = [copies.get(id(x), x) for x in leaves]
     if device.type != "cpu":
         leaves = [x.value if isinstance(x, OnHost) else x for x in leaves]
-    return tree_unflatten(leaves, structure)
+    return leaves
 
 
 def _close_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
