@@ -59,7 +59,7 @@ BUDGETS = {
     "checkpoint": 4_290,
     "engine": 10_865,
     "viz": 1_238,
-    "planner": 3_767,
+    "planner": 3_768,
     "models": 6_091,
     "train": 6_496,
     "cli": 2_786,

@@ -81,7 +81,8 @@ def plan(
     """Plan a training step of `segments` on `hardware`; nothing is allocated, all may be on the meta device.
 
     `segments` may be a module, which is cut as by `zfunc.compile`: as coarsely as a step fits the device. The
-    result has the cut's `most`, for `zfunc.segments(model, example, loss, most=most)`.
+    result has the cut's `most`, for `zfunc.segments(model, example, loss, most=most)`. Finer cuts are not compared,
+    as each takes a search of its own and few are faster: to try one, plan the segments of a smaller `most`.
 
     - `example`: one rank's batch, `(inputs, targets)` or as for `zfunc.segments`, of which only shapes count: on
       the meta device it takes no memory.
