@@ -46,6 +46,16 @@ def edit(file: Path, change: Callable[[Any], Any]) -> None:
         torch.save(saved, file)
 
 
+def like_torchtitan(folder: Path) -> None:
+    weights, moments = get_state_dict(*trained())
+    renamed = dict(zip(weights, ["tok_embeddings.weight", *[*weights][1:]], strict=True))
+    weights = {renamed[x]: t for x, t in weights.items()}
+    moments["state"] = {renamed[x]: t for x, t in moments["state"].items()}
+    for group in moments["param_groups"]:
+        group["params"] = [renamed[x] for x in group["params"]]
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=True)
+
+
 def own(folder: Path) -> None:
     program = zfunc.compile(segments(), precision="fp32", device="cpu")
     zfunc.save(folder, program, zfunc.init(program))
@@ -240,6 +250,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda x: torch.save({}, x),
         lambda _: None,
         "theirs: got a file, .*: name the checkpoint's folder",
+    ),
+    "names of torchtitan": (
+        like_torchtitan,
+        lambda _: None,
+        "theirs: got torchtitan's names .*, whose wq and wk also have other rows.*: pass segments of its",
     ),
     "one of zfunc": (
         own,

@@ -37,6 +37,7 @@ from zfunc.values import whole
 
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")  # of torchtitan and Trainer: a folder with one step
+_EMBEDDING = "tok_embeddings.weight"  # of torchtitan's Llama, and of no model of transformers
 _EXPECTED = "a DCP, or a checkpoint of DeepSpeed or Trainer"
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
 log = logging.getLogger("zfunc")
@@ -201,6 +202,10 @@ def _of_model(run: ForeignRun, segments: Sequence[Any]) -> list[_Entry]:
     """The entries to write of the model `segments`: all its parameters and buffers, from `run`. Raises
     CheckpointError where `run` has those of another model."""
     wanted = {p.name: p for s in segments for p in s.parameters}
+    if _EMBEDDING in run.weights and _EMBEDDING not in wanted:
+        got = f"torchtitan's names ({_EMBEDDING!r}), whose wq and wk also have other rows than q_proj and k_proj"
+        do = "pass segments of its model, by zfunc.segments, or let it convert the weights, and begin new moments"
+        reject(run.place, got, "the names of the model that goes on", do)
     buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
     constants = {s.buffer_name(x) for s in segments for x in s.constants}
     used = {name: _named(run, name) for name in (*wanted, *buffers)}
