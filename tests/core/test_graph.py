@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -526,6 +528,13 @@ def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(sp
     assert all(n <= passes * spec.num_segments for n in Counter(fewer).values())
 
 
+def of_shared_tensors(test: Any) -> Any:
+    """The law `test` of drawn jobs, and of all rows of SPECS with tensors of many inputs, which few jobs have."""
+    sharing = (spec for spec in SPECS.values() if any(x.shared for x in spec.costs))
+    return reduce(lambda test, spec: example(PLAIN, spec)(test), sharing, test)
+
+
+@of_shared_tensors
 @of_any_job
 def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: StepSpec) -> None:
     ops = {op.name: op for op in recipe(spec)}
@@ -566,6 +575,7 @@ def stored(ops: dict[str, Op], m: int, s: int, *, back: bool = False) -> set[Reg
     }
 
 
+@of_shared_tensors
 @of_any_job
 def test_a_tensor_of_many_inputs_leaves_each_rank_once(recipe: Recipe, spec: StepSpec) -> None:
     """With its first stash: to the host if any of its segments' activations go there; else to the disk, if that has
@@ -582,12 +592,10 @@ def test_a_tensor_of_many_inputs_leaves_each_rank_once(recipe: Recipe, spec: Ste
             at = m % spec.settings.in_flight, first, x.leaf
             blocks = x.nbytes // BLOCK  # of which each stash has less
             apart = len(own) > 1 and ("host" in places or blocks * BLOCK * len(own) > whole_blocks(x.nbytes))
+            one = [("pinned", "host_shared") if "host" in places else ("disk", "disk_shared")] * apart
+            assert [(r.tier, r.buffer) for s, _ in own for r in stored(ops, m, s) if r.index == at] == one
             for s, _ in own:
-                (*found,) = (
-                    r for r in stored(ops, m, s, back=True) if r.buffer == "shared_act" and r.index == at
-                )
-                assert [r.tier for r in found] == ["pinned" if "host" in places else "disk"] * apart
-            assert sum(Region("shared_act", at) in stored(ops, m, s) for s, _ in own) == apart
+                assert [(r.tier, r.buffer) for r in stored(ops, m, s, back=True) if r.index == at] == one
         on_disk = [
             s for s, place in enumerate(spec.activations) if place == "disk" and f"stash[{m},{s}]" in ops
         ]
