@@ -26,7 +26,7 @@ from zfunc.core.optimizer_state import updates_matrices
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import PassCost, SegmentCost, SharedInput, StepSpec
+from zfunc.core.spec import PassCost, PassedOn, SegmentCost, SharedInput, StepSpec
 
 Segments = list[list[Parameter]]
 
@@ -84,7 +84,7 @@ def spec(
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident.
 
     `given` are settings, and other fields of the spec. If `shared`, a tensor of 40 times so many bytes is in all
-    inputs but the first, one of 24 in every second.
+    inputs but the first, one of 24 in every second. On the device the latter is passed on by those from 2 to 4.
     """
     if state_format is not None:
         segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
@@ -117,6 +117,10 @@ def spec(
             shared=(
                 *(SharedInput(1, 7, 40 * shared) for _ in range(shared > 0 and s > 0)),
                 *(SharedInput(2 + s, 9, 24 * shared) for _ in range(shared > 0 and s % 2 == 0)),
+            ),
+            passed_on=(
+                *(PassedOn(7, 40) for _ in range(shared > 0 and s > 0)),
+                *(PassedOn(9, 24) for _ in range(shared > 0 and 1 < s < 5)),
             ),
         )
         for s in range(len(segments))

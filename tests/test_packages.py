@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_613,
+    "core": 7_697,
     "schedules and ground": 1_540,
     "runtime": 3_761,
     "optim": 3_224,
     "checkpoint": 4_295,
-    "engine": 10_865,
+    "engine": 10_897,
     "viz": 1_238,
     "planner": 3_768,
     "models": 6_091,
     "train": 6_496,
     "cli": 2_786,
-    "tests": 51_208,
+    "tests": 51_310,
     "course": 5_289,
     "benchmarks": 5_088,
     "docs": 1_789,

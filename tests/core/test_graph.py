@@ -603,6 +603,29 @@ def test_a_tensor_of_many_inputs_leaves_each_rank_once(recipe: Recipe, spec: Ste
         assert sum(r.nbytes for r in stored_there) <= sum(whole_blocks(left_bytes(spec, s)) for s in on_disk)
 
 
+@of_any_job
+@example(PLAIN, SPECS["activations on the host, shared"])
+@example(PLAIN, SPECS["dealt to three devices, shared"])
+def test_a_device_has_what_segments_in_a_row_pass_on_once(recipe: Recipe, spec: StepSpec) -> None:
+    """Of each micro-batch, until it comes from another device; and who reads an input reads all of it."""
+    ops, device_of = [*recipe(spec)], spec.mesh.device_of
+    inputs = {
+        op.index: {r for r in op.reads if r.buffer in ("act", "passed")} for op in ops if op.verb == "forward"
+    }
+    for m in range(spec.settings.micro_batches):
+        there = set[Region]()
+        for s, cost in enumerate(spec.costs):
+            there = there if s and device_of("F", m, s - 1) == device_of("F", m, s) else set()
+            known = {x.number for x in spec.costs[s - 1].passed_on} if there else set[int]()
+            new = sum(r.nbytes for r in inputs[m, s] - there)
+            assert new == cost.input_bytes - sum(x.nbytes for x in cost.passed_on if x.number in known)
+            assert sum(r.nbytes for r in inputs[m, s]) == cost.input_bytes
+            there |= inputs[m, s]
+    for op in ops:
+        for r in op.reads:
+            assert r.buffer != "act" or inputs[r.index] <= {*op.regions}, op.name
+
+
 MOVING = {
     "pack",
     "add",

@@ -91,7 +91,11 @@ def test_tied_frozen_no_grad_and_autocast(way: str, block: type[Block]) -> None:
     check(zfunc.segments(model, batch()), model, batch(), None, **WAYS[way])
 
 
-MIXED: list[dict[str, Any]] = [{"activations_on": "host,device,host"}, {"devices": 2, "micro_batches": 2}]
+MIXED: list[dict[str, Any]] = [
+    {"activations_on": "host,device,host"},
+    {"devices": 2, "micro_batches": 2},
+    {"recompute": "min-cut"},  # what is passed on is a residual, too
+]
 
 
 @pytest.mark.parametrize(
@@ -107,17 +111,24 @@ MIXED: list[dict[str, Any]] = [{"activations_on": "host,device,host"}, {"devices
 )
 def test_the_host_has_one_copy_of_what_many_segments_read(name: str, share: dict[str, Any]) -> None:
     """Beside the tensors that plain code has where the module is cut: the plan has those that wait on the host once
-    each, also those of several devices; and the results are the module's."""
+    each, also those of several devices, and residuals; and the results are the module's."""
     torch.manual_seed(0)
     model, data, loss = MODELS[name]() if name in MODELS else (Tied(), batch(), None)
     segments = zfunc.segments(model.train(), data, loss)
     check(segments, model, data, loss, **{**HOST, **share})
     program = zfunc.compile(segments, precision="fp32", device="cpu", **{**HOST, **share})
     count = share.get("micro_batches", 1)
-    regions = specialize(program, segments[-1].read_batch(data)).plan.graph.regions  # pyright: ignore
-    distinct = dict(chain(*(x.items() for x in waiting(program, data, "host"))))
-    planned = {r: r.nbytes for r in regions if r.buffer in ("host_act", "host_shared")}
-    assert sum(planned.values()) == count * sum(round_up(t.nbytes, 512) for t in distinct.values())
+    shaped = specialize(program, segments[-1].read_batch(data))  # pyright: ignore
+    at_cuts = waiting(program, data, "host")
+    distinct = dict(chain(*(x.items() for x in at_cuts)))
+    residuals = sum(
+        cost.stash_bytes - sum(round_up(t.nbytes, 512) for t in own.values())
+        for own, cost in zip(at_cuts, shaped.spec.costs, strict=False)
+        if own
+    )
+    planned = {r: r.nbytes for r in shaped.plan.graph.regions if r.buffer in ("host_act", "host_shared")}
+    once = residuals + sum(round_up(t.nbytes, 512) for t in distinct.values())
+    assert sum(planned.values()) == count * once
 
 
 def waiting(program: Program, data: Any, place: str) -> list[dict[Any, Tensor]]:

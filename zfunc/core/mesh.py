@@ -111,6 +111,13 @@ class DeviceMesh:
         half "I") of micro-batch `m` through segment `s`; 0 if there is one device."""
         return self.made_on.get((way, m, s), 0)
 
+    def run_of(self, m: int, s: int) -> int:
+        """The first of those consecutive segments, up to `s`, whose forward of micro-batch `m` is on the device
+        of that of `s`: a tensor in the input of `s` has not come from another device since."""
+        while s and self.device_of(F, m, s - 1) == self.device_of(F, m, s):
+            s -= 1
+        return s
+
     def segments_on(self, device: int, *ways: str) -> list[int]:
         """Ascending numbers of the segments through which `device` makes passes of any kind in `ways`,
         letters such as "F" (forward) and "B" (backward)."""

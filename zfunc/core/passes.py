@@ -35,12 +35,12 @@ def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
 
 OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     "weights": _weights,  # of backward, too, which may not recompute: the pullback holds them
-    "input": lambda at, m, s: (at("act", m, s),),
+    "input": lambda at, m, s: at.input(m, s),
     "targets": lambda at, m, s: (at("targets", m),) if at.spec.is_last(s) else (),
     # What forward changes, as the micro-batch before left it; what it read of that is a residual.
     "buffers": lambda at, m, s: at.buffers(s, new=m > 0),
     "changed": lambda at, _, s: at.buffers(s, new=True),
-    "output": lambda at, m, s: at.losses(m) if at.spec.is_last(s) else (at.received("act", F, m, s + 1),),
+    "output": lambda at, m, s: at.losses(m) if at.spec.is_last(s) else at.output(m, s),
     "residuals": lambda at, m, s: at.residuals(m, s),  # unless backward recomputes them
     # Of rows in tiles what waits for its copy is as large as all that is computed: the loss lets it go first.
     "room": lambda at, _, s: at.act_room(s - (at.spec.is_last(s) and at.spec.settings.tiles != 1)),

@@ -48,6 +48,26 @@ def _input_bytes(spec: StepSpec, i: Index) -> int:
     return spec.costs[i[-1]].input_bytes
 
 
+def _gradient_bytes(spec: StepSpec, i: Index) -> int:
+    return spec.costs[i[-1]].gradient_bytes
+
+
+def _new_bytes(spec: StepSpec, i: Index, since: int = 0) -> int:
+    """Bytes of a segment's input without memory that is in inputs of other segments, too, from a segment before
+    number `since` on (0: of any)."""
+    passed = (x for x in spec.costs[i[-1]].passed_on if not since or spec.passed_on[x.number][0] < since)
+    return _input_bytes(spec, i) - sum(x.nbytes for x in passed)
+
+
+def _passed_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of the memory that inputs of the segments from `i[1]` to `i[2]` have in common, on the device that
+    makes forward of micro-batch `i[0]` through `i[1]`: it was made there, or came from another device."""
+    m, begin, end = i
+    came = spec.mesh.run_of(m, begin) == begin
+    passed = spec.passed_on.values()
+    return sum(n for first, last, n in passed if last == end and (first == begin or (came and first < begin)))
+
+
 def _buffer_bytes(spec: StepSpec, i: Index) -> int:
     return spec.buffer_bytes[i[-1]]
 
@@ -136,14 +156,20 @@ REGIONS: dict[str, Row] = {
     "aux": Row(lambda spec, _: round_up(4 * len(spec.aux), ALLOCATION), role="aux"),  # auxiliary outputs
     "aux_rows": Row(lambda spec, _: sum(round_up(x.nbytes, ALLOCATION) for x in spec.aux_rows)),  # of rows
     # of a micro-batch and a segment
-    "act": Row(_input_bytes),  # its input, which the segment before it made
-    "grad_act": Row(_input_bytes),  # the gradient of that
+    "act": Row(_new_bytes),  # its input, which the segment before it made
+    # what inputs of several segments in a row have in common, on one device: from, to
+    "passed": Row(_passed_bytes, of=lambda spec, i: spec.mesh.device_of(F, *i[:2])),
+    "grad_act": Row(_gradient_bytes),  # the gradient of that
     # they, made on another device, which has them until they are copied
-    "sent_act": Row(_input_bytes, of=lambda spec, i: spec.mesh.device_of(F, i[0], i[1] - 1)),
-    "sent_grad_act": Row(_input_bytes, of=lambda spec, i: spec.mesh.device_of(B, *i)),
+    "sent_act": Row(
+        lambda spec, i: _new_bytes(spec, i, i[1]), of=lambda spec, i: spec.mesh.device_of(F, i[0], i[1] - 1)
+    ),
+    "sent_grad_act": Row(_gradient_bytes, of=lambda spec, i: spec.mesh.device_of(B, *i)),
     # they, on their way to another rank, which has them
     "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(F, *i)),
-    "grad_act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(B, i[0], i[1] - 1)),
+    "grad_act_wire": Row(
+        _gradient_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(B, i[0], i[1] - 1)
+    ),
     "residuals": Row(lambda spec, i: spec.costs[i[-1]].residual_bytes),
     "recomputed": Row(_recomputed_bytes),  # they, made ahead of backward
     # kept by one half of backward for the other
@@ -306,6 +332,30 @@ class Regions:
             buffer = f"sent_{buffer}"
         return self(buffer, m, s)
 
+    def input(self, m: int, s: int) -> tuple[Region, ...]:
+        """The regions of segment `s`'s input on its device: what no other input has, and what others have, too."""
+        return (self("act", m, s), *self._passed(m, s, s))
+
+    def sent(self, m: int, s: int) -> tuple[Region, ...]:
+        """The regions of segment `s`'s input on the device that made it for another."""
+        return (self("sent_act", m, s), *self._passed(m, s, s - 1))
+
+    def output(self, m: int, s: int) -> tuple[Region, ...]:
+        """The regions of the input of the segment after `s`, as far as forward of `s` writes them on its device,
+        without those that it passes on."""
+        made = self.received("act", F, m, s + 1)
+        new = self._passed(m, s + 1, s + 1) if made.buffer == "act" else ()
+        return (made, *(r for r in new if r.index[1] > s))
+
+    def _passed(self, m: int, s: int, there: int) -> tuple[Region, ...]:
+        """The regions of what segment `s`'s input has in common with others, on the device of forward of segment
+        `there`, `s` or the one before: of what is in an input no later than that of `there`."""
+        begin = self.spec.mesh.run_of(m, there)
+        spans = {
+            (max(x, begin), last) for x, last, _ in self.spec.passed_on.values() if x <= there <= s <= last
+        }
+        return tuple(self("passed", m, *span) for span in sorted(spans))
+
     def losses(self, m: int) -> tuple[Region, ...]:
         """The regions of micro-batch `m`'s loss and of the last segment's auxiliary outputs, if any."""
         return (self("loss", m), *self.some("aux", m), *self.some("aux_rows", m))
@@ -389,8 +439,8 @@ class Regions:
         output if residuals share tensors with it."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
-        made = (self.received("act", F, m, s + 1),) if output else ()
-        return (self("act", m, s), *kept, *made, *self.act_room(s))
+        made = self.output(m, s) if output else ()
+        return (*self.input(m, s), *kept, *made, *self.act_room(s))
 
     def sum(self, b: int, d: int) -> Region:
         """The region of the sum, over micro-batches, of bucket `b`'s gradients from delivery `d` (tied
@@ -617,7 +667,7 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
     yield passing("act_page", kept, in_turn, slots)
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
-    for buffer, way in (("act_hop", F), ("grad_act_hop", B)):
+    for buffer, way, nbytes in (("act_hop", F, _input_bytes), ("grad_act_hop", B, _gradient_bytes)):
         into = off_device((), spec.mesh.hops(way))
-        hops = {s: round_up(spec.costs[s].input_bytes, ALLOCATION) for s in into}
+        hops = {s: round_up(nbytes(spec, (s,)), ALLOCATION) for s in into}
         yield reused(buffer, hops, [[*hops]], 1)

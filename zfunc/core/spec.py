@@ -93,6 +93,15 @@ class SharedStash:
 
 
 @frozen
+class PassedOn:
+    """Device memory of `nbytes` bytes in the input of a segment that inputs of segments before or after it have
+    as well, because those between return it unchanged. `number` is the same in all of them."""
+
+    number: int
+    nbytes: int
+
+
+@frozen
 class SegmentCost:
     """The costs of one segment for one micro-batch: a `PassCost` for each kind of pass, and sizes in bytes.
 
@@ -101,7 +110,8 @@ class SegmentCost:
     `pending_bytes` are kept between them. `residual_bytes` are kept after forward, beside the output; 0 if
     backward recomputes. `stash_bytes`: all that backward needs of forward (input, residuals, and the output
     if `keeps_output`), when it is offloaded. `key_bytes`: host memory for keys and values of attention over
-    rows in tiles. `shared`: tensors of the input that other segments' inputs contain, too.
+    rows in tiles. `gradient_bytes`: of the gradient of the input, by default `input_bytes`. `shared`:
+    tensors of the input that other segments' inputs contain, too; `passed_on`: their memory on the device.
     """
 
     forward: PassCost = PassCost()
@@ -116,7 +126,9 @@ class SegmentCost:
     key_bytes: int = 0
     pending_bytes: int = 0
     recomputed_bytes: int = 0
+    gradient_bytes: int = field(default=Factory(lambda self: self.input_bytes, takes_self=True))
     shared: tuple[SharedInput, ...] = ()
+    passed_on: tuple[PassedOn, ...] = ()
 
     @property
     def passes(self) -> dict[str, PassCost]:
@@ -258,6 +270,15 @@ class StepSpec:
                 for s, x in own:
                     found[s][x.leaf] = stash
         return tuple(found)
+
+    @cached_property
+    def passed_on(self) -> dict[int, tuple[int, int, int]]:
+        """Device memory that segments pass on unchanged, by its number: (first, last segment with it in the
+        input, bytes)."""
+        found: dict[int, tuple[int, int, int]] = {}
+        for s, cost in enumerate(self.costs):
+            found |= {x.number: (found.get(x.number, (s,))[0], s, x.nbytes) for x in cost.passed_on}
+        return found
 
     @property
     def barrier(self) -> bool:

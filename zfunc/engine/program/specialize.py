@@ -8,7 +8,7 @@ from itertools import chain, count
 from typing import Any, TypeVar
 
 import torch
-from attrs import evolve, fields, has
+from attrs import astuple, evolve, fields, has
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
@@ -16,7 +16,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.pipeline import PASSES
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
-from zfunc.core.spec import SegmentCost, SharedInput, StepSpec
+from zfunc.core.spec import PassedOn, SegmentCost, SharedInput, StepSpec
 from zfunc.engine.program.program import KindsSeen, Program, ShapedProgram, make_plan, warn_once
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, check_aux_rows
 from zfunc.engine.trace.batches import CONSTANTS, Batch, ByValue, layout_of_leaves, rows_in, split_batch
@@ -130,12 +130,16 @@ def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
 
 def _largest(values: Sequence[Any]) -> Any:
     """The largest of numbers; of objects of an attrs class, one with the largest value in each field; of
-    tuples of shared tensors, those that all have, with the smallest and the largest size."""
+    tuples of what inputs share, that which all have, with the smallest and the largest size."""
     if isinstance(values[0], tuple):
-        sizes = [{(x.leaf, x.tensor): x for x in shared} for shared in values]
-        common = ([own[at] for own in sizes] for at in sizes[0] if all(at in own for own in sizes))
+        ends = {"nbytes": min, "most": max}
+        by_name = [{astuple(x, filter=lambda f, _: f.name not in ends): x for x in own} for own in values]
+        common = ([own[at] for own in by_name] for at in by_name[0] if all(at in own for own in by_name))
         return tuple(
-            evolve(of[0], nbytes=min(x.nbytes for x in of), most=max(x.most for x in of)) for of in common
+            evolve(
+                of[0], **{k: end(getattr(x, k) for x in of) for k, end in ends.items() if hasattr(of[0], k)}
+            )
+            for of in common
         )
     if not has(type(values[0])):
         return max(values)
@@ -206,18 +210,20 @@ def traced_spec(
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
         traces, random, unused = _trace_all(program, micro, of_accelerator)
-    # Of an output or its gradient, whose tensors never share memory.
-    passed = [max(t.output_bytes, nbytes(differentiated(t.out))) for t in traces[:-1]]
-    inputs = [nbytes(micro[0]), *passed]
+    memory = _memory_of_inputs(program, micro[0], traces)
+    gradients = [nbytes(micro[0]), *(nbytes(differentiated(x.out)) for x in traces[:-1])]  # of the inputs
     first = program.layout.first_trainable
-    below = [size if s > first else 0 for s, size in enumerate(inputs)]  # gradients of these
+    below = [size if s > first else 0 for s, size in enumerate(gradients)]
     costs: list[SegmentCost] = []
-    each = traces, inputs, program.spec.grad_bytes, below, _shared_inputs(traces)
-    for x, size, grads, passed, shared in zip(*each, strict=True):
+    times = Counter(chain(*memory))
+    each = traces, memory, gradients, program.spec.grad_bytes, below, _shared_inputs(traces)
+    for x, storages, gradient, grads, passed, shared in zip(*each, strict=True):
         made = {"grads": grads, "below": passed}  # regions of their own
         own = {k: sum(made.get(word, 0) for word in kind.makes.split()) for k, kind in PASSES.items()}
         passes = {PASSES[k].verb: cost.beside(own[k]) for k, cost in x.cost.passes.items()}
-        costs.append(evolve(x.cost, input_bytes=size, shared=shared, **passes))
+        passed_on = tuple(PassedOn(*of) for of in storages.items() if times[of[0]] > 1)
+        sizes = {"input_bytes": sum(storages.values()), "gradient_bytes": gradient}
+        costs.append(evolve(x.cost, **sizes, shared=shared, passed_on=passed_on, **passes))
     aux, rows = aux_names(traces[-1].out), aux_rows(traces[-1].out)
     names = *aux, *(x.name for x in rows)
     for before, _ in program.cache.costs.values():
@@ -253,6 +259,25 @@ def _trace_all(
         random |= {s} if made.random else set()
         x = made.out
     return traces, frozenset(random), _unused(program, [x.paths for x in traces])
+
+
+def _memory_of_inputs(program: Program, inputs: Any, traces: Sequence[Trace]) -> list[dict[int, int]]:
+    """For each segment, the device memory of its input: bytes of each storage by a number, which is the same
+    in the inputs of later segments to which it is passed on. `inputs` are those of the first segment."""
+    numbers, copied = (
+        count(),
+        program.settings.compile_segments == "reduce-overhead",
+    )  # what such a pass returns
+    leaves = {n: t for n, t in enumerate(tree_leaves(inputs)) if isinstance(t, Tensor)}
+    here = {n: (next(numbers), nbytes(t)) for n, t in leaves.items()}
+    found = [dict(here.values())]
+    for x in traces[:-1]:
+        known = {} if copied else dict(here)
+        here = {
+            n: known.setdefault(storage, (next(numbers), size)) for n, (storage, size) in x.memory.items()
+        }
+        found.append(dict(here.values()))
+    return found
 
 
 def _shared_inputs(traces: Sequence[Trace]) -> list[tuple[SharedInput, ...]]:

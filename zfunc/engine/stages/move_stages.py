@@ -103,7 +103,7 @@ def sent(op: Op, mem: Memory, step: StepContext) -> None:
     if op.kind == "network":
         _between_ranks(op, mem, step)
         return
-    (source,), (target,) = op.reads, op.writes
+    source, target = op.reads[0], op.writes[0]
     if target.tier == "pinned":
         mem[target].put(mem[source])
         return

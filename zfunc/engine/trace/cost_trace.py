@@ -313,20 +313,20 @@ def is_launched(func: Any) -> bool:
 
 @frozen
 class Trace:
-    """The traced costs of a segment's passes for one micro-batch, and its output `out`, on the meta device,
-    of `output_bytes`.
+    """The traced costs of a segment's passes for one micro-batch, and its output `out`, on the meta device.
 
-    `paths` has, for each output, the weights and input leaves that it depends on. `passed_on` maps the number
-    of an output leaf that is a tensor of the input to its number there; `alone[n]` are the bytes that an
-    offloaded input saves without leaf `n`. `cost.input_bytes` is 0 here; the workspace of backward includes
-    the gradients that it returns.
+    `paths` has, for each output, the weights and input leaves that it depends on. `memory` maps the number of
+    an output leaf to (storage, its bytes), where a storage is the number of the input leaf that lies in it, too,
+    or negative. `passed_on` maps the number of an output leaf that is a tensor of the input to its number
+    there; `alone[n]` are the bytes that an offloaded input saves without leaf `n`. `cost.input_bytes` is 0
+    here; the workspace of backward includes the gradients that it returns.
     """
 
     out: Tree
-    output_bytes: int
     cost: SegmentCost
     random: bool  # whether a pass draws random numbers
     paths: Paths
+    memory: dict[int, tuple[int, int]]
     passed_on: dict[int, int]
     alone: list[int]
 
@@ -362,18 +362,24 @@ def trace(
         with first, keys_in(first.host if options.keys_on_host else None):
             y, residuals = passes.forward(weights, inputs)
             y = y[0] if buffers else y
-            output_bytes = _storage_bytes(y)
-            kept = max(0, first.live - output_bytes) if passes.keeps else 0
-            costs: dict[str, Any] = {"forward": first.cost(output_bytes + kept)}
-            out = empty_like_strided(y, "meta")
             own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
+            own_bytes = _storage_bytes(own)  # not what is passed on, which was there before
+            kept = max(0, first.live - own_bytes) if passes.keeps else 0
+            costs: dict[str, Any] = {"forward": first.cost(own_bytes + kept)}
+            out = empty_like_strided(y, "meta")
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
-            given = {_view_of(t): n for n, t in enumerate(tree_leaves(inputs[0])) if isinstance(t, Tensor)}
-            found = ((n, _view_of(t)) for n, t in enumerate(tree_leaves(y)) if isinstance(t, Tensor))
-            passed_on = {n: given[view] for n, view in found if view in given}
+            given, results = (
+                {n: t for n, t in enumerate(tree_leaves(x)) if isinstance(t, Tensor)} for x in (inputs[0], y)
+            )
+            storages = {storage_of(t): n for n, t in given.items()}
+            memory = {
+                n: (storages.setdefault(storage_of(t), -1 - n), _storage_bytes(t)) for n, t in results.items()
+            }
+            views = {_view_of(t): n for n, t in given.items()}
+            passed_on = {n: views[view] for n, t in results.items() if (view := _view_of(t)) in views}
             # A part of the output that is a residual, too, outlives the output.
-            own_bytes, before = _storage_bytes(own), first.live
-            del y, own
+            before = first.live
+            del y, own, results
             keeps_output = before - first.live < own_bytes
 
         stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
@@ -399,7 +405,7 @@ def trace(
             key_bytes=max(x.host.nbytes for x in (first, *trackers.values())),
         )
         random = any(x.random for x in (first, *trackers.values()))
-        return Trace(out, output_bytes, cost, random, paths, passed_on, alone)
+        return Trace(out, cost, random, paths, memory, passed_on, alone)
 
 
 def _view_of(t: Tensor) -> tuple[Any, ...]:

@@ -427,17 +427,18 @@ def _named(run: GraphCall, names: tuple[str, ...], *pending: Tensor) -> Values:
 
 @frozen
 class _LeafView:
-    """Stands for a residual that is a view of a weight or an input: of leaf number `leaf` of these, from
-    element `offset` on."""
+    """Stands for a residual that is a view of a weight or an input: of leaf number `leaf` of these, as `dtype`,
+    from element `offset` on."""
 
     leaf: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
 
     def of(self, leaves: Leaves) -> Tensor:
         """The view itself, of leaf number `leaf` in `leaves`, the weights and inputs that backward gets."""
-        leaf: Tensor = leaves[self.leaf]
+        leaf: Tensor = leaves[self.leaf].view(self.dtype)
         return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
 
 
@@ -501,10 +502,10 @@ def _without_leaves(x: object, leaves: Leaves) -> object:
     if not isinstance(x, Tensor):
         return x
     for n, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and storage_of(leaf) == storage_of(x) and leaf.dtype == x.dtype:
+        if isinstance(leaf, Tensor) and storage_of(leaf) == storage_of(x) and leaf.itemsize == x.itemsize:
             offset = x.storage_offset() - leaf.storage_offset()
             if 0 <= offset < max(1, leaf.numel()):
-                return _LeafView(n, tuple(x.shape), x.stride(), offset)
+                return _LeafView(n, x.dtype, tuple(x.shape), x.stride(), offset)
     return x
 
 
