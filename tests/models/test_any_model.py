@@ -225,6 +225,34 @@ def test_what_segments_on_host_and_disk_share_is_on_the_host(more: dict[str, Any
     assert {r.place for r in shared.values() if r.nbytes >= 2 * BLOCK} == {"pinned"}
 
 
+class Modulated(nn.Module):
+    """Blocks that read three parts of one tensor, interleaved in its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.layers = nn.Linear(64, 192), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift, scale, gate = self.parts(x).chunk(3, -1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * scale + shift) * torch.sin(gate)
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_residuals_that_are_views_of_tensors_in_one_memory_find_them_apart(
+    place: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = {"x": torch.randn(64, 64), "y": torch.randn(64, 64)}
+    segments = zfunc.segments(Modulated(), data)
+    _, expected, weights = trained_bits(segments, data, recompute="min-cut")
+    swap = {"swap": [tmp_path]} if place == "disk" else {}
+    _, got, same = trained_bits(segments, data, recompute="min-cut", activations_on=place, **swap)
+    assert repr(got) == repr(expected)
+    assert all(torch.equal(t, weights[name]) for name, t in same.items())
+
+
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
 def test_the_disk_has_one_copy_of_what_many_segments_read(
     order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

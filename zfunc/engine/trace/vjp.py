@@ -51,6 +51,7 @@ from zfunc.engine.trace.tensor_memory import (
     Leaves,
     Tree,
     Values,
+    byte_range,
     dense_strides,
     extent,
     layouts,
@@ -503,8 +504,9 @@ def _without_leaves(x: object, leaves: Leaves) -> object:
         return x
     for n, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and storage_of(leaf) == storage_of(x) and leaf.itemsize == x.itemsize:
-            offset = x.storage_offset() - leaf.storage_offset()
-            if 0 <= offset < max(1, leaf.numel()):
+            (first, last), (begin, end) = byte_range(leaf), byte_range(x)
+            if first <= begin <= end <= last:  # or in another leaf in that memory, which may wait elsewhere
+                offset = x.storage_offset() - leaf.storage_offset()
                 return _LeafView(n, x.dtype, tuple(x.shape), x.stride(), offset)
     return x
 
