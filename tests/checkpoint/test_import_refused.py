@@ -246,6 +246,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda _: None,
         "neither .metadata nor",
     ),
+    "a pointer to a folder without files": (
+        lambda x: (x / "global_step4").mkdir(parents=True) or (x / "latest").write_text("global_step4"),
+        lambda _: None,
+        "neither .metadata nor",
+    ),
     "file": (
         lambda x: torch.save({}, x),
         lambda _: None,
@@ -259,7 +264,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
     "one of zfunc": (
         own,
         lambda _: None,
-        "step-00000000: got a checkpoint of zfunc, .*: go on from it as it is, by zfunc train --resume",
+        "theirs: got a checkpoint of zfunc, .*: go on from it as it is, by zfunc train --resume",
     ),
     "nothing": (
         lambda x: x.mkdir(),

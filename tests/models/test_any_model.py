@@ -527,6 +527,28 @@ def test_what_eval_mode_alone_reads_stays_as_it_is_and_evaluates(way: str, tmp_p
     assert same == {x for x in before if "gate" in x or "shift" in x or x.startswith(("more", "head"))}
 
 
+class Elsewhere(nn.Module):
+    """Blocks, of which the last reads in eval mode a weight that the first trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x if self.training else x @ self.layers[0].weight, y)
+
+
+def test_what_eval_mode_reads_of_another_block_is_refused_with_what_to_do() -> None:
+    x = torch.randn(4, 8), torch.randn(4, 8)
+    program = zfunc.compile(Elsewhere(), example=x, precision="fp32", device="cpu")
+    with pytest.raises(
+        ValueError, match=r"other parameters in eval mode.*: a block may read there what it trains"
+    ):
+        zfunc.evaluate(program, zfunc.init(program), x)
+
+
 def test_a_checkpoint_goes_on_in_another_program_and_its_weights_are_the_models(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Tied(num_layers=2, p=0.5, block=Stateful), batch()

@@ -360,8 +360,14 @@ def not_causal(model: Any, **fields: bool) -> Any:
     return model
 
 
+def with_layer(model: Any, **fields: Any) -> Any:
+    vars(model.model.layers[0].self_attn).update(fields)
+    return model
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "is_causal False: set it to True": lambda: not_causal(random_model("Llama"), is_causal=False),
+    "is_causal 0: set it to True": lambda: with_layer(random_model("Llama"), is_causal=0),
     "use_bidirectional_attention True: set it to False": lambda: not_causal(
         random_model("Gemma 3"), use_bidirectional_attention=True
     ),

@@ -111,6 +111,16 @@ def test_an_unknown_setting_is_refused_with_the_nearest(make: Any) -> None:
         make(weight_dacay=0.1)
 
 
+def test_a_class_with_an_init_of_its_own_takes_its_arguments() -> None:
+    class Slow(zfunc.SGD):
+        def __init__(self, slowness: float) -> None:
+            super().__init__(1 / slowness)
+
+    assert Slow(slowness=4.0).lr == 0.25
+    with pytest.raises(SettingTypeError, match="lr: got an unknown setting, expected one of slowness"):
+        Slow(lr=0.1)  # pyright: ignore
+
+
 @pytest.mark.parametrize(("make", "message"), SETTINGS)
 def test_a_wrong_setting_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

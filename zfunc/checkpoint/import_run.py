@@ -66,16 +66,18 @@ class _Entry:
 
 @frozen(eq=False)
 class FoundRun:
-    """A checkpoint of another program: its folder, the function that reads its format, and which of the arguments
-    `groups`, `head_dim` and `allow_pickle` of `import_run` this function takes."""
+    """A checkpoint of another program: the folder of its step; the folder in it, or itself, that has the files; the
+    function that reads their format; and which of the arguments `groups`, `head_dim` and `allow_pickle` of
+    `import_run` this function takes."""
 
     folder: Path
+    files: Path
     reader: Callable[..., ForeignRun]
     takes: tuple[str, ...]
 
     def open(self, **given: Any) -> ForeignRun:
         """Open the checkpoint with those of the arguments `given` that its format takes. Raises CheckpointError."""
-        return self.reader(self.folder, **{x: given[x] for x in self.takes})
+        return self.reader(self.files, **{x: given[x] for x in self.takes})
 
 
 def find_run(source: str | os.PathLike[str]) -> FoundRun:
@@ -106,7 +108,9 @@ def find_run(source: str | os.PathLike[str]) -> FoundRun:
 
 
 def _run_in(folder: Path) -> FoundRun | None:
-    return next((FoundRun(folder, read, takes) for known, read, takes in _FORMATS if known(folder)), None)
+    files = folder if _is_dcp(folder) else _last_of_deepspeed(folder) or folder
+    found = (FoundRun(folder, files, read, takes) for known, read, takes in _FORMATS if known(files))
+    return next(found, None)
 
 
 def _is_dcp(folder: Path) -> bool:
@@ -122,15 +126,8 @@ def _last_of_deepspeed(folder: Path) -> Path | None:
     return None
 
 
-def _open_last_of_deepspeed(folder: Path, **given: Any) -> ForeignRun:
-    named = _last_of_deepspeed(folder)
-    assert named is not None
-    return find_run(named).open(**given)
-
-
 _FORMATS = (  # whether a folder has a checkpoint of a format, its reader, and what this takes; the first is taken
     (_is_dcp, open_dcp, ("head_dim",)),
-    (_last_of_deepspeed, _open_last_of_deepspeed, ("groups", "head_dim", "allow_pickle")),
     (is_deepspeed, open_deepspeed, ("allow_pickle",)),
     (is_trainer, open_trainer, ("groups", "allow_pickle")),
 )

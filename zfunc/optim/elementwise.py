@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from attrs import evolve, field, fields, frozen
@@ -143,9 +144,9 @@ class KernelOptimizer(ABC):
     moments: Moments = choice_field("moments", "fp32", MOMENTS)
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        """An optimizer without values, which the fields of the class give it. Raises TypeError for a setting in
-        `given` that is no field."""
-        known = [x.name for x in fields(cls) if x.init]  # pyright: ignore
+        """An optimizer without values, which the class's `__init__` gives it. Raises TypeError for a setting in
+        `given` that `__init__` does not take."""
+        _, *known = signature(cls.__init__).parameters
         for name in (x for x in given if x not in known):
             refuse_unknown(name, known)
         return super().__new__(cls)

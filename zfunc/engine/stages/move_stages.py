@@ -64,7 +64,7 @@ def activations(op: Op, mem: Memory, step: StepContext) -> None:
     leaves = mem[own].put([mem[Region("act", op.index)], *residuals], dict.fromkeys(shared))
     on_host = {r.index[1:]: mem[r] for r in apart}
     for at in dict.fromkeys((s, x.leaf) for x in shared.values() if x.first == s):
-        (on_host.get(at) or mem[own].next_part(at)).put(leaves[at[1]])
+        (on_host.get(at) or mem[own].add_part(at)).put(leaves[at[1]])
 
 
 def page_of_activations(op: Op, mem: Memory, step: StepContext) -> None:

@@ -138,7 +138,7 @@ class ActivationSlot:
         self.tree = tree_unflatten(_copy_leaves(leaves, next_part, self.flat.device), structure)
         return given
 
-    def next_part(self, at: tuple[int, ...]) -> "ActivationSlot":
+    def add_part(self, at: tuple[int, ...]) -> "ActivationSlot":
         """A slot named `at` in `parts`, behind the pytree and the part before, which has been used."""
         start = sum(whole_blocks(x.used) for x in (self, *self.parts.values()))
         return self.parts.setdefault(at, ActivationSlot(self.flat[start:]))

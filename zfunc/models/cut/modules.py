@@ -385,10 +385,11 @@ class ModuleTraces:
         if made.names != first.names or any(
             p and p.short.items() - first.short(s).items() for s, p in enumerate(made.pieces)
         ):
-            raise ValueError(
-                f"model: got a batch for which it runs other blocks or reads other parameters in {mode}, expected "
-                "those of the example: pass a batch of this shape as the example"
-            )
+            got = f"a batch for which it runs other blocks or reads other parameters in {mode}"
+            do = "pass a batch of this shape as the example"
+            if not training:
+                do = "a block may read there what it trains and what no block trains, or evaluate the module itself"
+            raise ValueError(f"model: got {got}, expected those of the example: {do}")
         # Else the functions of blocks that are alike in the first trace need to be told their place.
         return evolve(
             made,
