@@ -540,6 +540,22 @@ class Elsewhere(nn.Module):
         return F.mse_loss(x if self.training else x @ self.layers[0].weight, y)
 
 
+class Remembers(Elsewhere):
+    """Assigns a tensor that no later call reads, as Qwen3-VL does, which is a fake one after a trace."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.delta = x - y
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, y)
+
+
+def test_a_tensor_that_forward_assigns_is_not_copied_after_a_trace() -> None:
+    torch.manual_seed(0)
+    model, x = Remembers(), (torch.randn(4, 8), torch.randn(4, 8))
+    check(zfunc.segments(copy.deepcopy(model), x), model, x, None)
+
+
 def test_what_eval_mode_reads_of_another_block_is_refused_with_what_to_do() -> None:
     x = torch.randn(4, 8), torch.randn(4, 8)
     program = zfunc.compile(Elsewhere(), example=x, precision="fp32", device="cpu")

@@ -28,7 +28,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -659,6 +659,9 @@ def _with_tensors(whole: Segment, fakes: Values, buffers: Values) -> Any:
         id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in module.named_parameters()
     }
     memo |= {id(t): buffers[x] for x, t in module.named_buffers()}
+    # Forward may have assigned one (Qwen3-VL's rope_deltas), which is not to be copied outside its mode.
+    assigned = (t for m in module.own[0].modules() for t in vars(m).values())
+    memo |= {id(t): t for t in assigned if isinstance(t, FakeTensor)}
     return copy.deepcopy(module, memo)
 
 
