@@ -355,21 +355,15 @@ def with_rope(model: Any, kind: str) -> Any:
     return model
 
 
-def not_causal(model: Any, **fields: bool) -> Any:
+def not_causal(model: Any, **fields: Any) -> Any:
     model.config.update(fields)
-    return model
-
-
-def with_layer(model: Any, **fields: Any) -> Any:
-    vars(model.model.layers[0].self_attn).update(fields)
     return model
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "is_causal False: set it to True": lambda: not_causal(random_model("Llama"), is_causal=False),
-    "is_causal 0: set it to True": lambda: with_layer(random_model("Llama"), is_causal=0),
-    "use_bidirectional_attention True: set it to False": lambda: not_causal(
-        random_model("Gemma 3"), use_bidirectional_attention=True
+    "use_bidirectional_attention 'all': set it to False": lambda: not_causal(
+        random_model("Llama"), use_bidirectional_attention="all"
     ),
     "expected a model of transformers": lambda: torch.nn.Linear(1, 1),
     r"an encoder-decoder, with two inputs, expected a causal.*zfunc\.segments\(": lambda: (

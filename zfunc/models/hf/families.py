@@ -68,11 +68,10 @@ def check_supported(model: Any) -> None:
         from_folder = "from its folder with zfunc.hf.load(folder, quantize='nf4', lora=...)"
         refuse("model", got, do=f"load it without quantization_config, or {from_folder}")
     for field, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
-        for value in dict.fromkeys(getattr(x, field, causal) for x in (config, *model.modules())):
-            if value is not None and bool(value) != causal:
-                raise ValueError(
-                    f"model: got a {name} with {field} {value!r}: set it to {causal}: attention is causal"
-                )
+        if bool(value := getattr(config, field, causal)) != causal:
+            raise ValueError(
+                f"model: got a {name} with {field} {value!r}: set it to {causal}: attention is causal"
+            )
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(x for x in ropes.values() if isinstance(x, dict))]:
         if (kind := rope.get("rope_type", "default")) not in ROPE:
