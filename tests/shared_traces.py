@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from zfunc.core.spec import StepSpec
 from zfunc.engine import compile as compiling
-from zfunc.engine.program import passes, program, specialize
+from zfunc.engine.program import passes, program, traced_spec
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages.stage_context import CompiledSegment
 from zfunc.engine.trace import vjp
@@ -27,7 +27,7 @@ from zfunc.runtime import accelerator
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
 _calls, _checked = passes.segment_calls, passes.checked
-_trace_one, _check = specialize._trace_one, specialize.check_deterministic
+_trace_one, _check = traced_spec._trace_one, traced_spec.check_deterministic
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
 _with_buffers: set[Callable[..., Any]] = set()
@@ -42,7 +42,7 @@ def share_traces() -> None:
     """From now on, in this process."""
     compiling.segment_calls = traced_costs.segment_calls = _shared_calls
     passes.checked, passes.tiled_vjp = _shared_checked, _shared_vjp
-    specialize._trace_one, specialize.check_deterministic = _shared_trace, _shared_check
+    traced_spec._trace_one, traced_spec.check_deterministic = _shared_trace, _shared_check
 
 
 def _shareable(segment: Segment) -> bool:
@@ -122,7 +122,7 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
     pulled = s >= owner.layout.first_trainable
     key = (
         id(call.passes),
-        specialize._dtypes(owner, s),
+        traced_spec._dtypes(owner, s),
         owner.dtype,
         pulled,
         structure,

@@ -75,7 +75,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "checkpoint.swap_file VERSION",
     ],
     "of a text": [
-        "engine.program.specialize SHOWN",
+        "engine.program.traced_spec SHOWN",
         "core.setting_docs DOCSTRING_WIDTH",
         "core.graph SHOWN",
         "core.display FIELD WHOLE",

@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_761,
     "optim": 3_225,
     "checkpoint": 4_292,
-    "engine": 10_899,
+    "engine": 10_917,
     "viz": 1_238,
     "planner": 3_768,
     "models": 6_095,

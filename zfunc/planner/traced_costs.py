@@ -17,7 +17,7 @@ from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
-from zfunc.engine.program.specialize import largest_spec, traced_spec
+from zfunc.engine.program.traced_spec import largest_spec, traced_spec
 from zfunc.engine.trace.batches import LABELS, Batch, ByValue, layout_of_leaves, row_tokens, split_batch
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments

@@ -1,0 +1,272 @@
+"""A step's spec with costs: the segments traced for a micro-batch, and what their traces say of a step."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, count
+from typing import Any
+
+import torch
+from attrs import astuple, evolve, fields, has
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from zfunc.core.pipeline import PASSES
+from zfunc.core.spec import PassedOn, SegmentCost, SharedInput, StepSpec
+from zfunc.engine.program.program import Program
+from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names
+from zfunc.engine.trace.batches import CONSTANTS, Batch
+from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
+from zfunc.engine.trace.graph_cuts import Paths
+from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
+from zfunc.engine.trace.purity import check_deterministic
+from zfunc.engine.trace.tensor_memory import layouts
+from zfunc.engine.trace.vjp import SegmentWeights, differentiated
+from zfunc.errors import Message, PlanError, marked, refuse, setting
+from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+
+SHOWN = 3  # names in an error
+NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what to use instead
+    "does not require grad and does not have a grad_fn": (
+        "torch.autograd.grad or backward()",
+        "use torch.func.grad, which nests",
+    ),
+    "saved tensor hooks": (
+        "torch.utils.checkpoint or other hooks of saved tensors",
+        "leave it out, and set recompute, which is 'all' unless set",
+    ),
+    "must override the setup_context staticmethod": (
+        "a torch.autograd.Function without setup_context, as reentrant torch.utils.checkpoint is one",
+        "give it setup_context, or in place of a checkpoint set recompute, which is 'all' unless set",
+    ),
+    "DataDependentOutputException": (
+        "a branch on the value of a tensor",
+        "write it with torch.where, or move it between segments",
+    ),
+}
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def traced_spec(
+    program: Program, micro: Batch, *, of_accelerator: bool | None = None
+) -> tuple[StepSpec, frozenset[int]]:
+    """The StepSpec with costs traced for micro-batch `micro`, and the indices of the segments that draw
+    random numbers.
+
+    The costs are those on the program's device; `of_accelerator` True or False overrides that: on an
+    accelerator, or on the CPU.
+    """
+    of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
+    with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
+        traces, random, unused = _trace_all(program, micro, of_accelerator)
+    memory = _memory_of_inputs(program, micro[0], traces)
+    gradients = [nbytes(micro[0]), *(nbytes(differentiated(x.out)) for x in traces[:-1])]  # of the inputs
+    first = program.layout.first_trainable
+    below = [size if s > first else 0 for s, size in enumerate(gradients)]
+    costs: list[SegmentCost] = []
+    times = Counter(chain(*memory))
+    each = traces, memory, gradients, program.spec.grad_bytes, below, _shared_inputs(traces)
+    for x, storages, gradient, grads, passed, shared in zip(*each, strict=True):
+        made = {"grads": grads, "below": passed}  # regions of their own
+        own = {k: sum(made.get(word, 0) for word in kind.makes.split()) for k, kind in PASSES.items()}
+        passes = {PASSES[k].verb: cost.beside(own[k]) for k, cost in x.cost.passes.items()}
+        passed_on = tuple(PassedOn(*of) for of in storages.items() if times[of[0]] > 1)
+        sizes = {"input_bytes": sum(storages.values()), "gradient_bytes": gradient}
+        costs.append(evolve(x.cost, **sizes, shared=shared, passed_on=passed_on, **passes))
+    aux, rows = aux_names(traces[-1].out), aux_rows(traces[-1].out)
+    names = *aux, *(x.name for x in rows)
+    for before, _ in program.cache.costs.values():
+        check_aux_names(program.segments[-1].name, names, (*before.aux, *(x.name for x in before.aux_rows)))
+    made = {"aux": aux, "aux_rows": rows, "unused": unused}
+    spec = evolve(program.spec, costs=tuple(costs), target_bytes=nbytes(micro[1:]), **made)
+    if spec.mesh.made_on != program.spec.mesh.made_on:
+        got = "other passes than when the program was compiled"
+        refuse("order", got, "the same in every call", "draw what is random once, before", PlanError)
+    return spec, random
+
+
+def _trace_all(
+    program: Program, micro: Batch, of_accelerator: bool
+) -> tuple[list[Trace], frozenset[int], list[str]]:
+    """Trace all segments, each on the output of the one before; equal ones once. Returns the traces, the
+    indices of segments that draw random numbers, and the names of trained parameters on which the loss does
+    not depend. Costs are the CPU's unless `of_accelerator`."""
+    seen: dict[Any, Trace] = {}
+    traces: list[Trace] = []
+    random: set[int] = set()
+    x = tree_map_only(Tensor, lambda t: _fake(program, t), micro[0])
+    targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1:])
+    last = len(program.segments) - 1
+    for s, call in enumerate(program.calls):
+        leaves, structure = tree_flatten(x)
+        _check_inputs(program, s, leaves)
+        key = id(call.passes), structure, layouts(leaves), _dtypes(program, s)
+        if key not in seen:
+            seen[key] = _trace_one(program, s, (x, *targets) if s == last else (x,), of_accelerator)
+        made = seen[key]
+        traces.append(made)
+        random |= {s} if made.random else set()
+        x = made.out
+    return traces, frozenset(random), _unused(program, [x.paths for x in traces])
+
+
+def _memory_of_inputs(program: Program, inputs: Any, traces: Sequence[Trace]) -> list[dict[int, int]]:
+    """For each segment, the device memory of its input: bytes of each storage by a number, which is the same
+    in the inputs of later segments to which it is passed on. `inputs` are those of the first segment."""
+    numbers, copied = (
+        count(),
+        program.settings.compile_segments == "reduce-overhead",
+    )  # what such a pass returns
+    leaves = {n: t for n, t in enumerate(tree_leaves(inputs)) if isinstance(t, Tensor)}
+    here = {n: (next(numbers), nbytes(t)) for n, t in leaves.items()}
+    found = [dict(here.values())]
+    for x in traces[:-1]:
+        known = {} if copied else dict(here)
+        here = {
+            n: known.setdefault(storage, (next(numbers), size)) for n, (storage, size) in x.memory.items()
+        }
+        found.append(dict(here.values()))
+    return found
+
+
+def _shared_inputs(traces: Sequence[Trace]) -> list[tuple[SharedInput, ...]]:
+    """For each segment, the tensors in its input that inputs of other segments contain as well."""
+    numbers, new = list[list[int]](), count()
+    known: dict[int, int] = {}  # numbers of the tensors that are passed on, by leaf of the next input
+    for x in traces:
+        numbers.append([known[n] if n in known else next(new) for n in range(len(x.alone))])
+        known = {n: numbers[-1][leaf] for n, leaf in x.passed_on.items()}
+    times = Counter(chain(*map(set, numbers)))
+    return [
+        tuple(SharedInput(n, i, x.alone[n]) for n, i in enumerate(own) if times[i] > 1 and x.alone[n])
+        for own, x in zip(numbers, traces, strict=True)
+    ]
+
+
+def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:
+    """Names of the trained parameters on which the loss does not depend. `paths` has, for each output of each
+    segment, the weights and inputs that it depends on."""
+    used, reached = set[str](), set[str | int]({0})  # outputs by number, of which the loss is one
+    for call, own in zip(reversed(program.calls), reversed(paths), strict=True):
+        reached = {x for n in reached if isinstance(n, int) for x in own[n]}
+        used |= {call.trained[x] for x in reached if isinstance(x, str)}
+    return [x.name for x in program.layout.spans if x.name not in used]
+
+
+def _check_inputs(program: Program, s: int, leaves: list[Any]) -> None:
+    """Raise ValueError unless the inputs of segment `s` are real tensors, numbers or None."""
+    for t in leaves:
+        if not isinstance(t, (Tensor, *CONSTANTS)):
+            got, action = f"a {type(t).__name__}", "pass tensors, or close over it"
+        elif isinstance(t, Tensor) and t.is_complex():
+            got, action = "a complex tensor", "pass torch.view_as_real(x)"
+        else:
+            continue
+        raise ValueError(
+            f"segment {program.segments[s].name!r}: got {got} in its input, expected real tensors, numbers or "
+            f"None: {action}"
+        )
+
+
+def _fake(program: Program, t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=program.dtype if t.is_floating_point() else t.dtype, device="meta")
+
+
+def _dtypes(program: Program, s: int) -> tuple[torch.dtype, ...]:
+    """The dtype on the device of each parameter of segment `s`, in their order."""
+    places, layout = program.spec.places, program.layout
+    own = {x.name: places[bucket.index].dtype for bucket in layout.all_buckets for x in bucket.spans}
+    return tuple(TORCH_DTYPES[own[p.name]] for p in program.segments[s].parameters)
+
+
+def _mixed(program: Program, s: int) -> str:
+    """Advice at the end of an error message about segment `s` if some of its parameters are fp32 beside
+    others in 16 bits; else ""."""
+    if not any(x.in_fp32 for x in program.layout.all_buckets):
+        return ""
+    own = zip(program.segments[s].parameters, _dtypes(program, s), strict=True)
+    names = [repr(p.name) for p, x in own if x == torch.float32] or ["none of its parameters"]
+    kept = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
+    given = ",".join(program.settings.fp32_params)
+    by = setting("fp32_params", given) if given else "the model's class"
+    return (
+        f" ({by} keeps {kept} in fp32: let the code of the segment cast what meets them, or the "
+        "segment below what it returns; or leave names out)"
+    )
+
+
+def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Trace:
+    segment, call, device = program.segments[s], program.calls[s], program.device
+    dtypes = _dtypes(program, s)
+    values = {
+        short: torch.empty(p.shape, dtype=dtype, device="meta")
+        for short, p, dtype in zip(segment.short, segment.parameters, dtypes, strict=True)
+    }
+    fixed = {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers}
+    weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
+
+    def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:
+        """The segment's output for `inputs`, computed and checked once for each layout, then cached."""
+        leaves, structure = tree_flatten(inputs)
+        known, key = program.cache.checked, (segment.name, dtypes, structure, layouts(leaves))
+        if key not in known:
+            params = {**weights.trained, **weights.fixed}
+            y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
+            program.cache.facts.setdefault(id(call.passes), (segment, facts))
+            if call.buffers:
+                copy_buffers(clone_buffers({x: params[x] for x in call.buffers}), y[1].tensors)
+            known[key] = y
+        return known[key]
+
+    before, FAKE_LOG.disabled = FAKE_LOG.disabled, True  # 25 lines before the message below
+    try:
+        passes = call.plain, call.options, weights, inputs
+        how: Any = {"device": device, "guess": output, "of_accelerator": of_accelerator}
+        return trace(*passes, **how, buffers=call.buffers, fake=program.cache.fake)
+    except ValueError as error:
+        if f"{segment.name!r}" in str(error):
+            raise
+        raise ValueError(Message(f"segment {segment.name!r}: {marked(error)}")) from error
+    except Exception as error:
+        for says, (got, action) in NOT_FUNCTIONAL.items():
+            if says in f"{type(error).__name__}: {error}":
+                raise ValueError(
+                    f"segment {segment.name!r}: got {got} in forward, expected what torch.func can trace and "
+                    f"differentiate: {action}"
+                ) from error
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in tree_leaves(inputs)]
+        said = f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
+        said += f"{type(error).__name__}: {error}{_mixed(program, s)}"
+        raise ValueError(Message(said)) from error
+    finally:
+        FAKE_LOG.disabled = before
+
+
+def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
+    """A spec in which each segment has the largest cost and sizes of those in `specs`, of one program."""
+    return evolve(
+        max(specs, key=lambda x: sum(cost.input_bytes for cost in x.costs)),
+        costs=[_largest(of) for of in zip(*(x.costs for x in specs), strict=True)],
+        target_bytes=max(x.target_bytes for x in specs),
+        unused=[name for name in specs[0].unused if all(name in x.unused for x in specs)],
+    )
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    """The largest of numbers; of objects of an attrs class, one with the largest value in each field; of
+    tuples of what inputs share, that which all have, with the smallest and the largest size."""
+    if isinstance(values[0], tuple):
+        ends = {"nbytes": min, "most": max}
+        by_name = [{astuple(x, filter=lambda f, _: f.name not in ends): x for x in own} for own in values]
+        common = ([own[at] for own in by_name] for at in by_name[0] if all(at in own for own in by_name))
+        return tuple(
+            evolve(
+                of[0], **{k: end(getattr(x, k) for x in of) for k, end in ends.items() if hasattr(of[0], k)}
+            )
+            for of in common
+        )
+    if not has(type(values[0])):
+        return max(values)
+    names = [f.name for f in fields(type(values[0]))]
+    return evolve(values[0], **{x: _largest([getattr(v, x) for v in values]) for x in names})
