@@ -50,12 +50,12 @@ def trained(steps: int = 3) -> tuple[Small, torch.optim.AdamW]:
     model = Small()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **RATE)
     for n in range(steps):
-        torch_step(model, optimizer, n)
+        torch_step(model, optimizer, batch(n))
     return model, optimizer
 
 
-def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> float:
-    loss = model(*batch(n))
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, example: tuple[Tensor, Tensor]) -> float:
+    loss = model(*example)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -259,7 +259,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
     "names of torchtitan": (
         like_torchtitan,
         lambda _: None,
-        "theirs: got torchtitan's names .*, whose wq and wk also have other rows.*: pass segments of its",
+        "theirs: got '.*' beside 'tok_embeddings.weight', expected a llama3 or qwen3 of torchtitan: pass segments",
     ),
     "one of zfunc": (
         own,

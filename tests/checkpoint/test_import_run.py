@@ -28,7 +28,6 @@ from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.import_run import import_run
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.cli.main import main
-from zfunc.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -50,7 +49,7 @@ def test_a_run_from_elsewhere_goes_on_with_the_same_bits_and_the_same_loss(form:
     state = zfunc.load(tmp_path / "taken", goes_on)
     for n in (3, 4):  # the second has what the first made of moments, step and buffers
         state, metrics = zfunc.train_step(goes_on, state, batch(n))
-        assert metrics.loss == pytest.approx(torch_step(model, optimizer, n), rel=2e-6)
+        assert metrics.loss == pytest.approx(torch_step(model, optimizer, batch(n)), rel=2e-6)
 
 
 def test_the_command_says_which_step_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,40 +62,13 @@ def test_a_tied_weight_is_taken_once_where_no_model_says_so(tmp_path: Path) -> N
     model = Small()
     model.norm, model.base = nn.Identity(), nn.Identity()
     optimizer = torch.optim.AdamW(model.parameters(), **RATE)
-    torch_step(model, optimizer, 0)
+    torch_step(model, optimizer, batch(0))
     save_dcp(tmp_path / "theirs", model, optimizer)
     assert import_run(tmp_path / "theirs", tmp_path / "taken").parameters == 2
     goes_on = program(zfunc.segments(model, batch(0)))
     state = zfunc.load(tmp_path / "taken", goes_on)
     loss = zfunc.train_step(goes_on, state, batch(1))[1].loss
-    assert loss == pytest.approx(torch_step(model, optimizer, 1), rel=2e-6)
-
-
-def test_moments_of_torchtitans_fused_queries_keys_and_values_are_divided_as_its_weights(
-    tmp_path: Path,
-) -> None:
-    """Of 2 groups of 3 heads of queries, one of keys, one of values, each head with 4 rows. As torchtitan 0.3.0 has
-    it, weights are saved apart, the parameter is one."""
-    heads, head_dim, names = 3, 4, ("wq", "wk", "wv")
-    fused = {kind: torch.arange(2 * 5 * head_dim * 2.0).view(-1, 2) + n for n, kind in enumerate(MOMENTS)}
-    of_row = [(0, 0, 0, 1, 2)[row // head_dim % (heads + 2)] for row in range(2 * 5 * head_dim)]
-    weights = {f"a.{x}.weight": torch.randn(of_row.count(n), 2) for n, x in enumerate(names)}
-    state = {f"optimizer.state.a.wqkv.weight.{kind}": t for kind, t in fused.items()}
-    state |= {"optimizer.state.a.wqkv.weight.step": torch.tensor(3.0), "train_state.step": torch.tensor(3)}
-    dcp.save({**weights, **state}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    for wrong in (None, 5):
-        with pytest.raises(
-            CheckpointError, match=r"for 'a.wqkv.weight', .* keys have 8 rows: pass `head_dim`"
-        ):
-            import_run(tmp_path / "theirs", tmp_path / "taken", head_dim=wrong)
-    taken = import_run(tmp_path / "theirs", tmp_path / "taken", head_dim=head_dim)
-    with CheckpointReader(open_checkpoint(taken.path)) as reader:
-        for n, (name, weight) in enumerate(weights.items()):
-            assert torch.equal(reader.weights(name, 0, weight.numel()), weight.flatten())
-            for kind, whole in fused.items():
-                own = torch.stack([x for x, part in zip(whole, of_row, strict=True) if part == n])
-                found = reader.tensors([WantedSlice(kind, name, 0, weight.numel())])[kind]
-                assert torch.equal(found, own.flatten()), (name, kind)
+    assert loss == pytest.approx(torch_step(model, optimizer, batch(1)), rel=2e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"split_master": True}, {"moments": "16bit"}, {"moments": "8bit"}])
@@ -134,7 +106,7 @@ def test_an_exported_dcp_has_every_bit_and_goes_on_in_torch(settings: dict[str, 
                 assert torch.equal(found, optimizer.state[p][kind].flatten()), (name, kind)
     first, second = (zfunc.load(x, fp32) for x in (tmp_path / "ours", tmp_path / "again"))
     losses = [zfunc.train_step(fp32, x, batch(3))[1].loss for x in (first, second)]
-    assert losses[0] == losses[1] == pytest.approx(torch_step(model, optimizer, 3), rel=2e-6)
+    assert losses[0] == losses[1] == pytest.approx(torch_step(model, optimizer, batch(3)), rel=2e-6)
 
 
 def test_an_optimizer_without_both_moments_has_no_dcp(tmp_path: Path) -> None:

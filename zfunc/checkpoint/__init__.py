@@ -13,6 +13,7 @@
     export             the weights alone, as one safetensors file
     foreign_run        a run of another program, its tensors by name, read one by one
     dcp                checkpoints of torch.distributed.checkpoint, read and written
+    torchtitan         its names, and rows of its queries and keys, as transformers has them
     deepspeed_files    checkpoints of DeepSpeed: ZeRO of each stage, and universal ones
     trainer_files      checkpoints of transformers' Trainer in whole files, and of adapters
     import_run         a run of another program as a checkpoint of zfunc

@@ -9,14 +9,14 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
@@ -34,6 +34,7 @@ from zfunc.checkpoint.foreign_run import (
 )
 from zfunc.checkpoint.manifest import BUFFER, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
+from zfunc.checkpoint.torchtitan import without_fused
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.optimizer_state import FROZEN, STATE_FORMATS, owner_of
 from zfunc.errors import refuse
@@ -54,7 +55,6 @@ _CLASSES = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
 }
 _MOMENT = re.compile(r"(?:.+?\.)??state\.(?P<name>.+)\.(?P<kind>exp_avg|exp_avg_sq|step|max_exp_avg_sq)")
-_FUSED = re.compile(r"(.*\.)wqkv\.(weight|bias)")  # a parameter of torchtitan that it saves as three
 _OF_LOOPS = re.compile(r"(train_state|lr_scheduler|dataloader)\.")  # what torchtitan has beside the weights
 
 
@@ -145,7 +145,7 @@ def open_dcp(folder: Path, *, head_dim: int | None = None) -> ForeignRun:
     for key, m in found.items():
         if m["kind"] in MOMENTS and (x := _tensor(places[key], key)):
             moments.setdefault(m["name"], {})[m["kind"]] = x
-    moments = _without_fused(folder, moments, weights, head_dim)
+    moments = without_fused(folder, moments, weights, head_dim)
     prefix = _prefix(folder, {*weights}, {*moments})
     model = {key.removeprefix(prefix): x for key, x in weights.items() if key.startswith(prefix)}
     own = {own_name(x): t for x, t in model.items() if prefix or not _OF_LOOPS.match(x)}
@@ -170,43 +170,6 @@ def _tensor(place: _Folder, key: str) -> ForeignTensor | None:
     if not hasattr(stored, "chunks"):
         return None
     return ForeignTensor(stored.size, stored.properties.dtype, partial(place.read, key))
-
-
-def _without_fused(
-    folder: Path,
-    moments: Mapping[str, Mapping[str, ForeignTensor]],
-    weights: Mapping[str, ForeignTensor],
-    head_dim: int | None,
-) -> dict[str, dict[str, ForeignTensor]]:
-    """`moments` under the names in `weights`. torchtitan's moments of `wqkv`, one tensor whose rows alternate
-    by head, are split into those of `wq`, `wk` and `wv`, as it saves the weights."""
-    found: dict[str, dict[str, ForeignTensor]] = {}
-    for name, own in moments.items():
-        m = _FUSED.fullmatch(name)
-        parts = [f"{m[1]}w{x}.{m[2]}" for x in "qkv"] if m and name not in weights else []
-        if not parts or not {*parts} <= weights.keys():
-            found[name] = {**own}
-            continue
-        queries, keys, _ = (weights[x].shape[0] for x in parts)
-        if head_dim is None or keys % head_dim or queries % keys:
-            got = (
-                f"{'no' if head_dim is None else head_dim} `head_dim` for {name!r}, in which heads take turns"
-            )
-            expected = f"the size of an attention head, of which keys have {keys} rows"
-            reject(folder, got, expected, "pass `head_dim`: the model's dim divided by its n_heads, mostly")
-        for n, part in enumerate(parts):
-            read = partial(_part_of_fused, n, queries // keys, head_dim)
-            found[part] = {
-                k: evolve(t, shape=weights[part].shape, read=partial(read, t)) for k, t in own.items()
-            }
-    return found
-
-
-def _part_of_fused(n: int, heads: int, head_dim: int, fused: ForeignTensor) -> Tensor:
-    # Of each group heads of queries, then one of keys and one of values.
-    groups = fused.read().view(-1, heads + 2, head_dim, *fused.shape[1:])
-    part = (groups[:, :heads], groups[:, heads], groups[:, heads + 1])[n]
-    return part.reshape(-1, *fused.shape[1:])
 
 
 def _prefix(folder: Path, weights: set[str], named: set[str]) -> str:

@@ -26,6 +26,7 @@ from zfunc.checkpoint.foreign_run import MOMENTS, NEW_MOMENTS, ForeignRun, Forei
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
 from zfunc.checkpoint.strict_json import MAX_INT
+from zfunc.checkpoint.torchtitan import EMBEDDING, as_transformers
 from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.display import counted
@@ -37,7 +38,6 @@ from zfunc.values import whole
 
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
 _STEP = re.compile(r"(?:step|checkpoint)-(\d+)")  # of torchtitan and Trainer: a folder with one step
-_EMBEDDING = "tok_embeddings.weight"  # of torchtitan's Llama, and of no model of transformers
 _EXPECTED = "a DCP, or a checkpoint of DeepSpeed or Trainer"
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
 log = logging.getLogger("zfunc")
@@ -158,8 +158,9 @@ def import_run(
     DeepSpeed's files call frozen. Of a folder of steps (step-500, checkpoint-500) the last is taken, as by
     `find_run`, whose result `source` may be. `groups`, which optimizer.pt needs, are the names of the parameters
     in each group of the optimizer, in its order (`zfunc.hf.trainer_groups`). `head_dim` is the size of an
-    attention head, which torchtitan's moments of queries, keys and values in one tensor need. `sequences` is
-    where the data goes on, by default what the files say, or 0.
+    attention head, which torchtitan's moments of queries, keys and values in one tensor need, and a Llama of
+    torchtitan that goes on as that of transformers. `sequences` is where the data goes on, by default what the
+    files say, or 0.
 
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
@@ -178,6 +179,9 @@ def import_run(
         do = "write adapter_config.json into the folder that you name, by peft_config.save_pretrained(folder), and "
         do += "pass `hf`; in Python pass segments, of zfunc.hf.load(hf, lora=peft_config)"
         reject(run.place, "adapters of peft", "their configuration and their base beside them", do)
+    wanted = {p.name for s in segments for p in s.parameters}
+    if wanted and EMBEDDING in run.weights.keys() - wanted:
+        run = as_transformers(run, head_dim)
     entries = _of_model(run, segments) if segments else _of_all(run)
     known = run.sequences if sequences is None else sequences
     if known is None:
@@ -199,10 +203,6 @@ def _of_model(run: ForeignRun, segments: Sequence[Any]) -> list[_Entry]:
     """The entries to write of the model `segments`: all its parameters and buffers, from `run`. Raises
     CheckpointError where `run` has those of another model."""
     wanted = {p.name: p for s in segments for p in s.parameters}
-    if _EMBEDDING in run.weights and _EMBEDDING not in wanted:
-        got = f"torchtitan's names ({_EMBEDDING!r}), whose wq and wk also have other rows than q_proj and k_proj"
-        do = "pass segments of its model, by zfunc.segments, or let it convert the weights, and begin new moments"
-        reject(run.place, got, "the names of the model that goes on", do)
     buffers = {s.buffer_name(x): t for s in segments for x, t in s.buffers.items()}
     constants = {s.buffer_name(x) for s in segments for x in s.constants}
     used = {name: _named(run, name) for name in (*wanted, *buffers)}

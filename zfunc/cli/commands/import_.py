@@ -49,8 +49,8 @@ class ImportSettings:
     )
     head_dim: int | None = _file(
         None,
-        "size of an attention head, where moments of torchtitan's queries, keys and values are one tensor "
-        "(default: they are not)",
+        "size of an attention head, where torchtitan has moments of queries, keys and values in one tensor "
+        "(default: that of the model of `hf`)",
         count,
     )
     sequences: int | None = _file(
@@ -82,7 +82,7 @@ def run_import(settings: ImportSettings) -> int:
         if settings.quantize is not None and lora is None:
             got = f"it for {found.folder}, which has no adapter_config.json"
             refuse("quantize", got, "a run of adapters", "name its folder, or leave it out")
-        segments, groups = (), ()
+        segments, groups, head_dim = (), (), settings.head_dim
         if settings.hf is not None:
             from zfunc.models import hf
             from zfunc.train.pretrained import names_in
@@ -92,14 +92,17 @@ def run_import(settings: ImportSettings) -> int:
                 "quantize": settings.quantize,
                 "quantize_parameters": names_in(settings.quantize_parameters),
             }
-            segments = hf.load(settings.hf, **given, **packed)[1]
+            config, segments = hf.load(settings.hf, **given, **packed)
+            head_dim = getattr(config, "head_dim", None) or head_dim
+            if settings.head_dim not in (None, head_dim):
+                refuse("head_dim", f"{settings.head_dim}", f"{head_dim}, as in {settings.hf}", "leave it out")
             groups = hf.trainer_groups(settings.hf, **given) if "groups" in found.takes else ()
         x = import_run(
             found,
             settings.out,
             segments=segments,
             groups=groups,
-            head_dim=settings.head_dim,
+            head_dim=head_dim,
             sequences=settings.sequences,
             allow_pickle=settings.allow_pickle,
         )
