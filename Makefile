@@ -79,6 +79,7 @@ gpu-node-toy: $(TOOLS)
 
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.adam --json benchmarks/results
+	$(BIN)/python -m benchmarks.any_model
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.disk

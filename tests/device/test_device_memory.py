@@ -18,6 +18,7 @@ from small_models import Loss
 from torch import Tensor, nn
 
 import zfunc
+from benchmarks import any_model
 from zfunc.core.extents import whole_blocks
 from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import persistent_bytes
@@ -238,6 +239,23 @@ def test_what_segments_pass_on_is_planned_once(
     segments = zfunc.segments(model(), batch)
     settings = {"optimizer": zfunc.SGD(lr=0.1), "precision": "fp32", "schedule": "Overlapped", **settings}
     check_peak(device, zfunc.compile(segments, device=device, **settings), batch)
+
+
+@pytest.mark.parametrize(
+    "sizes", ["--num-layers 2 --hidden-size 32 --seq-length 32", pytest.param("", marks=pytest.mark.slow)]
+)
+def test_the_benchmark_of_what_cuts_have_in_common(device: str, controls: Any, sizes: str) -> None:
+    """Once is less than for each cut, anywhere, and what is held; docs/any_model.md has the table of the default
+    sizes."""
+    pytest.importorskip("transformers")
+    controls.delay(0.0, 0)
+    rows = any_model.measure(any_model.parser().parse_args([*sizes.split(), "--device", device]))
+    for row in rows:
+        assert row["once"] < row["own"]
+        if row["held"] is not None:
+            assert row["held"] <= row["once"] + LIBRARIES[device] <= 1.02 * row["held"] + LIBRARIES[device]
+    page = Path(__file__).parents[2] / "docs" / "any_model.md"
+    assert sizes or device != "pretend" or any_model.table(rows) in page.read_text()
 
 
 @pytest.mark.parametrize("params_on", ["device", "host"])
