@@ -138,9 +138,8 @@ def _made_and_sent(buffer: str, on_device: RegionsOf) -> dict[Tier, Place]:
 
 def _offloaded_bytes(x: Item) -> int:
     """Bytes of a segment's activations without the tensors that earlier segments have offloaded."""
-    apart = x.spec.shared_stashes[x.b]
-    before = (i.nbytes for i in x.spec.costs[x.b].shared if i.leaf in apart and apart[i.leaf].first != x.b)
-    return left_bytes(x.spec, x.b) - sum(before)
+    before = {leaf for leaf, of in x.spec.shared_stashes[x.b].items() if of.first != x.b}
+    return left_bytes(x.spec, x.b, before)
 
 
 def _stash(tier: Tier, *, new: bool = False) -> RegionsOf:

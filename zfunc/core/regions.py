@@ -87,17 +87,17 @@ def _square_bytes(spec: StepSpec, i: Index) -> int:
     return row * (parameters if spec.settings.norms else max(1, -(-FP32 * parameters // row)))
 
 
-def left_bytes(spec: StepSpec, s: int) -> int:
+def left_bytes(spec: StepSpec, s: int, without: Collection[int] = ()) -> int:
     """Bytes of the activations (input, residuals) that backward of segment `s` needs, when they are offloaded
-    after forward and copied back."""
-    return max(spec.costs[s].stash_bytes, spec.costs[s].input_bytes)
+    after forward and copied back; of the input not the leaves `without`, which have a `SharedStash`."""
+    cost = spec.costs[s]
+    return max(cost.stash_bytes, cost.input_bytes) - sum(x.nbytes for x in cost.shared if x.leaf in without)
 
 
 def _own_bytes(spec: StepSpec, i: Index) -> int:
     """Bytes of a segment's offloaded activations for one micro-batch, without the tensors that are offloaded
     once for several segments."""
-    apart = spec.shared_stashes[i[-1]]
-    return left_bytes(spec, i[-1]) - sum(x.nbytes for x in spec.costs[i[-1]].shared if x.leaf in apart)
+    return left_bytes(spec, i[-1], spec.shared_stashes[i[-1]])
 
 
 def _shared_bytes(spec: StepSpec, i: Index) -> int:
