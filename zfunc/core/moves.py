@@ -119,19 +119,11 @@ def _staged_bytes(x: Item) -> int:
     return sum(nbytes for name, nbytes in x.place.staged_bytes.items() if name != stays)
 
 
-def _input(x: Item) -> tuple[Region, ...]:
-    return x.at.input(x.m, x.b) if x.to == "device" else x.at.sent(x.m, x.b)
-
-
-def _gradient_of_input(x: Item) -> tuple[Region, ...]:
-    return (x.at("grad_act" if x.to == "device" else "sent_grad_act", x.m, x.b),)
-
-
-def _made_and_sent(buffer: str, on_device: RegionsOf) -> dict[Tier, Place]:
+def _made_and_sent(buffer: str, regions: Callable[..., tuple[Region, ...]]) -> dict[Tier, Place]:
     """Where a `buffer` is that one device makes and another reads, by tier: in the memory of both devices,
-    and on its way between them in pinned memory."""
+    `regions` of `Regions`, and on its way between them in pinned memory."""
     return {
-        "device": Place(otherwise=on_device),
+        "device": Place(otherwise=lambda x: regions(x.at, x.m, x.b, sent=x.to != "device")),
         "pinned": Place((f"{buffer}_hop",), lambda x: (x.at(f"{buffer}_wire", x.m, x.b),)),
     }
 
@@ -183,9 +175,9 @@ THINGS: dict[str, Thing] = {
         lambda x: left_bytes(x.spec, x.b),
         {"device": Place(("act_slot",)), "pinned": Place(("act_page",), _stash("pinned"), beside=True)},
     ),
-    "input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("act", _input)),
+    "input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("act", Regions.input)),
     "gradient of input": Thing(
-        lambda x: x.spec.costs[x.b].gradient_bytes, _made_and_sent("grad_act", _gradient_of_input)
+        lambda x: x.spec.costs[x.b].gradient_bytes, _made_and_sent("grad_act", Regions.gradient_of_input)
     ),
     # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or
     # in a page that is spilled. One that is added and then spilled takes both, and arrives in the slot.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from attrs import asdict
 
 from zfunc.core.graph import Op, Region
-from zfunc.core.pipeline import PASSES, B, F, R
+from zfunc.core.pipeline import PASSES, F, R
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION
 
@@ -49,9 +49,7 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     "kept": _kept,
     # The gradient of the output, or what that of the loss is made of.
     "above": lambda at, m, s: (at("targets", m) if at.spec.is_last(s) else at("grad_act", m, s + 1),),
-    "below": lambda at, m, s: (
-        (at.received("grad_act", B, m, s),) if s > at.spec.layout.first_trainable else ()
-    ),
+    "below": lambda at, m, s: at.gradient_below(m, s) if s > at.spec.layout.first_trainable else (),
     "grads": lambda at, m, s: (at("grads", m, s),) if at.spec.layout.buckets_of(s) else (),
     "pending": lambda at, m, s: (
         at("pending", m, s),

@@ -52,10 +52,14 @@ def _gradient_bytes(spec: StepSpec, i: Index) -> int:
     return spec.costs[i[-1]].gradient_bytes
 
 
-def _new_bytes(spec: StepSpec, i: Index, since: int = 0) -> int:
-    """Bytes of a segment's input without memory that is in inputs of other segments, too, from a segment before
-    number `since` on (0: of any)."""
-    passed = (x for x in spec.costs[i[-1]].passed_on if not since or spec.passed_on[x.number][0] < since)
+def _lone_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of a segment's input without memory that is in inputs of other segments, too."""
+    return _input_bytes(spec, i) - sum(x.nbytes for x in spec.costs[i[-1]].passed_on)
+
+
+def _made_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of a segment's input that the segment before makes: not those that it passes on."""
+    passed = (x for x in spec.costs[i[-1]].passed_on if spec.passed_on[x.number][0] < i[-1])
     return _input_bytes(spec, i) - sum(x.nbytes for x in passed)
 
 
@@ -156,14 +160,12 @@ REGIONS: dict[str, Row] = {
     "aux": Row(lambda spec, _: round_up(4 * len(spec.aux), ALLOCATION), role="aux"),  # auxiliary outputs
     "aux_rows": Row(lambda spec, _: sum(round_up(x.nbytes, ALLOCATION) for x in spec.aux_rows)),  # of rows
     # of a micro-batch and a segment
-    "act": Row(_new_bytes),  # its input, which the segment before it made
+    "act": Row(_lone_bytes),  # its input, which the segment before it made
     # what inputs of several segments in a row have in common, on one device: from, to
     "passed": Row(_passed_bytes, of=lambda spec, i: spec.mesh.device_of(F, *i[:2])),
     "grad_act": Row(_gradient_bytes),  # the gradient of that
     # they, made on another device, which has them until they are copied
-    "sent_act": Row(
-        lambda spec, i: _new_bytes(spec, i, i[1]), of=lambda spec, i: spec.mesh.device_of(F, i[0], i[1] - 1)
-    ),
+    "sent_act": Row(_made_bytes, of=lambda spec, i: spec.mesh.device_of(F, i[0], i[1] - 1)),
     "sent_grad_act": Row(_gradient_bytes, of=lambda spec, i: spec.mesh.device_of(B, *i)),
     # they, on their way to another rank, which has them
     "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(F, *i)),
@@ -324,28 +326,30 @@ class Regions:
         """The region of the model's constants (unchanging buffers) on this device, in a tuple; () if none."""
         return self.some("constants", *([self.device] if self.device else []))
 
-    def received(self, buffer: str, way: str, m: int, s: int) -> Region:
-        """The region into which this device writes segment `s`'s input (`buffer` "act") or its gradient
-        ("grad_act") for a pass of kind `way`; if another device makes that pass, a buffer "sent_..." to copy
-        from."""
-        if self.spec.mesh.device_of(way, m, s if way == F else s - 1) != self.device:
-            buffer = f"sent_{buffer}"
-        return self(buffer, m, s)
+    def input(self, m: int, s: int, *, sent: bool = False) -> tuple[Region, ...]:
+        """The regions of segment `s`'s input on its device: what no other input has, and what others have, too.
+        `sent`: on the device that makes the input, to be copied from there."""
+        own, there = ("sent_act", s - 1) if sent else ("act", s)
+        return (self(own, m, s), *self._passed(m, s, there))
 
-    def input(self, m: int, s: int) -> tuple[Region, ...]:
-        """The regions of segment `s`'s input on its device: what no other input has, and what others have, too."""
-        return (self("act", m, s), *self._passed(m, s, s))
-
-    def sent(self, m: int, s: int) -> tuple[Region, ...]:
-        """The regions of segment `s`'s input on the device that made it for another."""
-        return (self("sent_act", m, s), *self._passed(m, s, s - 1))
+    def gradient_of_input(self, m: int, s: int, *, sent: bool = False) -> tuple[Region, ...]:
+        """The region of the gradient of segment `s`'s input, in a tuple, on the device of the segment before.
+        `sent`: on the device that makes the gradient, to be copied from there."""
+        return (self("sent_grad_act" if sent else "grad_act", m, s),)
 
     def output(self, m: int, s: int) -> tuple[Region, ...]:
         """The regions of the input of the segment after `s`, as far as forward of `s` writes them on its device,
         without those that it passes on."""
-        made = self.received("act", F, m, s + 1)
-        new = self._passed(m, s + 1, s + 1) if made.buffer == "act" else ()
-        return (made, *(r for r in new if r.index[1] > s))
+        own, *passed = self.input(m, s + 1, sent=self._elsewhere(F, m, s + 1))
+        return (own, *(r for r in passed if r.index[1] > s))
+
+    def gradient_below(self, m: int, s: int) -> tuple[Region, ...]:
+        """The region, in a tuple, into which backward of segment `s` writes the gradient of its input."""
+        return self.gradient_of_input(m, s, sent=self._elsewhere(B, m, s - 1))
+
+    def _elsewhere(self, way: str, m: int, s: int) -> bool:
+        """Whether another device than the current one makes the pass of kind `way` through segment `s`."""
+        return self.spec.mesh.device_of(way, m, s) != self.device
 
     def _passed(self, m: int, s: int, there: int) -> tuple[Region, ...]:
         """The regions of what segment `s`'s input has in common with others, on the device of forward of segment
