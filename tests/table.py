@@ -26,7 +26,7 @@ from zfunc.core.optimizer_state import updates_matrices
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, flush_recipe, zero_offload
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import PassCost, PassedOn, SegmentCost, SharedInput, StepSpec
+from zfunc.core.spec import Origin, PassCost, PassedOn, SegmentCost, SharedInput, StepSpec
 
 Segments = list[list[Parameter]]
 
@@ -104,6 +104,7 @@ def spec(
         persistent=persistent if settings.streams else (),
         in_fp32=in_fp32,
     )
+    last = len(segments) - 1
     costs = [
         SegmentCost(
             PassCost(1000 * (s + 1), 0, 40 + 4 * s, 3 + s),
@@ -115,12 +116,15 @@ def spec(
             pending_bytes=100 + 8 * s,
             recomputed_bytes=150 + 16 * s,
             shared=(
-                *(SharedInput(1, 7, 40 * shared) for _ in range(shared > 0 and s > 0)),
-                *(SharedInput(2 + s, 9, 24 * shared) for _ in range(shared > 0 and s % 2 == 0)),
+                *(SharedInput(1, Origin(1, 1, last), 40 * shared) for _ in range(shared > 0 and s > 0)),
+                *(
+                    SharedInput(2 + s, Origin(0, 2, last), 24 * shared)
+                    for _ in range(shared > 0 and s % 2 == 0)
+                ),
             ),
             passed_on=(
-                *(PassedOn(7, 40) for _ in range(shared > 0 and s > 0)),
-                *(PassedOn(9, 24) for _ in range(shared > 0 and 1 < s < 5)),
+                *(PassedOn(Origin(1, 1, last), 40) for _ in range(shared > 0 and s > 0)),
+                *(PassedOn(Origin(2, 4, min(4, last)), 24) for _ in range(shared > 0 and 1 < s < 5)),
             ),
         )
         for s in range(len(segments))

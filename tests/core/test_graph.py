@@ -582,11 +582,11 @@ def test_a_tensor_of_many_inputs_leaves_each_rank_once(recipe: Recipe, spec: Ste
     less to store then."""
     ops, mesh = {op.name: op for op in recipe(spec)}, spec.mesh
     for m in range(spec.settings.micro_batches if any(op.verb == "forward" for op in ops.values()) else 0):
-        sharing: dict[tuple[int, int], list[tuple[int, SharedInput]]] = {}
+        sharing: dict[Any, list[tuple[int, SharedInput]]] = {}
         for s, x in ((s, x) for s, cost in enumerate(spec.costs) for x in cost.shared):
             if spec.activations[s] != "device":
                 there = mesh.device_of("F", m, s) if mesh.over_ranks else 0
-                sharing.setdefault((x.tensor, there), []).append((s, x))
+                sharing.setdefault((x.origin, there), []).append((s, x))
         for own in sharing.values():
             (first, x), places = own[0], {spec.activations[s] for s, _ in own}
             at = m % spec.settings.in_flight, first, x.leaf
@@ -616,9 +616,8 @@ def test_a_device_has_what_segments_in_a_row_pass_on_once(recipe: Recipe, spec: 
         there = set[Region]()
         for s, cost in enumerate(spec.costs):
             there = there if s and device_of("F", m, s - 1) == device_of("F", m, s) else set()
-            known = {x.number for x in spec.costs[s - 1].passed_on} if there else set[int]()
-            new = sum(r.nbytes for r in inputs[m, s] - there)
-            assert new == cost.input_bytes - sum(x.nbytes for x in cost.passed_on if x.number in known)
+            known = sum(x.nbytes for x in cost.passed_on if x.origin.first < s) if there else 0
+            assert sum(r.nbytes for r in inputs[m, s] - there) == cost.input_bytes - known
             assert sum(r.nbytes for r in inputs[m, s]) == cost.input_bytes
             there |= inputs[m, s]
     for op in ops:

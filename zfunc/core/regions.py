@@ -59,8 +59,9 @@ def _lone_bytes(spec: StepSpec, i: Index) -> int:
 
 def _made_bytes(spec: StepSpec, i: Index) -> int:
     """Bytes of a segment's input that the segment before makes: not those that it passes on."""
-    passed = (x for x in spec.costs[i[-1]].passed_on if spec.passed_on[x.number][0] < i[-1])
-    return _input_bytes(spec, i) - sum(x.nbytes for x in passed)
+    return _input_bytes(spec, i) - sum(
+        x.nbytes for x in spec.costs[i[-1]].passed_on if x.origin.first < i[-1]
+    )
 
 
 def _passed_bytes(spec: StepSpec, i: Index) -> int:
@@ -68,8 +69,8 @@ def _passed_bytes(spec: StepSpec, i: Index) -> int:
     makes forward of micro-batch `i[0]` through `i[1]`: it was made there, or came from another device."""
     m, begin, end = i
     came = spec.mesh.run_of(m, begin) == begin
-    passed = spec.passed_on.values()
-    return sum(n for first, last, n in passed if last == end and (first == begin or (came and first < begin)))
+    passed = (x for x in spec.costs[begin].passed_on if x.origin.last == end)
+    return sum(x.nbytes for x in passed if came or x.origin.first == begin)
 
 
 def _buffer_bytes(spec: StepSpec, i: Index) -> int:
@@ -355,9 +356,8 @@ class Regions:
         """The regions of what segment `s`'s input has in common with others, on the device of forward of segment
         `there`, `s` or the one before: of what is in an input no later than that of `there`."""
         begin = self.spec.mesh.run_of(m, there)
-        spans = {
-            (max(x, begin), last) for x, last, _ in self.spec.passed_on.values() if x <= there <= s <= last
-        }
+        origins = (x.origin for x in self.spec.costs[s].passed_on)
+        spans = {(max(x.first, begin), x.last) for x in origins if x.first <= there}
         return tuple(self("passed", m, *span) for span in sorted(spans))
 
     def losses(self, m: int) -> tuple[Region, ...]:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from attrs import Factory, evolve, field, frozen, validators
 
@@ -64,18 +64,27 @@ class PassCost:
         return evolve(self, workspace=max(0, self.workspace - nbytes))
 
 
+class Origin(NamedTuple):
+    """Where a tensor, or its memory, comes from: leaf `leaf` of the input of segment `first`, from where segments
+    pass it on unchanged to the inputs up to that of `last`."""
+
+    first: int
+    leaf: int
+    last: int
+
+
 @frozen
 class SharedInput:
     """A tensor in the input of one segment that the inputs of other segments contain as well, such as a mask
     that is passed on.
 
-    `leaf` is its number among the leaves of this input, `tensor` its number among the shared tensors of all
-    inputs; an offloaded copy of the input is at least `nbytes` bytes smaller without it, and a copy of it alone
-    has at most `most` bytes. They differ where kinds of micro-batches do.
+    `leaf` is its number among the leaves of this input; an offloaded copy of the input is at least `nbytes` bytes
+    smaller without it, and a copy of it alone has at most `most` bytes. They differ where kinds of micro-batches
+    do.
     """
 
     leaf: int
-    tensor: int
+    origin: Origin
     nbytes: int
     most: int = field(default=Factory(lambda self: self.nbytes, takes_self=True))
 
@@ -95,9 +104,9 @@ class SharedStash:
 @frozen
 class PassedOn:
     """Device memory of `nbytes` bytes in the input of a segment that inputs of segments before or after it have
-    as well, because those between return it unchanged. `number` is the same in all of them."""
+    as well."""
 
-    number: int
+    origin: Origin
     nbytes: int
 
 
@@ -259,7 +268,7 @@ class StepSpec:
             count = self.settings.micro_batches if there and self.mesh.over_ranks else 0
             rank = tuple(self.mesh.device_of(F, m, s) for m in range(count))
             for x in there:
-                sharing[x.tensor, rank].append((s, x))
+                sharing[x.origin, rank].append((s, x))
         found: list[dict[int, SharedStash]] = [{} for _ in self.costs]
         for own in sharing.values():
             (first, x), segments = own[0], {s for s, _ in own}
@@ -270,15 +279,6 @@ class StepSpec:
                 for s, x in own:
                     found[s][x.leaf] = stash
         return tuple(found)
-
-    @cached_property
-    def passed_on(self) -> dict[int, tuple[int, int, int]]:
-        """Device memory that segments pass on unchanged, by its number: (first, last segment with it in the
-        input, bytes)."""
-        found: dict[int, tuple[int, int, int]] = {}
-        for s, cost in enumerate(self.costs):
-            found |= {x.number: (found.get(x.number, (s,))[0], s, x.nbytes) for x in cost.passed_on}
-        return found
 
     @property
     def barrier(self) -> bool:

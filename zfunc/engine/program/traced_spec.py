@@ -1,9 +1,7 @@
 """A step's spec with costs: the segments traced for a micro-batch, and what their traces say of a step."""
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
-from itertools import chain, count
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.pipeline import PASSES
-from zfunc.core.spec import PassedOn, SegmentCost, SharedInput, StepSpec
+from zfunc.core.spec import Origin, PassedOn, SegmentCost, SharedInput, StepSpec
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names
 from zfunc.engine.trace.batches import CONSTANTS, Batch
-from zfunc.engine.trace.cost_trace import Trace, nbytes, trace
+from zfunc.engine.trace.cost_trace import Trace, nbytes, numbered, trace
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.trace.purity import check_deterministic
@@ -60,20 +58,16 @@ def traced_spec(
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
         traces, random, unused = _trace_all(program, micro, of_accelerator)
-    memory = _memory_of_inputs(program, micro[0], traces)
     gradients = [nbytes(micro[0]), *(nbytes(differentiated(x.out)) for x in traces[:-1])]  # of the inputs
     first = program.layout.first_trainable
     below = [size if s > first else 0 for s, size in enumerate(gradients)]
     costs: list[SegmentCost] = []
-    times = Counter(chain(*memory))
-    each = traces, memory, gradients, program.spec.grad_bytes, below, _shared_inputs(traces)
-    for x, storages, gradient, grads, passed, shared in zip(*each, strict=True):
+    each = traces, _inputs(program, micro[0], traces), gradients, program.spec.grad_bytes, below
+    for x, given, gradient, grads, passed in zip(*each, strict=True):
         made = {"grads": grads, "below": passed}  # regions of their own
         own = {k: sum(made.get(word, 0) for word in kind.makes.split()) for k, kind in PASSES.items()}
         passes = {PASSES[k].verb: cost.beside(own[k]) for k, cost in x.cost.passes.items()}
-        passed_on = tuple(PassedOn(*of) for of in storages.items() if times[of[0]] > 1)
-        sizes = {"input_bytes": sum(storages.values()), "gradient_bytes": gradient}
-        costs.append(evolve(x.cost, **sizes, shared=shared, passed_on=passed_on, **passes))
+        costs.append(evolve(x.cost, **given, gradient_bytes=gradient, **passes))
     aux, rows = aux_names(traces[-1].out), aux_rows(traces[-1].out)
     names = *aux, *(x.name for x in rows)
     for before, _ in program.cache.costs.values():
@@ -111,37 +105,40 @@ def _trace_all(
     return traces, frozenset(random), _unused(program, [x.paths for x in traces])
 
 
-def _memory_of_inputs(program: Program, inputs: Any, traces: Sequence[Trace]) -> list[dict[int, int]]:
-    """For each segment, the device memory of its input: bytes of each storage by a number, which is the same
-    in the inputs of later segments to which it is passed on. `inputs` are those of the first segment."""
-    numbers, copied = (
-        count(),
-        program.settings.compile_segments == "reduce-overhead",
-    )  # what such a pass returns
-    leaves = {n: t for n, t in enumerate(tree_leaves(inputs)) if isinstance(t, Tensor)}
-    here = {n: (next(numbers), nbytes(t)) for n, t in leaves.items()}
-    found = [dict(here.values())]
-    for x in traces[:-1]:
-        known = {} if copied else dict(here)
-        here = {
-            n: known.setdefault(storage, (next(numbers), size)) for n, (storage, size) in x.memory.items()
-        }
-        found.append(dict(here.values()))
+def _inputs(program: Program, inputs: Any, traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """For each segment, the fields of its `SegmentCost` that say what is in its input, and in those of other
+    segments as well. `inputs` are those of the first segment."""
+    given, made = numbered(inputs), traces[:-1]
+    copied = program.settings.compile_segments == "reduce-overhead"  # what such a pass returns
+    storages = _origins(given, [x.storages for x in made], copied=copied)
+    tensors = _origins(given, [x.tensors for x in made])
+    sizes = [{n: nbytes(t) for n, t in given.items()}, *(x.sizes for x in made)]
+    room: dict[Origin, int] = {}
+    for memory, size in zip(storages, sizes, strict=True):  # the first size of each: a part may be passed on
+        room = {of: size[n] for n, of in memory.items()} | room
+    found: list[dict[str, Any]] = []
+    for x, memory, views in zip(traces, storages, tensors, strict=True):
+        held = {of: room[of] for of in memory.values()}
+        passed_on = (PassedOn(of, size) for of, size in held.items() if of.last > of.first)
+        apart = ((n, of) for n, of in views.items() if of.last > of.first and x.alone[n])
+        shared = (SharedInput(n, of, x.alone[n]) for n, of in apart)
+        found.append(
+            {"input_bytes": sum(held.values()), "passed_on": tuple(passed_on), "shared": tuple(shared)}
+        )
     return found
 
 
-def _shared_inputs(traces: Sequence[Trace]) -> list[tuple[SharedInput, ...]]:
-    """For each segment, the tensors in its input that inputs of other segments contain as well."""
-    numbers, new = list[list[int]](), count()
-    known: dict[int, int] = {}  # numbers of the tensors that are passed on, by leaf of the next input
-    for x in traces:
-        numbers.append([known[n] if n in known else next(new) for n in range(len(x.alone))])
-        known = {n: numbers[-1][leaf] for n, leaf in x.passed_on.items()}
-    times = Counter(chain(*map(set, numbers)))
-    return [
-        tuple(SharedInput(n, i, x.alone[n]) for n, i in enumerate(own) if times[i] > 1 and x.alone[n])
-        for own, x in zip(numbers, traces, strict=True)
-    ]
+def _origins(
+    given: Iterable[int], origins: Iterable[Mapping[int, int]], *, copied: bool = False
+) -> list[dict[int, Origin]]:
+    """For each segment, the origin of each leaf of its input: those `given` are of the first segment, and each of
+    `origins` is of the next one, as a `Trace` has them. `copied`: no input has what another has."""
+    found = [{n: (0, n) for n in given}]
+    for s, own in enumerate(origins, 1):
+        known = {} if copied else found[-1]
+        found.append({n: known.get(of, (s, of)) for n, of in own.items()})
+    last = {at: s for s, own in enumerate(found) for at in own.values()}
+    return [{n: Origin(*at, last[at]) for n, at in own.items()} for own in found]
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:

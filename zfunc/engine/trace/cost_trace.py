@@ -315,19 +315,20 @@ def is_launched(func: Any) -> bool:
 class Trace:
     """The traced costs of a segment's passes for one micro-batch, and its output `out`, on the meta device.
 
-    `paths` has, for each output, the weights and input leaves that it depends on. `memory` maps the number of
-    an output leaf to (storage, its bytes), where a storage is the number of the input leaf that lies in it, too,
-    or negative. `passed_on` maps the number of an output leaf that is a tensor of the input to its number
-    there; `alone[n]` are the bytes that an offloaded input saves without leaf `n`. `cost.input_bytes` is 0
-    here; the workspace of backward includes the gradients that it returns.
+    `paths` has, for each output, the weights and input leaves that it depends on. Of the tensors of the output,
+    by their number among its leaves, `sizes` has the bytes of the storage, `storages` and `tensors` the number of
+    an input leaf that lies in the same storage, or is the same tensor; if none does, a negative number, equal for
+    those in one storage. `alone[n]` are the bytes that an offloaded input saves without leaf `n`.
+    `cost.input_bytes` is 0 here; the workspace of backward includes the gradients that it returns.
     """
 
     out: Tree
     cost: SegmentCost
     random: bool  # whether a pass draws random numbers
     paths: Paths
-    memory: dict[int, tuple[int, int]]
-    passed_on: dict[int, int]
+    sizes: dict[int, int]
+    storages: dict[int, int]
+    tensors: dict[int, int]
     alone: list[int]
 
 
@@ -368,15 +369,9 @@ def trace(
             costs: dict[str, Any] = {"forward": first.cost(own_bytes + kept)}
             out = empty_like_strided(y, "meta")
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
-            given, results = (
-                {n: t for n, t in enumerate(tree_leaves(x)) if isinstance(t, Tensor)} for x in (inputs[0], y)
-            )
-            storages = {storage_of(t): n for n, t in given.items()}
-            memory = {
-                n: (storages.setdefault(storage_of(t), -1 - n), _storage_bytes(t)) for n, t in results.items()
-            }
-            views = {_view_of(t): n for n, t in given.items()}
-            passed_on = {n: views[view] for n, t in results.items() if (view := _view_of(t)) in views}
+            given, results = numbered(inputs[0]), numbered(y)
+            sizes = {n: _storage_bytes(t) for n, t in results.items()}
+            storages, tensors = (_origins(key, given, results) for key in (storage_of, _view_of))
             # A part of the output that is a residual, too, outlives the output.
             before = first.live
             del y, own, results
@@ -405,7 +400,21 @@ def trace(
             key_bytes=max(x.host.nbytes for x in (first, *trackers.values())),
         )
         random = any(x.random for x in (first, *trackers.values()))
-        return Trace(out, cost, random, paths, memory, passed_on, alone)
+        return Trace(out, cost, random, paths, sizes, storages, tensors, alone)
+
+
+def numbered(tree: Tree) -> dict[int, Tensor]:
+    """The tensors of a pytree by their number among its leaves."""
+    return {n: t for n, t in enumerate(tree_leaves(tree)) if isinstance(t, Tensor)}
+
+
+def _origins(
+    key: Callable[[Tensor], Any], given: Mapping[int, Tensor], results: Mapping[int, Tensor]
+) -> dict[int, int]:
+    """For each of `results`, the number of one of `given` with an equal `key`; if none has, a negative number, the
+    same for results with an equal key."""
+    known = {key(t): n for n, t in given.items()}
+    return {n: known.setdefault(key(t), -1 - n) for n, t in results.items()}
 
 
 def _view_of(t: Tensor) -> tuple[Any, ...]:
