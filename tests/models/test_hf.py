@@ -390,6 +390,26 @@ def test_unsupported_models_are_refused_with_what_to_do(message: str) -> None:
         zfunc.hf.segments(model)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral, window"])
+def test_a_module_that_is_not_causal_is_refused_where_no_mask_says_what_it_sees(name: str) -> None:
+    """There transformers' own attentions differ; a mask, as of a window, is followed by each of them."""
+    model, x, losses = random_model(name), tokens(), {}
+    model.model.layers[1].self_attn.is_causal = False
+    for own in ("eager", "sdpa"):
+        model.set_attn_implementation(own)
+        losses[own] = float(model(x, labels=x).loss.detach())
+    program, inputs = compiled(zfunc.hf.segments(model)), (x[:, :-1], x[:, 1:])
+    state = zfunc.init(program)
+    if name == "Llama":
+        assert losses["eager"] != pytest.approx(losses["sdpa"], rel=1e-4)
+        with pytest.raises(
+            ValueError, match=r"layers.1.*LlamaAttention with is_causal False, and no mask.*zfunc\."
+        ):
+            zfunc.train_step(program, state, inputs)
+        return
+    assert zfunc.evaluate(program, state, inputs) == pytest.approx(losses["eager"], rel=1e-6)
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "Granite": config("Granite", **SIZE, logits_scaling=3.0, embedding_multiplier=2.0),
     "Falcon": config("Falcon", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),

@@ -19,6 +19,7 @@ from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
 from zfunc.errors import refuse, setting
 from zfunc.models.hf.experts import run_experts
+from zfunc.models.hf.families import BY_TRACE
 from zfunc.models.sequences import KVCache, Seen, documents_of
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
@@ -206,7 +207,7 @@ def make_mask(
 
 
 def attend(
-    _module: torch.nn.Module,
+    module: torch.nn.Module,
     query: Tensor,  # [batch, heads, seq, head_size]
     key: Tensor,  # [batch, key_value_heads, seq, head_size]
     value: Tensor,
@@ -216,11 +217,13 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
-    Without a mask a position attends to itself and those before it.
+    Without a mask a position attends to itself and those before it. Raises ValueError where `is_causal`, or if that
+    is None the module's, says otherwise.
     `softcap` bounds the scores by tanh, as in Gemma 2, and `s_aux` [heads] are the scores of a position without a
     value, as in GPT-OSS; no fused kernel does either, so scores are materialised.
     """
@@ -231,6 +234,10 @@ def attend(
             return y.transpose(1, 2).contiguous(), None
         mask = mask.mask(query)
     causal = mask is None and (ROW_TOKENS.get() or query.shape[-2]) > 1
+    if causal and not (own := getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        # transformers' sdpa attends to all positions then, its eager to those before where the model makes masks
+        got, do = f"a {type(module).__name__} with is_causal {own!r}, and no mask", "set it to True, or "
+        refuse("model", got, "attention to positions up to a token's own", do + BY_TRACE)
     groups = query.shape[1] // key.shape[1]
     fused = key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
     grouped = groups > 1 and not by_hand and ((mask is None and fused) or ROW_TOKENS.get() is not None)
