@@ -52,10 +52,10 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_690,
-    "schedules and ground": 1_540,
+    "core": 7_695,
+    "schedules and ground": 1_563,
     "runtime": 3_761,
-    "optim": 3_225,
+    "optim": 3_216,
     "checkpoint": 4_371,
     "engine": 10_923,
     "viz": 1_238,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 6_102,
     "train": 6_496,
     "cli": 2_789,
-    "tests": 51_621,
+    "tests": 51_628,
     "course": 5_289,
     "benchmarks": 5_223,
     "docs": 1_789,

@@ -2,11 +2,34 @@
 raises TypeError or ValueError with the value got, the values expected and what to do."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from typing import Any, ClassVar, NoReturn, Self
 
-from zfunc.errors import SettingError, SettingTypeError, refuse
+from zfunc.errors import SettingError, SettingTypeError, refuse, refuse_unknown
 
 FLOAT32_MAX = 3.4028234663852886e38
+
+
+class NamedSettings:
+    """Base class of settings. One by a name that `__init__` does not take is refused by `refuse_name`, which gets
+    this name and the known ones: a SettingTypeError."""
+
+    __slots__ = ()
+    refuse_name: ClassVar[Callable[[str, list[str]], NoReturn]] = staticmethod(refuse_unknown)
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Settings without values, which `__init__` gives them."""
+        known = _arguments(cls)
+        for name in (x for x in given if x not in known):
+            cls.refuse_name(name, [*known])
+        return super().__new__(cls)
+
+
+@cache
+def _arguments(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(signature(cls.__init__).parameters)[1:]
 
 
 def number(

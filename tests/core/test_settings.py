@@ -21,6 +21,7 @@ from zfunc.cli.parser import make_parser
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.setting_values import CHECK, HELP, OPTION, make_setting, one_or_more
 from zfunc.core.settings import StepSettings, named_settings, settings_with
+from zfunc.errors import SettingTypeError
 from zfunc.options import flag_fields, options_of, values_of_flags
 from zfunc.train.deepspeed.mapping import from_deepspeed
 from zfunc.train.settings import ModelFlags, TrainSettings, step_settings
@@ -172,7 +173,12 @@ def test_a_new_field_is_a_flag_at_once() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    for call in (compiled, planned):
+    with pytest.raises(
+        SettingTypeError, match="bach_size: got an unknown setting.*did you mean 'batch_size'"
+    ):
+        TrainSettings(bach_size=1)  # pyright: ignore[reportCallIssue]
+    by_hand: Any = StepSettings
+    for call in (compiled, planned, by_hand):
         with pytest.raises(TypeError, match="bucketsize: got an unknown setting.*did you mean 'bucket_size'"):
             call(bucketsize=1)
         with pytest.raises(TypeError, match="speculate: got a setting that is gone, expected .*: pass defer"):
@@ -181,6 +187,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
             TypeError, match="lr: got an unknown setting, expected one of [^?]*: pass it to the optimizer"
         ):
             call(lr=1e-3)
+    assert by_hand(moments="8bit").moments == "8bit"
     with pytest.raises(TypeError, match="settings: got a dict, expected a zfunc.core.settings.StepSettings"):
         settings_with({}, {})  # type: ignore[arg-type]
 

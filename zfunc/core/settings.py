@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, NoReturn, cast
 
 from attrs import Attribute, evolve, fields, frozen
 
@@ -53,11 +53,19 @@ from zfunc.core.setting_values import (
 from zfunc.core.shares import InShares, InTiers, every_part_has_one, shares_of, word_of, words_of
 from zfunc.errors import SettingTypeError, refuse, refuse_unknown, setting
 from zfunc.options import AUTO, one_of
-from zfunc.values import number, of_type, truth, whole
+from zfunc.values import NamedSettings, number, of_type, truth, whole
+
+
+def _refuse_name(name: str, known: Sequence[str]) -> NoReturn:
+    if name in GONE:
+        refuse(name, "a setting that is gone", "what is instead of it", GONE[name], SettingTypeError)
+    if name in ELSEWHERE:
+        refuse_unknown(name, known, ELSEWHERE[name], near=False)
+    refuse_unknown(name, known)
 
 
 @frozen(kw_only=True)
-class StepSettings:
+class StepSettings(NamedSettings):
     """The settings of a step; `zfunc.compile` documents each. Raises TypeError or ValueError for a bad value.
 
     >>> StepSettings(micro_batches=2).slots
@@ -66,6 +74,8 @@ class StepSettings:
     Traceback (most recent call last):
     zfunc.errors.SettingError: micro_batches: got 0, expected a whole number of at least 1...: pass 1 or more
     """
+
+    refuse_name: ClassVar = staticmethod(_refuse_name)
 
     precision: Precision = make_setting(
         "bf16",
@@ -574,13 +584,8 @@ def settings_with(settings: StepSettings | None, changes: Mapping[str, Any]) -> 
     expected = "a zfunc.core.settings.StepSettings: pass one, or pass settings by name"
     of_type("settings", settings, StepSettings, expected)
     known = list(named_settings())
-    for name in changes:
-        if name in GONE:
-            refuse(name, "a setting that is gone", "what is instead of it", GONE[name], SettingTypeError)
-        if name in ELSEWHERE:
-            refuse_unknown(name, known, ELSEWHERE[name], near=False)
-        if name not in known:
-            refuse_unknown(name, known)
+    for name in (x for x in changes if x not in known):
+        _refuse_name(name, known)
     return evolve(settings, **changes)
 
 

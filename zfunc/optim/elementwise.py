@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from attrs import evolve, field, fields, frozen
@@ -21,11 +20,11 @@ from attrs import evolve, field, fields, frozen
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of
-from zfunc.errors import CheckpointError, refuse, refuse_unknown
+from zfunc.errors import CheckpointError, refuse
 from zfunc.optim import rules
 from zfunc.optim.rules import Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
 from zfunc.options import one_of
-from zfunc.values import number
+from zfunc.values import NamedSettings, number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +126,7 @@ def checked_betas(name: str, betas: Any) -> Betas:
 
 
 @frozen
-class KernelOptimizer(ABC):
+class KernelOptimizer(NamedSettings, ABC):
     """Base class of optimizers with a compiled kernel. It has the settings that they share and most methods
     of the interface `zfunc.optim.base.Optimizer`.
 
@@ -142,14 +141,6 @@ class KernelOptimizer(ABC):
     weight_decay: float = number_field("weight_decay", 0.0)
     decay: WhichDecay = field(default=decay_all, kw_only=True, converter=_decay)
     moments: Moments = choice_field("moments", "fp32", MOMENTS)
-
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        """An optimizer without values, which the class's `__init__` gives it. Raises TypeError for a setting in
-        `given` that `__init__` does not take."""
-        _, *known = signature(cls.__init__).parameters
-        for name in (x for x in given if x not in known):
-            refuse_unknown(name, known)
-        return super().__new__(cls)
 
     @abstractmethod
     def state_format(self, group: int = 0) -> str:

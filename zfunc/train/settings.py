@@ -40,7 +40,7 @@ from zfunc.options import (
     values_of_flags,
     zero_or_more,
 )
-from zfunc.values import whole
+from zfunc.values import NamedSettings, whole
 
 if TYPE_CHECKING:  # their tables take time to read, which help need not wait for
     from zfunc.train.deepspeed.keys import ConfigValues
@@ -121,7 +121,7 @@ HF_CONFIG = _model(
 
 
 @frozen(kw_only=True)
-class ModelFlags:
+class ModelFlags(NamedSettings):
     """Settings of a model, a new GPT or a Hugging Face model, perhaps with adapters, and of the batch's size."""
 
     hf: Path | None = _model(
