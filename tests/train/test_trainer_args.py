@@ -359,7 +359,7 @@ def test_a_deepspeed_file_goes_on_to_config(monkeypatch: pytest.MonkeyPatch) -> 
     rate: Any = extras.learning_rate(20)
     assert (rate.kind, rate.params["warmup_num_steps"]) == ("WarmupLR", 4)
     idle = "ds.json: no effect: optimizer.params.momentum: not of the optimizer adamw"
-    assert idle in startup_notes(found, 1, rate)
+    assert idle in startup_notes(found, extras.config, 1, rate)
 
 
 @pytest.mark.parametrize(

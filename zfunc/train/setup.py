@@ -135,7 +135,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     # Whether it can be, before anything is compiled
     segments = segments_of(settings, model)
     rate = extras.learning_rate(settings.steps)
-    for line in (*startup_notes(settings, ranks.world, rate), *extras.notes):
+    for line in (*startup_notes(settings, extras.config, ranks.world, rate), *extras.notes):
         say("%s", line)
     if settings.steps is None and rate != extras.learning_rate(10**9):  # it depends on the number
         say(

@@ -111,7 +111,8 @@ def from_deepspeed(
 @frozen
 class ConfigExtras:
     """What a DeepSpeed configuration and a file of a Trainer's arguments add to a training that no setting has:
-    optimizer arguments, the loss scale, steps between printed lines, learning rate and log lines.
+    optimizer arguments, the loss scale, steps between printed lines, learning rate and log lines. `config` is the
+    DeepSpeed file, with the settings' optimizer where its own type is "auto".
 
     `learning_rate` makes the rate by step from the total number of steps, which is None if nobody knows it: from
     the file's scheduler, or as the settings say; `by_pass`: settings that become the number of steps in one epoch,
@@ -124,13 +125,16 @@ class ConfigExtras:
     steps_per_print: int | None = None
     notes: tuple[str, ...] = ()  # log lines
     by_pass: Mapping[str, str] = field(factory=dict[str, str])
+    config: ConfigValues | None = None
 
 
 def config_extras(settings: TrainSettings) -> ConfigExtras:
     """What the DeepSpeed file `settings.config` adds to a training with these settings."""
     usual = CLASSES[settings.optimizer].usual[2]
-    if (values := _values_of(settings)) is None:
+    if (values := settings.config) is None:
         return ConfigExtras(usual, settings.learning_rate)
+    if values.leaves_open("optimizer.type"):
+        values = evolve(values, given={"optimizer.type": settings.optimizer})
     own = {k: v for k, v in named_optimizer(values)[1].items() if k not in ("lr", "weight_decay", "moments")}
     if values.has("optimizer"):
         usual = {name: x for name, x in usual.items() if values.leaves_open(PARAM + name)}
@@ -140,14 +144,8 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
         steps = {"total_num_steps": total, "warmup_num_steps": max(1, settings.warmup_of(total))}
         return lr_schedule(values, lr=settings.lr, **steps) or settings.learning_rate(total)
 
-    return ConfigExtras(MappingProxyType({**usual, **own}), rate, scale, values["steps_per_print"])
-
-
-def _values_of(settings: TrainSettings) -> ConfigValues | None:
-    """The DeepSpeed file `settings.config` with the optimizer of `settings`, where its type is "auto"."""
-    if (values := settings.config) is None or not values.leaves_open("optimizer.type"):
-        return values
-    return evolve(values, given={"optimizer.type": settings.optimizer})
+    optimizer = MappingProxyType({**usual, **own})
+    return ConfigExtras(optimizer, rate, scale, values["steps_per_print"], config=values)
 
 
 def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
@@ -174,9 +172,11 @@ def with_config(given: Mapping[str, Any], world: int) -> dict[str, Any]:
     return {**settings, **given}
 
 
-def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float]) -> Iterator[str]:
-    """The log lines about the DeepSpeed file `settings.config` at the start of a training."""
-    if (values := _values_of(settings)) is not None:
+def startup_notes(
+    settings: TrainSettings, values: ConfigValues | None, world: int, lr: Callable[[int], float]
+) -> Iterator[str]:
+    """The log lines about the DeepSpeed file `values` of `ConfigExtras.config` at the start of a training."""
+    if values is not None:
         rate = lr if isinstance(lr, LRSchedule) else None
         batch = batch_sizes(values, world, settings.batch_size, settings.micro_batches)[2]
         own = [] if rate else [f"no scheduler: the learning rate warms up, then it is {settings.lr_schedule}"]

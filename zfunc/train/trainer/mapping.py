@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from zfunc.errors import refuse
 from zfunc.train.deepspeed.mapping import PARAM, ConfigExtras
@@ -156,7 +156,7 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
     learning rate, printed steps and notes."""
     if (args := settings.trainer_args) is None:
         return extras
-    optimizer, every, config = dict(extras.optimizer), extras.steps_per_print, settings.config
+    optimizer, every, config = dict(extras.optimizer), extras.steps_per_print, extras.config
     betas = {"betas": (args["adam_beta1"], args["adam_beta2"])}
     own = {"adamw": {**betas, "eps": args["adam_epsilon"]}, "lion": betas, "sgd": {"momentum": 0.0}}
     if args[OPTIM].removeprefix("paged_").startswith(settings.optimizer):
@@ -181,8 +181,8 @@ def trainer_extras(settings: TrainSettings, extras: ConfigExtras) -> ConfigExtra
         warmup = math.ceil(args[part] * total) if settings.warmup is None else settings.warmup
         return TrainerSchedule(args[SCHEDULER], params, settings.lr, warmup, total)
 
-    notes = tuple(_notes(settings, args))
-    return ConfigExtras(optimizer, rate, extras.loss_scale, every, notes, _by_pass(args))
+    added = {"optimizer": optimizer, "learning_rate": rate, "steps_per_print": every}
+    return evolve(extras, **added, notes=tuple(_notes(settings, args)), by_pass=_by_pass(args))
 
 
 def _notes(settings: TrainSettings, args: TrainerArgs) -> Iterator[str]:
