@@ -182,6 +182,11 @@ MIXING: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {  # a body,
         ROWS,
         "got an error on",
     ),
+    "another token, by its number": (
+        lambda: Body(lambda _, x: x + x[..., 0].detach()[torch.zeros(2, 1).long(), x.argmax(2)][..., None]),
+        ROWS,
+        "aten.index.Tensor is not known to keep them apart",
+    ),
     "made of nothing": (
         lambda: Body(lambda _, x: torch.ones(x.shape)),
         ROWS,

@@ -38,7 +38,7 @@ class DeviceKeys:
         """Allocate the fp32 gradient sums of keys and values, as zeros."""
         self.sums = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in self.kept)
 
-    def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
+    def visit(self, parts: Sequence[Part], *, sums: bool) -> Iterator[list[Tensor]]:
         """Yield, for each range of tokens in `parts`, its keys and values, and with `sums` also its gradient
         sums, to which the caller adds."""
         for part in parts:
@@ -103,7 +103,7 @@ class HostKeys:
         start = round_up(self.count * self._numel * self.dtype.itemsize, ALLOCATION)
         self.sums = self.host.rows(start, self.count, self._numel, torch.float32)
 
-    def visit(self, parts: Sequence[Part], *, sums: bool = False) -> Iterator[list[Tensor]]:
+    def visit(self, parts: Sequence[Part], *, sums: bool) -> Iterator[list[Tensor]]:
         """Yield, for each range of tokens in `parts`, its keys and values on the device, and with `sums` also
         its gradient sums, to which the caller adds."""
         dtypes = (self.dtype, torch.float32) if sums else (self.dtype,)
