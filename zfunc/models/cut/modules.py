@@ -72,6 +72,7 @@ from zfunc.models.cut.spans import (
     cut_graph,
     place_of,
 )
+from zfunc.models.cut.training_mode import changes_in_eval, training_reads
 from zfunc.models.cut.vmap import expand_vmaps
 from zfunc.models.hf.adapters import with_pure_adapters
 from zfunc.models.hf.attention import with_static_experts
@@ -160,7 +161,7 @@ def cuts(
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
     called = CalledModel(without_idle_draws(with_pure_adapters(with_static_experts(model))), loss)
     read = partial(call_of, has_loss=loss is not None)
-    x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
+    call = read(example)[0]
     written, names = set[str](), None
     while True:
         whole = make_segment("model", called, None, "", sorted(written))
@@ -168,7 +169,7 @@ def cuts(
         types = changed_by_forward("model", called)[1]
         traces = ModuleTraces(whole, limit, tuple(whole.buffers), types, names or {}, {**(names or {})})
         try:
-            first = traces.of(x, torch.float32, training=True)
+            first = traces.of(_without_values(call), torch.float32, training=True)
         except BuffersWrittenError as error:
             written |= error.args[0]
         except ValueBranchError:
@@ -176,9 +177,9 @@ def cuts(
                 raise
             called = CalledModel(called.own[0], loss, by_value=True)
             traces = evolve(traces, whole=make_segment("model", called, None, "", sorted(written)))
-            names = _inputs_read(traces, read(example)[0])
+            names = _inputs_read(traces, call)
             read = partial(call_of, has_loss=loss is not None, by_value=names)
-            x = unmarked(tree_map_only(Tensor, _as_computed, read(example)[0]))
+            call = read(example)[0]
         except NotCutError as error:
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
@@ -186,8 +187,9 @@ def cuts(
             return
         else:
             break
-    _find_late(traces, call := read(example)[0], first)
-    first = traces.with_late(first, call)
+    if traces.mode_matters:
+        _find_late(traces, call, first)
+        first = traces.with_late(first, call)
     if len(first.pieces) == 1:
         log.warning("model: one segment, because %s", first.whole)
     try:
@@ -200,7 +202,7 @@ def cuts(
                     return
                 finer = max(first.least, traces.most // 2)
                 traces = evolve(traces, most=finer, known={}, first=None)
-                first = traces.with_late(traces.of(x, torch.float32, training=True), call)
+                first = traces.with_late(traces.of(_without_values(call), torch.float32, training=True), call)
     finally:
         traces.uncut.clear()
 
@@ -222,16 +224,15 @@ def _numbers_marked(call: BatchCall) -> Any:
     """`call` for a trace, with the values of all its integer inputs known."""
     given = ((keystr(path), unmarked(t)) for path, t in tree_flatten_with_path(call)[0])
     numbers = {name: True for name, t in given if isinstance(t, Tensor) and not t.is_floating_point()}
-    return unmarked(tree_map_only(Tensor, _as_computed, mark_values(call, numbers)))
+    return _without_values(mark_values(call, numbers))
 
 
 def _find_late(traces: "ModuleTraces", call: BatchCall, first: "ModuleTrace") -> None:
     """Run the module of `traces` on the example `call` in eval mode, and set what that reads and training mode,
     whose trace is `first`, does not: `traces.in_eval`, `traces.late`. Where it fails, evaluation will say why."""
-    x = unmarked(tree_map_only(Tensor, _as_computed, call))
     with suppress(ValueError):
         try:
-            *_, read = traces.read_by(x, training=False, by_value=bool(traces.by_value))
+            *_, read = traces.read_by(_without_values(call), training=False, by_value=bool(traces.by_value))
         except ValueBranchError:
             values, counted, read = traces.read_by(_numbers_marked(call), training=False, by_value=True)
             traces.in_eval |= {name: name not in values for name in (*values, *counted)}
@@ -292,7 +293,7 @@ class ModuleTrace:
     apart: bool = False
     late: list[dict[str, str]] = field(
         factory=list
-    )  # of the first trace, by piece, as its `short`: see with_late
+    )  # of the first trace, see with_late; by piece, as `short`
 
     @property
     def read(self) -> set[str]:
@@ -336,6 +337,7 @@ class ModuleTraces:
     by_value: Mapping[str, bool]  # inputs on whose values a trace in training depends, as of `mark_values`
     in_eval: dict[str, bool]  # the same, in eval mode
     late: set[str] = field(factory=set)  # names of what eval mode alone reads
+    mode_matters: bool = True  # whether eval mode may read what training does not
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
     lock: Any = field(factory=threading.RLock)
@@ -344,7 +346,7 @@ class ModuleTraces:
     def with_late(self, first: ModuleTrace, call: BatchCall) -> ModuleTrace:
         """The trace `first` of the example `call`, with what its pieces read in eval mode alone."""
         if self.late:
-            x = unmarked(tree_map_only(Tensor, _as_computed, mark_values(call, self.in_eval)))
+            x = _without_values(mark_values(call, self.in_eval))
             with suppress(ValueError, NotCutError, BuffersWrittenError):  # which evaluation will raise
                 other = _in_thread(self._trace, IN_EVAL, x, torch.float32, False)
                 self.first = self.known[first.key] = first.with_late(other, self.late)
@@ -418,7 +420,7 @@ class ModuleTraces:
             module.by_value = bool(self.in_eval)
         # 2. Its graph, cut.
         drawn = _generator_states()
-        with alone(), _quiet(), warnings.catch_warnings():
+        with alone(), _quiet(), warnings.catch_warnings(), training_reads(module.own[0]) as reads:
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
                 exported = torch.export.export(module, (inputs,), strict=False)
@@ -456,6 +458,8 @@ class ModuleTraces:
             changed={*self.changing},
         )
         # 3. Whether the graph has the module's own gradients.
+        if training and self.first is None:
+            self.mode_matters = reads.matter or changes_in_eval(module.own[0])
         if training:
             with alone(), mode, _compiling_state_context():
                 self._compare(cut_in(set(), starts=frozenset(), most=self.most), fakes, inputs, dtype)
@@ -646,6 +650,11 @@ def _quiet() -> Iterator[None]:
 def _generator_states() -> str:
     """The states of Python's and NumPy's generators as text, which numbers drawn from them change."""
     return repr((random.getstate(), np.random.get_bit_generator().state))
+
+
+def _without_values(call: BatchCall) -> Any:
+    """`call` with floating-point tensors as the model computes with them, on the meta device, as traces get it."""
+    return unmarked(tree_map_only(Tensor, _as_computed, call))
 
 
 def _as_computed(t: Tensor) -> Tensor:
