@@ -366,6 +366,11 @@ def test_compiled_segments_give_the_same_losses(how: bool | str, monkeypatch: py
     except Exception as error:
         pytest.skip(f"torch.compile needs a C++ compiler: {error}")
 
+    # By day plain C++: a dozen tries of vector units, and the headers for them, take longer than the passes.
+    if how is not True:
+        monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
+        monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
+
     def losses(**settings: Any) -> list[float]:
         program = compiled(parts()[1:], **settings)  # of which each pass takes the C++ compiler seconds
         state, seen = zfunc.init(program), []

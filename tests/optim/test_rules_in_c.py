@@ -87,8 +87,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     return tmp_path
 
 
-@pytest.mark.parametrize("row", OWN)
-def test_a_rule_of_ones_own_has_its_bits_in_the_kernel(row: str) -> None:
+LEVELS = [(row, "" if row.startswith("one's") else "-O1") for row in OWN]
+
+
+@pytest.mark.parametrize(
+    ("row", "level"), [*LEVELS, *(pytest.param(row, "", marks=pytest.mark.slow) for row, x in LEVELS if x)]
+)
+def test_a_rule_of_ones_own_has_its_bits_in_the_kernel(
+    row: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By day one rule is compiled as users' are, the others in a quarter of the time."""
+    if level:
+        monkeypatch.setattr(rules_in_c, "FLAGS", (*rules_in_c.FLAGS, level))
+    for kept in (rules_in_c._of, rules_in_c._library) if not row.startswith("one's") else ():
+        kept.cache_clear()
     assert (rules_in_c.compiled(OWN[row].rule) is None) == row.startswith("Branching")
     for n, decay in ((0, 0), (1, 1), (63, 0), (129, 1), (300_001, 0)):
         how: dict[str, Any] = {"out": torch.float16, "threads": (1, 2), "group": decay, "offset": n % 3}
