@@ -29,6 +29,7 @@ settings.register_profile("night", settings.get_profile("day"), max_examples=100
 settings.load_profile("day")
 # These tensors are tiny; teams that spin on a busy machine would take all the time, here and in what tests start.
 torch.set_num_threads(1)
+gc.disable()  # until all is collected, as nearly all that is made till then stays
 # Smaller than a parameter, so that every law runs over several pieces of one: whole blocks of 64 elements or bytes.
 for module, piece in {
     "optim.updates": "PIECE",
@@ -149,6 +150,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
