@@ -347,14 +347,16 @@ class Row:
 
     @property
     def values(self) -> set[Any]:
-        """What meets in it where a way's bits are known already: its numbers, and each setting of them with the
-        kind of its way; its job; each setting of its way with its value but for numbers in it; any two places."""
+        """What meets in it where a way's bits are known already: its numbers, and each setting of them, of tiles
+        where keys are, with the kind of its way; its job; each setting of its way with its value but for numbers in
+        it; any two places."""
         way = WAYS[self.way]
         places = [x for x in sorted(way) if x.endswith("_on") or x in ("devices", "pp", "stage")]
         return {
             *((name, re.sub(r"[\d._]", "", str(value))) for name, value in way.items()),
             *combinations(places, 2),
-            *product(NUMBERS[self.numbers], [self.kind]),
+            *product({*NUMBERS[self.numbers]} - TILED, [self.kind]),
+            *product({*NUMBERS[self.numbers]} & TILED, {*way} & {"keys_on"}),
             *(self.numbers, self.job),
         }
 

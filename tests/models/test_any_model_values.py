@@ -66,7 +66,7 @@ def test_values_that_decide_shapes_cost_a_trace_for_each(way: str, caplog: pytes
         r"values of \['sizes'\] decide shapes.*test_any_model_values.py:\d+: each other ones cost", said
     )
     traces = segments[0].function.args[0]
-    for sizes, known in (((2, 3, 1), 1), ((1, 1, 4), 2), ((2, 3, 1), 2), ((6, 1), 3)):
+    for sizes, known in (((2, 3, 1), 1), ((6, 1), 2), ((2, 3, 1), 2)):
         check(segments, model, sized(*sizes), None, **WAYS[way])
         assert len(traces.known) == known
 
@@ -136,7 +136,7 @@ class Longer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
         rows = torch.cat([x, torch.arange(1.0, 1 + int(more[0]))[:, None].expand(-1, 8)])
