@@ -35,7 +35,8 @@ from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.cost_trace import is_launched
 from zfunc.optim.updates import CheckedState, KernelCalls
-from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
+from zfunc.runtime.executor import Executor, RunOptions
+from zfunc.runtime.prepared_plan import prepare_plan
 
 CPU = torch.device("cpu")
 

@@ -38,7 +38,8 @@ from zfunc.core.spec import PassCost, SegmentCost, StepSpec
 from zfunc.core.verifier import verify
 from zfunc.options import as_flag
 from zfunc.planner import candidate
-from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
+from zfunc.runtime.executor import Executor, RunOptions
+from zfunc.runtime.prepared_plan import prepare_plan
 
 SIZES = "1000,3000,10000,30000,100000"
 TARGET_OPS, TARGET_SECONDS = 100_000, 5.0

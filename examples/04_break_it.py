@@ -15,8 +15,8 @@ from zfunc.core.plan import Plan
 from zfunc.core.verifier import races
 from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
-from zfunc.runtime.executor import prepare_plan
 from zfunc.runtime.fault_injection import Jitter
+from zfunc.runtime.prepared_plan import prepare_plan
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the tensors here are tiny

@@ -36,7 +36,7 @@ for module, piece in {
     "optim.adafactor": "PIECE",
     "engine.state.weights": "PART",
     "engine.state.restore": "PART",
-    "engine.step.train_step": "PIECE",
+    "engine.step.agreement": "PIECE",
     "checkpoint.export": "PIECE",
     "checkpoint.safetensors_file": "CHUNK",
 }.items():

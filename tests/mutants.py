@@ -41,7 +41,7 @@ WATCHED = (
     ("checkpoint/*", "tests/checkpoint"),
     ("runtime/*", "tests/runtime"),
     ("core/[or]*", "tests/engine/test_gradients.py"),
-    ("engine/trace/vjp", "tests/engine/test_passes.py"),
+    ("engine/trace/[jtv]*", "tests/engine/test_passes.py"),
     ("engine/*", "tests/engine/test_gradients.py tests/engine/test_train_step.py"),
     ("engine/*", "tests/engine/test_saving.py tests/engine/test_deferred.py"),
     ("engine/*", "tests/engine/test_laws.py -k 'no_way or checkpoint'"),

@@ -17,9 +17,9 @@ from zfunc.engine import compile as compiling
 from zfunc.engine.program import passes, program, traced_spec
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages.stage_context import CompiledSegment
-from zfunc.engine.trace import vjp
+from zfunc.engine.trace import joint_graph, segment_vjp
+from zfunc.engine.trace.facts import Facts
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.purity import Facts
 from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.planner import traced_costs
@@ -33,8 +33,8 @@ _shared: set[Callable[..., Any]] = set()
 _with_buffers: set[Callable[..., Any]] = set()
 _pure: dict[Any, tuple[Any, Facts]] = {}
 _checks: dict[Any, Callable[..., Any]] = {}
-_passes: dict[Any, vjp.SegmentVJP] = {}
-_joints: dict[Any, vjp.Joints] = {}
+_passes: dict[Any, segment_vjp.SegmentVJP] = {}
+_joints: dict[Any, joint_graph.Joints] = {}
 _traces: dict[Any, tuple[Any, Any]] = {}
 
 
@@ -102,7 +102,7 @@ def _shared_check(
     return _pure[key]
 
 
-def _shared_vjp(function: Callable[..., Any], options: PassOptions, **how: Any) -> vjp.SegmentVJP:
+def _shared_vjp(function: Callable[..., Any], options: PassOptions, **how: Any) -> segment_vjp.SegmentVJP:
     """Passes of one function are cut from one trace, however they recompute and whether they move."""
     if function not in _shared:
         return tiled_vjp(function, options, **how)

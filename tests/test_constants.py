@@ -30,14 +30,15 @@ from zfunc.core import bucketing, setting_values
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.engine.rows import row_attention, tile_attention
-from zfunc.engine.trace import purity, tensor_memory
+from zfunc.engine.trace import facts, tensor_memory
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+from zfunc.engine.trace.segment_vjp import SegmentWeights
+from zfunc.engine.trace.vjp import make_vjp
 from zfunc.errors import CheckpointError, RankError
 from zfunc.models.loss import linear_next_token_loss
 from zfunc.optim import rules, updates
 from zfunc.optim.loss_scale import LossScale
-from zfunc.runtime import host_memory
+from zfunc.runtime import memory_limits
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.stage_ranks import StageRanks
 
@@ -82,7 +83,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "core.explain NAMED",
         "runtime.failure_detection LONGEST",
     ],
-    "of a look before each step, which finds what it can in microseconds": ["engine.trace.purity MOST"],
+    "of a look before each step, which finds what it can in microseconds": ["engine.trace.facts MOST"],
     "given by construction": [
         "engine.rows.keys SLOTS",
         "core.graph EVERY",
@@ -301,7 +302,7 @@ def told_apart(make: Callable[[float], Any]) -> Callable[..., None]:
     """Modules that keep other values do not share a trace."""
 
     def check(_: int, __: pytest.MonkeyPatch) -> None:
-        assert purity.held(Scaled(make(1.0))) != purity.held(Scaled(make(2.0)))
+        assert facts.held(Scaled(make(1.0))) != facts.held(Scaled(make(2.0)))
 
     return check
 
@@ -473,10 +474,10 @@ def counts_of_tiles(shortest: int, _: pytest.MonkeyPatch) -> None:
 def addresses(times: float, patch: pytest.MonkeyPatch) -> None:
     """As many bytes of them as torch's libraries have."""
     size = sum(x.stat().st_size for x in Path(torch.__file__).parent.glob("lib/*.so*"))
-    patch.setattr(host_memory, "address_limit", lambda: size)
+    patch.setattr(memory_limits, "address_limit", lambda: size)
     patch.delitem(sys.modules, "torch")
     with nullcontext() if times <= 1 else pytest.raises(MemoryError, match="RLIMIT_AS: got"):
-        host_memory.check_addresses()
+        memory_limits.check_addresses()
 
 
 ROWS = {
@@ -500,7 +501,7 @@ ROWS = {
     "core.setting_values.SHORTEST_TILE": Row(8, counts_of_tiles),
     "runtime.stage_ranks.MOST_HEAD": Row(64, message),
     "runtime.stage_ranks.FIRST": Row(80, whole_message),
-    "runtime.host_memory._OF_LIBRARIES": Row(1.0, addresses, 0.5),
+    "runtime.memory_limits._OF_LIBRARIES": Row(1.0, addresses, 0.5),
     "models.hf.cutting.RECORDED": Row(12, windows),
     "models.hf.comparison.SMALL": Row(LLAMA, small_model),
     "models.hf.comparison.LOSS_CLOSE": Row(5e-4, lambda *x: compared(*x, loss=True), 2e-5),
@@ -514,9 +515,9 @@ ROWS = {
     "engine.rows.tile_attention.FEW": Row(6, tiles),
     "engine.rows.tile_attention.BLOCK": Row(4, blocks),
     "engine.rows.tile_attention.AT_ONCE": Row(16, blocks),
-    "engine.trace.vjp.MAX_TRACES": Row(3, shapes),
-    "engine.trace.purity.MAX_DEPTH": Row(3, told_apart(nested)),
-    "engine.trace.purity.MAX_HASHED": Row(64, told_apart(lambda x: np.full(8, x))),
+    "engine.trace.traced_passes.MAX_TRACES": Row(3, shapes),
+    "engine.trace.facts.MAX_DEPTH": Row(3, told_apart(nested)),
+    "engine.trace.facts.MAX_HASHED": Row(64, told_apart(lambda x: np.full(8, x))),
     "engine.trace.tensor_memory.MOST_RUN": Row(72, strides),
 }
 

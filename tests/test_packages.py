@@ -52,20 +52,20 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_695,
+    "core": 7_700,
     "schedules and ground": 1_563,
-    "runtime": 3_761,
-    "optim": 3_216,
+    "runtime": 3_787,
+    "optim": 3_217,
     "checkpoint": 4_371,
-    "engine": 10_923,
+    "engine": 11_046,
     "viz": 1_238,
-    "planner": 3_768,
-    "models": 6_206,
+    "planner": 3_772,
+    "models": 6_207,
     "train": 6_496,
     "cli": 2_789,
-    "tests": 51_801,
+    "tests": 51_804,
     "course": 5_289,
-    "benchmarks": 5_223,
+    "benchmarks": 5_225,
     "docs": 1_789,
 }
 

@@ -11,7 +11,7 @@ import zfunc
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.vjp import SegmentVJP, SegmentWeights
+from zfunc.engine.trace.segment_vjp import SegmentVJP, SegmentWeights
 
 
 def far(got: Tensor, expected: Tensor, least: float = 0.0) -> float:

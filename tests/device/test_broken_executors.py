@@ -24,7 +24,7 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.engine.program.program import rescheduled
 from zfunc.engine.rows import keys as tile_keys
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
-from zfunc.runtime import accelerator
+from zfunc.runtime import accelerator, prepared_plan
 from zfunc.runtime import executor as module
 from zfunc.runtime.executor import Executor, RunOptions
 from zfunc.runtime.host_memory import alloc_host
@@ -149,9 +149,9 @@ def _without_the_end() -> None:
 # --- copies from device to device --------------------------------------------------------------------------------
 
 
-def peer_sums(of: Any, schedule: str, rounds: int = 12) -> Tensor:
-    """A sum on device 1 of what device 0 makes, copied there past the host; two slots receive in turn. `of` is the
-    executor's module."""
+def peer_sums(schedule: str, of: Any = module, plans: Any = prepared_plan, rounds: int = 12) -> Tensor:
+    """A sum on device 1 of what device 0 makes, copied there past the host; two slots receive in turn. `of` and
+    `plans` are the modules of the executor and of prepared plans."""
     devices = [torch.device("pretend", n) for n in range(2)]
     total, *slots = (Region(x, tier="device", lifetime="value", device=1) for x in ("total", "even", "odd"))
     ops: list[Op] = []
@@ -170,7 +170,7 @@ def peer_sums(of: Any, schedule: str, rounds: int = 12) -> Tensor:
     def add(op: Op, mem: Any, _: Any) -> None:
         mem[total].mul_(0.75).add_(mem[op.reads[0]])
 
-    prepared = of.prepare_plan(
+    prepared = plans.prepare_plan(
         make_schedule(schedule)(Graph(ops)).verify(), {f.__name__: f for f in (make, copy, add)}, *devices
     )
     mem: dict[Region, Any] = {r: torch.zeros(512, device=devices[1]) for r in (total, *slots)}
@@ -190,13 +190,13 @@ def test_a_copy_between_devices_that_waits_for_too_little_is_noticed(
 ) -> None:
     """It needs what the one device has made and what the other has read, on streams of both."""
     controls.delay(0.0, 0)
-    expected = peer_sums(module, "Serial")
-    changes = {**BROKEN, "one lane": ONE_LANE}
-    executor = changed_module(module, *changes[change]) if change else module
+    expected = peer_sums("Serial")
+    executor = changed_module(module, *BROKEN[change]) if change in BROKEN else module
+    plans = changed_module(prepared_plan, *ONE_LANE) if change == "one lane" else prepared_plan
 
     def same(seed: int) -> bool:
         controls.delay(1e-3, seed)
-        return torch.equal(peer_sums(executor, schedule), expected)
+        return torch.equal(peer_sums(schedule, executor, plans), expected)
 
     assert all(map(same, range(3, 9))) if change is None else not all(map(same, range(3, 13)))
 

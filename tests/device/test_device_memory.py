@@ -27,7 +27,7 @@ from zfunc.engine.program.specialize import specialize
 from zfunc.engine.rows import row_attention
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.state.memory import ActivationSlot
-from zfunc.engine.trace import vjp
+from zfunc.engine.trace import segment_vjp
 from zfunc.engine.trace.batches import unpacked
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
@@ -89,7 +89,7 @@ def test_memory_of_a_block_in_tiles_follows_the_tile(device: str, controls: Any,
     config = GPTConfig(vocab_size=8, seq_length=8, num_layers=1, hidden_size=hidden, num_attention_heads=1)
     block = gpt_segments(config)[1]
     values = {k: t.to(device, torch.bfloat16) for k, t in block.initial(0).items()}
-    weights = vjp.SegmentWeights({short: values[full] for short, full in block.by_short.items()}, {})
+    weights = segment_vjp.SegmentWeights({short: values[full] for short, full in block.by_short.items()}, {})
     for tokens in (384, 512):
         options = PassOptions("all", tiles=tokens // tile)
         passes = tiled_vjp(block.function, options, evaluate=block.evaluation)

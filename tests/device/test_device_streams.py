@@ -20,7 +20,7 @@ from zfunc.engine.program.fit_to_memory import measured_rates
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages import move_stages
 from zfunc.engine.stages.stages import STAGES
-from zfunc.engine.trace import vjp
+from zfunc.engine.trace import joint_graph
 from zfunc.planner.calibrate import clocked, issue_seconds, measure_launch
 from zfunc.runtime.executor import Executor
 
@@ -168,9 +168,9 @@ def test_graphs_of_a_device_are_refused_beside_the_main_thread(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where torch has none there; another device computes on a thread of its own."""
-    run = vjp._as_device_graph(lambda *given: [*given])
+    run = joint_graph._as_device_graph(lambda *given: [*given])
     for has_them in (True, False):
-        monkeypatch.setattr(vjp, "GRAPHS_IN_THREADS", has_them)
+        monkeypatch.setattr(joint_graph, "GRAPHS_IN_THREADS", has_them)
         run(torch.ones(1, device=device))
         with ThreadPoolExecutor(1) as thread:
             done = thread.submit(run, torch.ones(1, device=device))

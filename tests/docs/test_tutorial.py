@@ -31,7 +31,7 @@ from zfunc.cli.commands.plan import PlanSettings, plan_model  # noqa: E402
 from zfunc.cli.main import main  # noqa: E402
 from zfunc.planner.profile import load_profile  # noqa: E402
 from zfunc.runtime.accelerator import available_bytes  # noqa: E402
-from zfunc.runtime.host_memory import available_host_bytes  # noqa: E402
+from zfunc.runtime.memory_limits import available_host_bytes  # noqa: E402
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = blocks(PAGE)

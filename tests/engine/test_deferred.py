@@ -25,7 +25,8 @@ from zfunc.core.recipes import deferred, zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.stages import STAGES
-from zfunc.engine.state.state import Ownership, State
+from zfunc.engine.state.ownership import Ownership
+from zfunc.engine.state.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, RankError
 
 STEPS = 7

@@ -47,7 +47,7 @@ def measured(
     """What `global_norm` writes for these gradients, and the dispatches of one bucket's `square_sum`."""
     of = SimpleNamespace(
         spec=SimpleNamespace(layout=program.layout, settings=SimpleNamespace(norms=norms)),
-        slice_of=lambda b: slice(0, program.layout.buckets[b].numel),
+        shards=[slice(0, x.numel) for x in program.layout.buckets],
         ranks=SimpleNamespace(several=False, sums=list),
         devices=(CPU,),
         loss_scale=1.0,

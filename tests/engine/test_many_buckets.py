@@ -14,7 +14,8 @@ from zfunc.core.layout import Bucket, Parameter, make_layout
 from zfunc.core.slots import Ring
 from zfunc.engine.stages.stages import _weights, pack  # pyright: ignore
 from zfunc.engine.state.memory import Flat
-from zfunc.engine.trace.vjp import SegmentWeights, paths_of, pull_of
+from zfunc.engine.trace.segment_vjp import SegmentWeights
+from zfunc.engine.trace.vjp import paths_of, pull_of
 
 FEW, MANY = 1_000, 4_000  # four times as much, with the square sixteen times
 MOST = 9

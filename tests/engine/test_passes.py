@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.core.setting_values import RECOMPUTE
 from zfunc.engine.program.specialize import specialize
-from zfunc.engine.trace import tensor_memory, vjp
+from zfunc.engine.trace import tensor_memory, traced_passes
 from zfunc.engine.trace.cost_trace import trace
 from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
-from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+from zfunc.engine.trace.vjp import make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -251,7 +252,7 @@ def test_every_result_is_laid_out_as_it_was_traced(
     fixed = dict(module.named_buffers())
     others = list[str]()
     monkeypatch.setattr(Watched, "others", others, raising=False)
-    monkeypatch.setattr(vjp, "_runnable", lambda graph, _: Watched(graph).run)
+    monkeypatch.setattr(traced_passes, "runnable", lambda graph, _: Watched(graph).run)
     pair = make_vjp(lambda p, x: torch.func.functional_call(module, p, x), PassOptions("all"))
     laid_out = torch.randn(3, rows, width), torch.randn(3, width, rows).mT, torch.randn(rows, 3, width)
     for x in (laid_out[n] if n < 2 else laid_out[n].transpose(0, 1) for n in inputs):
@@ -293,8 +294,10 @@ def test_forward_has_the_attention_kernel_that_backward_differentiates(
 ) -> None:
     """torch chooses by what requires a gradient: both passes come from one trace, with gradients."""
     graphs: list[Any] = []
-    (settings, fused), runnable, width = ATTENTIONS[kind], vjp._runnable, 8
-    monkeypatch.setattr(vjp, "_runnable", lambda g, compiled: graphs.append(g.graph) or runnable(g, compiled))
+    (settings, fused), runnable, width = ATTENTIONS[kind], traced_passes.runnable, 8
+    monkeypatch.setattr(
+        traced_passes, "runnable", lambda g, compiled: graphs.append(g.graph) or runnable(g, compiled)
+    )
     heads = {"q": 4, "k": settings.get("keys", 4)}
     params = {name: torch.randn(width, n * size) for name, n in heads.items()}
     params["bias"] = torch.randn(5, 5)

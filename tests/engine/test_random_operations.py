@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from zfunc.core.setting_values import RECOMPUTE
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+from zfunc.engine.trace.segment_vjp import SegmentWeights
+from zfunc.engine.trace.vjp import make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 pytestmark = pytest.mark.usefixtures("poisoned")

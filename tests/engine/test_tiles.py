@@ -25,7 +25,7 @@ from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.step.evaluate import outputs
 from zfunc.engine.trace.host_keys import HostMemory
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.vjp import SegmentWeights
+from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.models.gpt import Head, gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.hf.adapters import lora_config

@@ -45,7 +45,7 @@ from torch import Tensor
 import zfunc
 import zfunc.models.hf
 from zfunc.engine.program.program import Program
-from zfunc.engine.trace.vjp import SegmentWeights
+from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.models.hf import recording
 from zfunc.models.hf.cutting import RECORDED
 from zfunc.models.hf.families import FAMILIES, MISSING

@@ -11,7 +11,8 @@ from torch import Tensor
 from zfunc.core.setting_values import RECOMPUTE
 from zfunc.engine.trace.cost_trace import nbytes, trace
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+from zfunc.engine.trace.segment_vjp import SegmentWeights
+from zfunc.engine.trace.vjp import make_vjp
 from zfunc.models.loss import linear_next_token_loss
 
 VOCAB, SEQ, HIDDEN = 300, 75, 16  # four rows are three pieces of tokens, and as many of the vocabulary

@@ -15,9 +15,10 @@ from zfunc.core.optimizer_state import moment_buffers
 from zfunc.optim.adafactor import Adafactor, AdafactorFactors, Matrices
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
-from zfunc.optim.formats import BLOCK, first_dither, kernel_layout
+from zfunc.optim.formats import BLOCK, kernel_layout
 from zfunc.optim.lion import Lion
 from zfunc.optim.muon import Muon
+from zfunc.optim.rules import first_dither
 from zfunc.optim.sgd import SGD
 
 from .adafactor import roots, unit_of

@@ -21,8 +21,9 @@ from zfunc.engine.stages.stages import STAGES, forward
 from zfunc.engine.stages.update_stages import update
 from zfunc.errors import ExecutionError, LaneTimeout, UndeclaredAccess
 from zfunc.runtime.access_guard import AccessGuard
-from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
+from zfunc.runtime.executor import Executor, RunOptions
 from zfunc.runtime.fault_injection import Fault, InjectedFault, Jitter, check_faults
+from zfunc.runtime.prepared_plan import prepare_plan
 
 CPU = torch.device("cpu")
 X, Y = Region("x", lifetime="value"), Region("y")

@@ -18,16 +18,9 @@ import pytest
 import torch
 
 from zfunc.runtime import host_memory as paging
-from zfunc.runtime.host_memory import (
-    HUGE_MIN,
-    PAGE,
-    TURN,
-    HostPages,
-    alloc_host,
-    available_host_bytes,
-    map_pages,
-    touch,
-)
+from zfunc.runtime import memory_limits
+from zfunc.runtime.host_memory import HUGE_MIN, PAGE, TURN, HostPages, alloc_host, map_pages, touch
+from zfunc.runtime.memory_limits import available_host_bytes
 
 CPUS = sorted(os.sched_getaffinity(0))
 LARGE = 4 * TURN + 3 * PAGE + 8  # bytes
@@ -58,7 +51,7 @@ def test_available_host_memory_is_what_the_kernel_says() -> None:
 
 
 def test_a_control_group_limits_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paging, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory_limits, "_CGROUP", tmp_path)
     unlimited = available_host_bytes()
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
@@ -72,7 +65,7 @@ def test_the_limit_of_the_process_limits_it() -> None:
     """In a process of its own: two ranks of a machine have a limit each."""
     code = (
         "import psutil, resource\n"
-        "from zfunc.runtime.host_memory import available_host_bytes as free\n"
+        "from zfunc.runtime.memory_limits import available_host_bytes as free\n"
         "limit = psutil.Process().memory_info().vms + (1 << 28)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "print(free())"

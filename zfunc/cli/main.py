@@ -29,7 +29,7 @@ from zfunc.cli.parser import (
 )
 from zfunc.cli.terminal import printable
 from zfunc.errors import SETTING_ERRORS, did_you_mean, marked, refuse, setting
-from zfunc.runtime.host_memory import address_limit
+from zfunc.runtime.memory_limits import address_limit
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes

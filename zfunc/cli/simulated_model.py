@@ -19,7 +19,7 @@ from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.elementwise import matrices_only
 from zfunc.options import option
 from zfunc.planner.profile import Profile, load_profile, profile_names, replace_figures
-from zfunc.runtime.host_memory import check_addresses
+from zfunc.runtime.memory_limits import check_addresses
 from zfunc.train.settings import HF_CONFIG, NEEDED, OPTIMIZERS, GPTFlags, check_exists, gpt_config
 from zfunc.units import format_parameters
 

@@ -246,9 +246,13 @@ class Op:
         (region,) = (r for r in self.writes if name in (r.role, r.buffer))
         return region
 
+    @cached_property
+    def _names(self) -> frozenset[str | None]:
+        return frozenset(x for r in self.reads + self.writes for x in (r.role, r.buffer))
+
     def touches(self, name: str) -> bool:
         """Whether the operation reads or writes a region with role or buffer `name`."""
-        return any(name in (r.role, r.buffer) for r in self.regions)
+        return name in self._names
 
     def operands(self, role: Role) -> tuple[Region, ...]:
         """The operation's regions with role `role`, in the order of declaration."""

@@ -4,6 +4,7 @@ Recipes, operations, regions, engine and planner read the fields of `StepSpec.pl
 """
 
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from typing import Any, Literal
 
 from attrs import frozen
@@ -90,7 +91,7 @@ class BucketPlaces:
         """Whether the bucket's optimizer state lives off the device and is copied there for each update."""
         return self.update == "device" and self.state != "device"
 
-    @property
+    @cached_property
     def by_parameter(self) -> bool:
         """Whether the bucket's optimizer is called once for each parameter, because an update needs
         statistics of the whole parameter."""

@@ -327,7 +327,7 @@ class StepSpec:
         """The share of the optimizer state, 0 to 1 by parameter elements, that is not on the device."""
         return sum(self.layout.buckets[b].numel for b in self.offloaded) / self.layout.numel
 
-    @property
+    @cached_property
     def swaps(self) -> bool:
         """Whether optimizer state or frozen parameters of the model are kept on the disk."""
         return bool(self.first_on_disk)
@@ -365,7 +365,7 @@ class StepSpec:
         checksums = sum(x.nbytes // SUMMED + 8 for extent in self.extents for x in extent.parts)
         return whole_blocks(header) + 2 * record_bytes(len(self.extents), checksums)
 
-    @property
+    @cached_property
     def deferred(self) -> bool:
         """Whether each update is made by the step after, so the State contains the last step's gradient."""
         return self.settings.defer and self.barrier

@@ -30,10 +30,10 @@ from zfunc.engine.program.step_spec import check_recipe, choose_optimizer, make_
 from zfunc.engine.stages.stage_context import Stage
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.batches import Batch, unpacked
+from zfunc.engine.trace.joint_graph import check_device_graphs
 from zfunc.engine.trace.pass_options import pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments, ends_in_loss
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
-from zfunc.engine.trace.vjp import check_device_graphs
 from zfunc.errors import SettingTypeError, refuse, setting
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import (

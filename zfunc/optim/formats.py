@@ -43,6 +43,7 @@ from torch import Tensor, where
 
 from zfunc.core.layout import ALIGNMENT as BLOCK  # elements that share a scale, and the period of the dither
 from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, weight_buffers
+from zfunc.optim.rules import first_dither
 
 SPREAD = 0x9E3779B9  # between the dithers of neighbours: 2^32 / golden ratio
 EXP_AVG, EXP_AVG_SQ = 0, 1  # which moment: each has its own dithers
@@ -130,15 +131,6 @@ def join(high: Tensor, low: Tensor, exp_avg_sq: Tensor | None = None) -> Tensor:
 
 
 # ---- rounding of moments -------------------------------------------------------------------------------
-
-
-def first_dither(step: int, moment: int) -> int:
-    """The dither (what rounding adds below the last bit kept) of the first element of a block, in units of
-    2^-32: a hash (MurmurHash3's finalizer) of 2 `step` + `moment`."""
-    x = (2 * step + moment) & 0xFFFFFFFF
-    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return x ^ x >> 16
 
 
 def dither(step: int, moment: int, like: Tensor) -> Tensor:

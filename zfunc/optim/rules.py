@@ -131,3 +131,12 @@ def grad_floor_of(grad_scale: float) -> float:
     """The size below which a gradient counts as 0, so that `grad_scale` never multiplies a denormal."""
     floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
     return max(floor, SMALLEST_NORMAL)
+
+
+def first_dither(step: int, moment: int) -> int:
+    """The dither (what rounding adds below the last bit kept) of the first element of a block, in units of
+    2^-32: a hash (MurmurHash3's finalizer) of 2 `step` + `moment`."""
+    x = (2 * step + moment) & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16

@@ -19,9 +19,9 @@ from torch import device as Device
 
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import state_slice
-from zfunc.optim.formats import first_dither, kernel_layout
+from zfunc.optim.formats import kernel_layout
 from zfunc.optim.kernel_loader import KERNEL_DTYPES
-from zfunc.optim.rules import Factors, Rule, RuleStep
+from zfunc.optim.rules import Factors, Rule, RuleStep, first_dither
 from zfunc.optim.rules_in_c import RULES_H, header
 from zfunc.runtime.accelerator import compiler_of
 

@@ -26,9 +26,9 @@ from torch._subclasses import FakeTensor
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
 from zfunc.core.regions import SUM_PARTS
 from zfunc.errors import refuse
-from zfunc.optim.formats import first_dither, kernel_layout, pack, unpack_moments, unpack_weights
+from zfunc.optim.formats import kernel_layout, pack, unpack_moments, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
-from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32, checked_step
+from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32, checked_step, first_dither
 from zfunc.optim.rules_in_c import compiled
 from zfunc.optim.rules_in_cuda import device_kernel, launch
 from zfunc.runtime.thread_budget import default_threads, limit_threads

@@ -15,7 +15,8 @@ from attrs import frozen
 
 from zfunc.optim.adamw import adam_update_
 from zfunc.optim.kernel_loader import cpu_adam
-from zfunc.runtime.host_memory import alloc_host, available_host_bytes
+from zfunc.runtime.host_memory import alloc_host
+from zfunc.runtime.memory_limits import available_host_bytes
 from zfunc.runtime.thread_budget import bind_to_nodes, default_threads, largest_cache
 
 BYTES = 28  # of a parameter, in a sweep

@@ -40,7 +40,8 @@ from zfunc.engine.step.init import init
 from zfunc.engine.step.train_step import train_step
 from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.vjp import SegmentWeights, make_vjp
+from zfunc.engine.trace.segment_vjp import SegmentWeights
+from zfunc.engine.trace.vjp import make_vjp
 from zfunc.planner.profile import BOUNDS, ISSUE, NAMED, NETWORKS, OF_NODE, SHARED, Figure, Profile
 from zfunc.runtime.accelerator import (
     available_bytes,
@@ -50,8 +51,10 @@ from zfunc.runtime.accelerator import (
     on_accelerator,
 )
 from zfunc.runtime.direct_io import ALIGNED, DirectFile, measure
-from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
-from zfunc.runtime.host_memory import available_host_bytes, map_pages
+from zfunc.runtime.executor import Executor, RunOptions
+from zfunc.runtime.host_memory import map_pages
+from zfunc.runtime.memory_limits import available_host_bytes
+from zfunc.runtime.prepared_plan import prepare_plan
 from zfunc.runtime.thread_budget import (
     allowed_cpus,
     cpu_model,

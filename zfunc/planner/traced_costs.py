@@ -27,7 +27,7 @@ from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel, SegmentCosts, StepCosts
 from zfunc.planner.suggestions import suggest
 from zfunc.runtime.accelerator import available_bytes, modelled, on_accelerator
-from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.memory_limits import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 from zfunc.units import format_bytes
 

@@ -1,12 +1,14 @@
 """The machine: it runs a plan here, and knows no layer and no optimizer.
 
+    prepared_plan       what each thread of a plan issues, with all that is known before a step
     executor            a plan's lanes as threads and streams
     accelerator         the device that computes: which one, waiting for it, its memory
     access_guard        debug mode: operations touch only the regions they declare
     fault_injection     failures on purpose, at a rank, step and operation; random delays
     rng                 random numbers as a function of key, pass and draw
     thread_budget       how many OpenMP threads the host kernel gets, on which NUMA nodes; cores, from /sys
-    host_memory         how much memory is free; maps pages, allocates and pins host buffers
+    memory_limits       how much host memory this process has, and may have
+    host_memory         maps pages, allocates and pins host buffers
     blocking_calls      reads and writes on threads; an interrupt does not wait for a drive that hangs
     direct_io           files read and written past the page cache; how fast a drive is
     system_calls        calls that macOS or Windows lack, each with a plain fallback

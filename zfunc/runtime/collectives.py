@@ -2,7 +2,7 @@
 
 The invariant: every rank issues the same collectives in the same order. A call that has any begins with `agree`, so
 ranks in different calls find out in a collective that all calls have in common. In a step they run the same plan,
-which `zfunc.engine.step.train_step` compares, and only the network lane issues collectives.
+which `zfunc.engine.step.agreement` compares, and only the network lane issues collectives.
 
 A collective that a rank does not come to fails on all others with RankError, which names it
 (`zfunc.runtime.failure_detection`): about LISTEN seconds after its process has ended or it has said that it leaves,
@@ -76,7 +76,12 @@ class RankGroup:
     queued: deque[tuple[str, float, Any]] = field(factory=deque)  # what, since when, torch.distributed.Work
     stage: int | None = None  # of a pipeline over ranks (`zfunc.runtime.stage_ranks`)
     whole: "RankGroup | None" = None  # the ranks of all its stages
+    several: bool = field(init=False)  # whether more than one rank trains, over all stages
     _watching: threading.Lock = field(factory=threading.Lock)
+
+    @several.default  # pyright: ignore
+    def _several(self) -> bool:
+        return self.job.world > 1
 
     @classmethod
     def of(cls, group: Any = None) -> "RankGroup":
@@ -97,11 +102,6 @@ class RankGroup:
     def job(self) -> "RankGroup":
         """The RankGroup of all ranks that train together, over all pipeline stages."""
         return self.whole or self
-
-    @property
-    def several(self) -> bool:
-        """Whether more than one rank trains, over all pipeline stages."""
-        return self.job.world > 1
 
     @property
     def limit(self) -> timedelta:

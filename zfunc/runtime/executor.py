@@ -20,8 +20,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from random import Random
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from zfunc.core.graph import HOST_CODE, Kind, Op, Region
+from zfunc.core.graph import Kind, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.errors import AbandonedCalls, ExecutionError, LaneTimeout, RankError
@@ -46,40 +47,11 @@ from zfunc.runtime.accelerator import (
 from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.blocking_calls import LEAVE_AFTER
 from zfunc.runtime.fault_injection import Fault, Jitter
+from zfunc.runtime.prepared_plan import IssuedOp, PreparedPlan
 from zfunc.runtime.thread_budget import bind_to_nodes
 
 log = logging.getLogger("zfunc")
-Stage = Callable[..., None]
 SLOW = "if that is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
-
-
-@frozen(eq=False)
-class IssuedOp:
-    """One operation of a plan, prepared for execution: its function, lane, waits, and what else is fixed."""
-
-    op: Op
-    lane: str
-    stage: Stage
-    position: int  # in the graph
-    waits: tuple[int, ...]
-    on_stream: bool
-    awaited: bool  # by another lane
-    told: bool  # to another thread, when it has been issued
-    drops: tuple[Region, ...]  # regions it accesses that do not outlive the step
-    shared: tuple[Region, ...]  # those of them that another lane accesses too
-
-
-@frozen(eq=False)
-class PreparedPlan:
-    """A plan prepared for execution: for each thread, the operations that it issues, with their functions.
-    `main` names the thread whose operations the caller's thread issues."""
-
-    plan: Plan
-    threads: dict[str, tuple[IssuedOp, ...]]
-    main: str
-    sweeping: frozenset[str]  # threads of host operations without compute beside them
-    accesses: dict[Region, int]
-    events: dict[int, torch.Event]
 
 
 @define(eq=False)
@@ -126,53 +98,12 @@ class RunOptions:
 
 @frozen
 class StepRun:
-    """The result of executing a plan: the timeline, the seconds it took, and those in host operations."""
+    """The result of executing a plan: the timeline, if it was traced, the seconds it took, and those in host
+    operations."""
 
-    timeline: Timeline
+    timeline: Timeline | None
     seconds: float
     host_seconds: float
-
-
-def prepare_plan(plan: Plan, stages: Mapping[str, Stage], *devices: torch.device) -> PreparedPlan:
-    """Prepare `plan` for execution on `devices`: look up each operation's function in `stages`, by verb.
-    Raises ValueError for a verb without one."""
-    missing = sorted({op.verb for op in plan.graph} - stages.keys())
-    if missing:
-        raise ValueError(
-            f"got operations {missing} in the plan, expected verbs with a stage: {sorted(stages)}. Add a "
-            "function for each to the table of stages"
-        )
-    streams = on_accelerator(devices[0])
-    awaited = {n for waits in plan.waits for n in waits}
-    told = {n for i in plan.place for n in plan.waits[i] if plan.thread_of(n) != plan.thread_of(i)}
-    accesses: dict[Region, int] = {}
-    # A lane has a stream on each of its devices, and a peer reads what was made on a stream of another.
-    used_on: dict[Region, set[tuple[str, int]]] = {}
-    for lane in plan.lanes:
-        for op in (plan.graph.ops[i] for i in lane.ops):
-            for r in (r for r in op.regions if not r.kept):
-                used_on.setdefault(r, set()).add((lane.name, op.device))
-    threads: dict[str, tuple[IssuedOp, ...]] = {}
-    for thread, ops in plan.threads.items():
-        items: list[IssuedOp] = []
-        for i in ops:
-            op, lane = plan.graph.ops[i], plan.lanes[plan.place[i][0]].name
-            drops = tuple(r for r in op.regions if not r.kept)
-            for r in drops:
-                accesses[r] = accesses.get(r, 0) + 1
-            on_stream = streams and op.kind not in HOST_CODE
-            shared = tuple(r for r in drops if len(used_on[r]) > 1)
-            known = i in awaited, i in told
-            items.append(
-                IssuedOp(op, lane, stages[op.verb], i, plan.waits[i], on_stream, *known, drops, shared)
-            )
-        threads[thread] = tuple(items)
-    kinds = {thread: {x.op.kind for x in items} for thread, items in threads.items()}
-    main = next((thread for thread, of in kinds.items() if "compute" in of), next(iter(threads)))
-    sweeping = frozenset(thread for thread, of in kinds.items() if "host" in of and "compute" not in of)
-    on_streams = (i for i in awaited if streams and plan.graph.ops[i].kind not in HOST_CODE)
-    events = {i: torch.Event(devices[plan.graph.ops[i].device]) for i in on_streams}
-    return PreparedPlan(plan, threads, main, sweeping, accesses, events)
 
 
 class Executor:
@@ -186,7 +117,8 @@ class Executor:
     def __init__(self, *devices: torch.device, patience: float = 600.0, deterministic: bool = False) -> None:
         self.devices = devices
         self.patience = patience
-        self.deterministic = deterministic
+        self.on_device = on_accelerator(devices[0])
+        self.kernels = partial(deterministic_kernels, True) if deterministic else nullcontext
         self._process = 0  # that has made a step
         self._streams: dict[tuple[str, int], torch.Stream] = {}
         weakref.finalize(self, give_back, self._streams)
@@ -223,7 +155,7 @@ class Executor:
         done = {x: threading.Event() for x in prepared.threads if x != prepared.main}
         queues: dict[str, SimpleQueue[Any]] = {}
         try:
-            with deterministic_kernels(self.deterministic):
+            with self.kernels():
                 queues = {thread: self._thread(thread) for thread in done}  # before any of them begins
                 for thread, queue in queues.items():
                     queue.put((self, run, thread, done[thread]))
@@ -240,7 +172,8 @@ class Executor:
         if run.failure is not None:
             raise run.failure
         host = sum(end - start for i, start, end in run.spans if plan.graph.ops[i].kind == "host")
-        return StepRun(_timeline(run, bases), time.perf_counter() - run.origin, host)
+        timeline = _timeline(run, bases) if options.trace else None
+        return StepRun(timeline, time.perf_counter() - run.origin, host)
 
     def check_process(self, action: str) -> None:
         """Raise RuntimeError, naming `action`, in a fork of the process that ran a step: its threads are gone."""
@@ -254,7 +187,7 @@ class Executor:
     def _begin(self, plan: Plan, options: RunOptions) -> list[torch.Event]:
         """Let the streams of all lanes begin after the work that the caller's stream has queued. With
         `options.trace`, returns an event for each device that marks time 0."""
-        if not on_accelerator(self.devices[0]):
+        if not self.on_device:
             return []
         callers = [torch.accelerator.current_stream(device) for device in self.devices]
         for lane in plan.lanes:
@@ -275,7 +208,7 @@ class Executor:
 
     def stream(self, lane: str, n: int = 0) -> torch.Stream | None:
         """The stream of a lane on device number `n` of the executor's devices; None on the CPU."""
-        if not on_accelerator(self.devices[n]):
+        if not self.on_device:
             return None
         if (lane, n) not in self._streams:
             self._streams[lane, n] = take_stream(self.devices[n])

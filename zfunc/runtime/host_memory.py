@@ -1,4 +1,4 @@
-"""Host memory: how much is free, whole pages for large buffers, the one allocator of what the host sweeps over.
+"""Host memory: whole pages for large buffers, the one allocator of what the host sweeps over.
 
 A page lies on the NUMA node of the thread that touches it first, which needs no permission, as mbind does. Touching
 costs what the first sweep would have paid for the pages otherwise. Huge pages are asked for and come as
@@ -13,13 +13,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zfunc.runtime import system_calls
-from zfunc.runtime.thread_budget import default_nodes, default_threads, local_ranks
-from zfunc.units import format_bytes
+from zfunc.runtime.thread_budget import default_nodes, default_threads
 
 if TYPE_CHECKING:
     import torch
@@ -29,73 +26,9 @@ PAGE = mmap.PAGESIZE
 HUGE_MIN = 4 << 20  # bytes: a smaller mapping need not hold a huge page, which is 2 MiB
 TURN = 2 << 20  # bytes that a thread, and so a node, touches in turn: a huge page
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14: touches without writing
-# Addresses that an import of torch takes, by the bytes of its libraries, as tried with torch 2.13 on CPUs.
-_OF_LIBRARIES = 1.4
 LEAST_GIVEN_BACK = 1 << 20  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_CGROUP = Path("/sys/fs/cgroup")
 _libc: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
-
-
-def available_host_bytes() -> int:
-    """Host memory this process may still allocate, in bytes: the least of what the machine, the control group and
-    the address limits (RLIMIT_AS) of the ranks on this machine leave.
-    """
-    import psutil
-
-    available = psutil.virtual_memory().available
-    if (most := address_limit()) is not None:
-        own = psutil.Process().memory_info().vms
-        available = max(0, min(available, (most - own) * local_ranks()))
-    try:
-        limit, used = (int((_CGROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
-        cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no control group, or no limit ("max")
-        return available
-    # Used counts the page cache: what was read of a data set and can be dropped is room.
-    return max(0, min(available, limit - used + int(cached.get("inactive_file", 0))))
-
-
-def address_limit() -> int | None:
-    """The bytes of addresses that this process may have at most (RLIMIT_AS, `ulimit -v`); None without a limit."""
-    return system_calls.limit("RLIMIT_AS")
-
-
-def locked_limit() -> int | None:
-    """The bytes that this process may page-lock at most (RLIMIT_MEMLOCK, `ulimit -l`); None without a limit."""
-    return system_calls.limit("RLIMIT_MEMLOCK")
-
-
-def resident_bytes() -> int:
-    """Physical memory of this process, in bytes."""
-    import psutil
-
-    return psutil.Process().memory_info().rss
-
-
-def peak_resident_bytes() -> int:
-    """The peak physical memory of this process so far, in bytes; its memory now where the system has no peak."""
-    if system_calls.resource is None:
-        import psutil
-
-        now = psutil.Process().memory_info()
-        return getattr(now, "peak_wset", now.rss)  # the former is Windows'
-    peak = system_calls.resource.getrusage(system_calls.resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def check_addresses() -> None:
-    """Raise MemoryError if RLIMIT_AS leaves too few addresses to import torch, which might end Python silently."""
-    most, torch = address_limit(), None if "torch" in sys.modules else find_spec("torch")
-    if most is None or torch is None or torch.origin is None:
-        return
-    libraries = {x.resolve() for x in Path(torch.origin).parent.glob("lib/*.so*")}  # links to one are one
-    least = _OF_LIBRARIES * sum(x.stat().st_size for x in libraries if x.is_file())
-    if most < least:
-        raise MemoryError(
-            f"RLIMIT_AS: got {format_bytes(most)} of addresses, expected {format_bytes(least)} at least, which the "
-            "import of torch takes: raise it by ulimit -v"
-        )
 
 
 class HostPages(mmap.mmap):

@@ -1,9 +1,9 @@
 """Calls of the operating system that some systems lack, each with a plain fallback.
 
-All of zfunc asks here, but for the CPUs of a process (`thread_budget`) and pages of memory (`host_memory`). macOS
-lacks `fdatasync`, `posix_fallocate`, `posix_fadvise`, O_DIRECT and binding to CPUs; Windows lacks `fcntl` and
-`resource` too. A fallback is slower or promises less, as its function says. Each function looks for its call when
-it runs, so that a test can take calls away.
+All of zfunc asks here, but for the CPUs of a process (`thread_budget`), its pages (`host_memory`) and its memory
+(`memory_limits`). macOS lacks `fdatasync`, `posix_fallocate`, `posix_fadvise`, O_DIRECT and binding to CPUs;
+Windows lacks `fcntl` and `resource` too. A fallback is slower or promises less, as its function says. Each function
+looks for its call when it runs, so that a test can take calls away.
 """
 
 import errno
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 
-def _module(name: str) -> Any:
+def system_module(name: str) -> Any:
     """Python's module `name`, such as fcntl, which only some operating systems have; None on the others."""
     try:
         return import_module(name)
@@ -24,7 +24,7 @@ def _module(name: str) -> Any:
         return None
 
 
-fcntl, resource = _module("fcntl"), _module("resource")
+fcntl = system_module("fcntl")
 _seeking = threading.Lock()  # of a descriptor's one position, where no call takes an offset
 
 
@@ -160,11 +160,3 @@ def is_owners_alone(status: os.stat_result) -> bool:
     """Whether a file or folder belongs to this user and nobody else may write it, by its `status`; True on
     systems without such owners."""
     return not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
-
-
-def limit(name: str) -> int | None:
-    """The limit `name` of this process in bytes, "RLIMIT_AS" or "RLIMIT_MEMLOCK"; None: no limit, or none known."""
-    if not hasattr(resource, name):
-        return None
-    most, _ = resource.getrlimit(getattr(resource, name))
-    return None if most == resource.RLIM_INFINITY else most

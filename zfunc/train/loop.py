@@ -29,7 +29,7 @@ from zfunc.errors import CheckpointError
 from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
-from zfunc.runtime.host_memory import peak_resident_bytes, resident_bytes
+from zfunc.runtime.memory_limits import peak_resident_bytes, resident_bytes
 from zfunc.train.data.corpus import without_labels
 from zfunc.train.evaluations import Evaluation, best_saved
 from zfunc.train.events import (

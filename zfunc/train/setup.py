@@ -31,7 +31,7 @@ from zfunc.options import AUTO
 from zfunc.planner.traced_costs import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.memory_limits import available_host_bytes
 from zfunc.runtime.stage_ranks import ranks_of_stage
 from zfunc.runtime.thread_budget import allowed_cpus, cpu_model
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch

@@ -11,7 +11,7 @@ from zfunc.cli.parser import EXIT_OK, Command, write_file
 from zfunc.cli.terminal import logged
 from zfunc.errors import refuse
 from zfunc.options import count, file_to_write, option
-from zfunc.runtime.host_memory import check_addresses
+from zfunc.runtime.memory_limits import check_addresses
 from zfunc.train.settings import (
     CHOSEN,
     DEVICE,

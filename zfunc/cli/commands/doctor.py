@@ -15,7 +15,7 @@ from zfunc.cli.parser import EXIT_FAILED, EXIT_OK, Command, version_line
 from zfunc.cli.terminal import printable
 from zfunc.core.setting_values import BY_DEVICE, schedule_for
 from zfunc.options import option
-from zfunc.runtime.host_memory import check_addresses
+from zfunc.runtime.memory_limits import check_addresses
 from zfunc.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,16 +63,16 @@ def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
 
     from zfunc.optim.kernel_loader import cpu_adam
     from zfunc.planner.bandwidth import measure_bandwidth
-    from zfunc.runtime import accelerator, direct_io, host_memory, thread_budget
+    from zfunc.runtime import accelerator, direct_io, memory_limits, thread_budget
 
     def threads() -> Iterator[str]:
         cpus, on_accelerator = thread_budget.allowed_cpus(), kind is not None
         yield str(thread_budget.choose_threads(os.environ, cpus, on_accelerator=on_accelerator))
 
     def memory() -> Iterator[str]:
-        limit = host_memory.locked_limit()
+        limit = memory_limits.locked_limit()
         pinned = "all of it" if limit is None else f"{format_bytes(limit)} (ulimit -l)"
-        yield f"{format_bytes(host_memory.available_host_bytes())} free to this process; may be pinned: {pinned}"
+        yield f"{format_bytes(memory_limits.available_host_bytes())} free to this process; may be pinned: {pinned}"
 
     def bandwidth() -> Iterator[str]:
         swept = measure_bandwidth()

@@ -11,7 +11,7 @@ from zfunc.cli.terminal import logged
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.errors import refuse
 from zfunc.options import one_of, option, path
-from zfunc.runtime.host_memory import check_addresses
+from zfunc.runtime.memory_limits import check_addresses
 from zfunc.units import format_bytes
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from zfunc.cli.terminal import logged
 from zfunc.core.display import counted
 from zfunc.errors import refuse
 from zfunc.options import count, flag, option, path, zero_or_more
-from zfunc.runtime.host_memory import check_addresses
+from zfunc.runtime.memory_limits import check_addresses
 
 _file = partial(option, group="file")
 

@@ -8,7 +8,7 @@ from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import can_redraw, interrupts, logged
 from zfunc.errors import Message, marked
 from zfunc.options import AUTO
-from zfunc.runtime.host_memory import check_addresses
+from zfunc.runtime.memory_limits import check_addresses
 from zfunc.train.settings import TrainSettings, check_paths
 
 if TYPE_CHECKING:

@@ -42,7 +42,8 @@ from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import available_bytes, behind, copy_stream, on_accelerator
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.host_memory import alloc_host, available_host_bytes
+from zfunc.runtime.host_memory import alloc_host
+from zfunc.runtime.memory_limits import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 
 STEPS = 32  # the shares 0, 1/32, ..., 1 are tried
@@ -215,7 +216,7 @@ def first_cut_that_fits(
         raise OutOfMemory(Message(f"{marked(error)}{part}")) from error
     program = found.made
     peaks = specialize(program, unpacked(example, program.segments[-1])).memory
-    shortage = memory_shortage(program, peaks, allocated={}, action="compile")
+    shortage = memory_shortage(program, peaks, needed_bytes(program, peaks), action="compile")
     nbytes = numel * DTYPES[program.settings.precision].nbytes
     program.ranks.agree("compile", shortage=shortage and f"{shortage}{part}, {nbytes:,} bytes")
     return program

@@ -13,9 +13,10 @@ from zfunc.core.spec import StepSpec
 from zfunc.engine.rows.tiled_vjp import evaluated_in_tiles, tiled_vjp
 from zfunc.engine.stages.outputs import loss_and_aux, outputs_of_rows
 from zfunc.engine.stages.stage_context import CompiledSegment
+from zfunc.engine.trace.joint_graph import Joints
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment import Segment
-from zfunc.engine.trace.vjp import Detached, Joints, SegmentVJP
+from zfunc.engine.trace.segment_vjp import Detached, SegmentVJP
 
 
 def segment_calls(

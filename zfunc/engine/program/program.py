@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -35,17 +35,18 @@ from zfunc.core.verifier import plan_with
 from zfunc.engine.stages.stage_context import CompiledSegment, Stage
 from zfunc.engine.state.memory import allocate_regions
 from zfunc.engine.state.state import Buffers, State
+from zfunc.engine.trace.facts import Facts, Look
+from zfunc.engine.trace.joint_graph import Joints
 from zfunc.engine.trace.module_buffers import buffer_views
-from zfunc.engine.trace.purity import Facts
-from zfunc.engine.trace.segment import Look, Segment
+from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import FakeTensors
-from zfunc.engine.trace.vjp import Joints
 from zfunc.errors import PlanError, setting
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import in_turn, on_accelerator, room_for_tensors
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.executor import Executor, PreparedPlan
-from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.executor import Executor
+from zfunc.runtime.memory_limits import available_host_bytes
+from zfunc.runtime.prepared_plan import PreparedPlan
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import of_type
 
@@ -92,7 +93,7 @@ class Program:
         has one device."""
         return device if len(self.devices) > 1 else 0
 
-    @property
+    @cached_property
     def memories(self) -> dict[Tier, torch.device]:
         """The program's accelerators by the name of their memory in plans, as "device:1"; {} on a CPU."""
         apart = self.devices if on_accelerator(self.device) else ()
@@ -112,6 +113,12 @@ class Program:
     def dtype(self) -> torch.dtype:
         """The dtype, by the setting `precision`, of inputs and most parameters and gradients on devices."""
         return TORCH_DTYPES[self.settings.precision]
+
+    @cached_property
+    def shards(self) -> tuple[slice, ...]:
+        """This rank's elements of each bucket, relative to the start of the bucket."""
+        own = self.ranks.rank, self.ranks.world
+        return tuple(slice(*x.slice_of(*own)) for x in self.layout.all_buckets)
 
     @property
     def swap_folders(self) -> list[Path]:
@@ -145,6 +152,8 @@ class ShapedProgram:
     whole: Plan
     prepared: PreparedPlan
     memory: dict[Tier, Peak]
+    needed: dict[str, int]  # bytes that a step allocates and frees again, as `needed_bytes`
+    slots: tuple[Region, ...]  # those in `whole` for activations, which wait in them for backward
     random: frozenset[int]  # segments that draw random numbers
 
 
@@ -181,7 +190,7 @@ class ProgramCache:
     # By State, updates over its buffers and those of staging, which `release` drops.
     prepared: WeakKeyDictionary[Buffers, dict[Any, Any]] = field(factory=WeakKeyDictionary[Buffers, Any])
     slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
-    released: tuple[Region, ...] = ()  # what of it `release` has freed
+    released: tuple[Region, ...] | None = None  # what of it `release` has freed, with all constants
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
@@ -260,15 +269,15 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
         of_all = (r for recipe in recipes for r in Graph(recipe(spec)).regions)
         regions = dict.fromkeys(of_stage(of_all, spec.stage))
         staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
-    if program.cache.released:
+    if program.cache.released is not None:
         staging.update(allocate(program.cache.released))
-        program.cache.released = ()
+        program.cache.released = None
     if shaped is not None and _lacks_slots(program, shaped):
         for r in [r for r in staging if r.role == "act"]:  # before the new ones are allocated
             del staging[r]
         program.cache.slots.clear()
-        staging.update(allocate_on_all(program, partial(allocate, _slots(shaped.plan))))
-        program.cache.slots |= {r: r.nbytes for r in _slots(shaped.whole)}
+        staging.update(allocate_on_all(program, partial(allocate, activation_slots(shaped.plan))))
+        program.cache.slots |= {r: r.nbytes for r in shaped.slots}
     return staging
 
 
@@ -279,26 +288,27 @@ def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tens
     return {} if flat is None else buffer_views(flat, program.calls[s].buffers)
 
 
-def _slots(plan: Plan) -> list[Region]:
+def activation_slots(plan: Plan) -> tuple[Region, ...]:
     """The regions in `plan` of all slots for activations, which wait in them for backward."""
-    return [r for r in plan.graph.regions if r.role == "act"]
+    return tuple(r for r in plan.graph.regions if r.role == "act")
 
 
 def _lacks_slots(program: Program, shaped: ShapedProgram) -> bool:
     """Whether activation slots, of this or another pipeline stage, are too few or small for `shaped`."""
-    return any(program.cache.slots.get(r, -1) < r.nbytes for r in _slots(shaped.whole))
+    return any(program.cache.slots.get(r, -1) < r.nbytes for r in shaped.slots)
 
 
-def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
-    """Bytes of the peaks of a step's plan that are already allocated, by memory: regions kept between steps,
-    and activation slots."""
+def left_to_allocate(program: Program, shaped: ShapedProgram) -> dict[str, int]:
+    """Bytes that the next step has yet to allocate, as `needed_bytes`: not what is kept between steps, but
+    activation slots where those of earlier steps are too small."""
+    if not _lacks_slots(program, shaped):
+        return shaped.needed
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
-    if _lacks_slots(program, shaped):
-        for r in _slots(shaped.plan):
-            allocated[r.place] -= r.nbytes
-        for r, slot in program.cache.staging.items():
-            allocated[r.place] += slot.nbytes if r.role == "act" else 0  # freed before
-    return allocated
+    for r in activation_slots(shaped.plan):
+        allocated[r.place] -= r.nbytes
+    for r, slot in program.cache.staging.items():
+        allocated[r.place] += slot.nbytes if r.role == "act" else 0  # freed before
+    return needed_bytes(program, shaped.memory, allocated)
 
 
 @contextmanager
@@ -344,7 +354,8 @@ def lock_staging(program: Program, action: str, *, patience: float = 0.0) -> Ite
 
 def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> None:
     """Raise OutOfMemory, on every rank, if on any the planned `peaks` exceed free memory. A collective."""
-    program.ranks.agree(action, shortage=memory_shortage(program, peaks, allocated={}, action=action))
+    shortage = memory_shortage(program, peaks, needed_bytes(program, peaks), action=action)
+    program.ranks.agree(action, shortage=shortage)
 
 
 def needed_bytes(
@@ -361,11 +372,11 @@ def needed_bytes(
 
 
 def memory_shortage(
-    program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
+    program: Program, peaks: dict[Tier, Peak], needed: Mapping[str, int], *, action: str
 ) -> str:
-    """The message of an OutOfMemory error if `peaks`, less the bytes already `allocated`, exceed this rank's
+    """The message of an OutOfMemory error if the bytes `needed`, of a plan with `peaks`, exceed this rank's
     free memory; "" if they fit."""
-    needed, free = needed_bytes(program, peaks, allocated), {"host": available_host_bytes()}
+    free = {"host": available_host_bytes()}
     apart = {place: room_for_tensors(x) for place, x in program.memories.items()}
     for memory, available in {**free, **apart}.items():
         if memory in needed and needed[memory] > available:

@@ -1,7 +1,7 @@
 """A program for the shapes of a batch: planned with real sizes at first use, and cached."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,13 +12,21 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import project
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program.program import KindsSeen, Program, ShapedProgram, make_plan, warn_once
+from zfunc.engine.program.program import (
+    KindsSeen,
+    Program,
+    ShapedProgram,
+    activation_slots,
+    make_plan,
+    needed_bytes,
+    warn_once,
+)
 from zfunc.engine.program.traced_spec import largest_spec, traced_spec
 from zfunc.engine.stages.outputs import check_aux_rows
 from zfunc.engine.trace.batches import Batch, ByValue, layout_of_leaves, rows_in, split_batch
-from zfunc.engine.trace.purity import first_change, read_outside
-from zfunc.engine.trace.vjp import MAX_TRACES
-from zfunc.runtime.executor import prepare_plan
+from zfunc.engine.trace.facts import first_change, read_outside
+from zfunc.engine.trace.traced_passes import MAX_TRACES
+from zfunc.runtime.prepared_plan import prepare_plan
 
 T = TypeVar("T")
 
@@ -29,19 +37,20 @@ log = logging.getLogger("zfunc")
 def specialize(
     program: Program,
     batch: Batch,
+    micro: Sequence[Batch] = (),
     *,
     save: bool = False,
     commit: bool = False,
 ) -> ShapedProgram:
     """The program planned for the shapes of `batch`: traced and planned at first use, and cached for the last
-    64 sets of shapes.
+    64 sets of shapes. `micro` are its micro-batches, where the caller has them.
 
     Where values of a batch decide shapes, each distinct layout of a micro-batch is traced, and the plan has
     the largest sizes seen so far. With `save` the step also writes a checkpoint, with `commit` it commits to
     the swap space. Raises ValueError where a segment cannot take its input or the last segment returns no
     scalar.
     """
-    micro = split_batch(batch, program.settings.micro_batches)
+    micro = micro or split_batch(batch, program.settings.micro_batches)
     by_value = any(isinstance(t, ByValue) for t in tree_leaves(batch))
     _check_values(program)
     kinds = {layout_of_leaves(x): x for x in (micro if by_value else micro[:1])}
@@ -98,7 +107,9 @@ def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Reci
     whole = make_plan(spec, program.schedule, recipe)
     plan = project(whole, spec.stage)
     prepared = prepare_plan(plan, program.stages, *program.devices)
-    return ShapedProgram(spec, plan, whole, prepared, peak_memory(plan), random)
+    peaks = peak_memory(plan)
+    needed = needed_bytes(program, peaks, {tier: peak.kept for tier, peak in peaks.items()})
+    return ShapedProgram(spec, plan, whole, prepared, peaks, needed, activation_slots(whole), random)
 
 
 def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
@@ -117,7 +128,7 @@ def _check_values(program: Program) -> None:
     """
     cache = program.cache
     for segment in program.segments:
-        before, look = cache.looks.get(segment.name), segment.look()
+        before, look = cache.looks.get(segment.name), segment.watched.look()
         if before is not None and cache.costs and before.same(look):
             continue
         if change := segment.changed() or (before and first_change(before.values, look.values)):

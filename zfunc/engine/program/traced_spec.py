@@ -18,8 +18,8 @@ from zfunc.engine.trace.cost_trace import Trace, nbytes, numbered, trace
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.trace.purity import check_deterministic
+from zfunc.engine.trace.segment_vjp import SegmentWeights, differentiated
 from zfunc.engine.trace.tensor_memory import layouts
-from zfunc.engine.trace.vjp import SegmentWeights, differentiated
 from zfunc.errors import Message, PlanError, marked, refuse, setting
 from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES

@@ -35,8 +35,8 @@ from zfunc.engine.trace.graph_cuts import (
     piece_of,
     with_code,
 )
+from zfunc.engine.trace.segment_vjp import Inputs, SegmentVJP, SegmentWeights
 from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, Values, empty_like_strided
-from zfunc.engine.trace.vjp import Inputs, SegmentVJP, SegmentWeights
 from zfunc.errors import refuse, setting
 from zfunc.runtime.rng import is_draw_node, seeded
 

@@ -8,17 +8,11 @@ from attrs import evolve
 from zfunc.engine.rows.check import check_tokens
 from zfunc.engine.rows.cut import Function
 from zfunc.engine.rows.tiles import Tiled, TiledLoss
+from zfunc.engine.trace.joint_graph import Joints
 from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.segment_vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.engine.trace.tensor_memory import Tree, Values
-from zfunc.engine.trace.vjp import (
-    Joints,
-    SegmentVJP,
-    SegmentWeights,
-    differentiated,
-    make_vjp,
-    moving_passes,
-    with_own_gradients,
-)
+from zfunc.engine.trace.vjp import make_vjp, moving_passes, with_own_gradients
 
 
 def tiled_vjp(

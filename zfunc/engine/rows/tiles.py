@@ -24,17 +24,9 @@ from zfunc.engine.rows.keys import Part, keys_like
 from zfunc.engine.rows.tile_attention import Attended, Keys, View, attend_tile, pull_tile, tile_numbers
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import WAIT
+from zfunc.engine.trace.segment_vjp import Cotangents, Grads, Inputs, Residuals, SegmentVJP, SegmentWeights
 from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, layouts
-from zfunc.engine.trace.vjp import (
-    Cotangents,
-    Grads,
-    Inputs,
-    Residuals,
-    SegmentVJP,
-    SegmentWeights,
-    paths_of,
-    pull_of,
-)
+from zfunc.engine.trace.vjp import paths_of, pull_of
 from zfunc.errors import Message, marked, refuse, setting
 from zfunc.runtime.rng import seeded_part
 

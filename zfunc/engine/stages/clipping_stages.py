@@ -40,8 +40,9 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
         rows.index_add_(0, torch.tensor(of_rows, device="cpu"), exact_parts(squared[:, None]))
     if not op.touches("norms"):
         rows = rows.sum(0, keepdim=True)
-    sums = torch.tensor(step.ranks.sums(rows.flatten().tolist()), dtype=torch.float64, device="cpu")
-    rows = sums.view(-1, SUM_PARTS)
+    if step.ranks.several:
+        sums = torch.tensor(step.ranks.sums(rows.flatten().tolist()), dtype=torch.float64, device="cpu")
+        rows = sums.view(-1, SUM_PARTS)
     mem[op.write("norm")] = math.sqrt(math.fsum(rows.sum(0).tolist())) / step.loss_scale
     if op.touches("norms"):
         mem[op.write("norms")] = [math.sqrt(math.fsum(row)) / step.loss_scale for row in rows.tolist()]

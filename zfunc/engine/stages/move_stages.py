@@ -45,7 +45,7 @@ def weights(op: Op, mem: Memory, step: StepContext) -> None:
     # Of the master's high half, the tensor itself.
     params = weights_in_page(home, place) if source.buffer == "weight_page" else getattr(home, "flat", home)
     if params.numel() < into.numel():
-        into = into[step.slice_of(b)]
+        into = into[step.shards[b]]
     into.copy_(params, non_blocking=True)
 
 
@@ -143,16 +143,12 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
     if op.touches("decision") and mem[op.read("decision")].skip:
         return
     b, source, target = op.index[min(1, len(op.index) - 1)], op.reads[-1], op.writes[0]
-    shard = step.slice_of(b)
+    shard = step.shards[b]
     numel = shard.stop - shard.start  # a slot has room for more
     values, into = mem[source], mem[target]
     if source.role == "paged":
         values = values.views["master_high"]
-    into = (
-        step.ranks.own_slice(step.spec.layout.all_buckets[b], into.flat)
-        if target.role == "params"
-        else into[:numel]
-    )
+    into = step.own_slice(b, into.flat) if target.role == "params" else into[:numel]
     into.copy_(values[shard] if source.role == "grad" else values[:numel], non_blocking=True)
 
 

@@ -13,7 +13,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.spec import StepSpec
 from zfunc.engine.trace.pass_options import PassOptions
-from zfunc.engine.trace.vjp import SegmentVJP
+from zfunc.engine.trace.segment_vjp import SegmentVJP
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
 
@@ -57,6 +57,7 @@ class StepContext:
     devices: tuple[torch.device, ...]
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
+    shards: Sequence[slice]  # this rank's elements of each bucket, relative to the start of the bucket
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
@@ -73,9 +74,9 @@ class StepContext:
         scale = factor / self.loss_scale
         return StepDecision(skip, scale, self.number, self.factors, loss, named, self.spec.unused)
 
-    def slice_of(self, b: int) -> slice:
-        """This rank's slice of the elements of bucket `b`, relative to the start of the bucket."""
-        return slice(*self.spec.layout.all_buckets[b].slice_of(self.ranks.rank, self.ranks.world))
+    def own_slice(self, b: int, flat: Tensor) -> Tensor:
+        """This rank's slice of bucket `b`'s buffer `flat`; `flat` itself if it is the slice."""
+        return flat if flat.numel() < self.spec.places[b].numel else flat[self.shards[b]]
 
 
 Stage = Callable[[Op, Memory, StepContext], None]

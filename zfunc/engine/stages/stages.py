@@ -6,6 +6,7 @@ has no others. A stage returns nothing: it writes the regions that its operation
 
 import math
 from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from zfunc.engine.stages.update_stages import UPDATE_STAGES, state_of
 from zfunc.engine.state.memory import ActivationSlot, Squares
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.module_buffers import buffer_views, clone_buffers, copy_buffers
-from zfunc.engine.trace.vjp import SegmentWeights
+from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.optim.updates import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator
 
@@ -60,7 +61,7 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     call = step.calls[s]
     if step.warn is not None and m == 0 and op.touches("loss"):
         _compare_loss(op, mem, step, step.warn)
-    with step.randomness(m, s), keys_in(_host_of(op, mem)):
+    with step.randomness(m, s), _memory_of_rows(op, mem, step):
         x = mem[_input(op)]
         before = (
             clone_buffers(buffer_views(mem[op.read("module_buffers")], call.buffers)) if call.buffers else {}
@@ -71,9 +72,10 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
             y, after = y
             copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
     if op.touches("loss"):
-        check_aux_names(call.name, aux_names(y), step.spec.aux)
-        check_aux_names(call.name, aux_rows(y), step.spec.aux_rows)
         mem[op.write("loss")], *aux = (y,) if isinstance(y, Tensor) else y
+        expected = *step.spec.aux, *step.spec.aux_rows
+        if aux or expected:
+            check_aux_names(call.name, (*aux_names(y), *aux_rows(y)), expected)
         for buffer, detached in zip(("aux", "aux_rows"), aux, strict=False):
             if op.touches(buffer):
                 mem[op.write(buffer)] = detached.tensors
@@ -151,7 +153,7 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
     _, b = op.index
     into = mem[op.write("weight_slot")].hold(step.spec.layout.all_buckets[b])
     fetched = op.write("weight_slot") in op.reads
-    step.ranks.all_gather(into, into[step.slice_of(b)] if fetched else mem[op.read("params")].flat)
+    step.ranks.all_gather(into, into[step.shards[b]] if fetched else mem[op.read("params")].flat)
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
@@ -178,14 +180,14 @@ def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum a bucket's gradient over all ranks into this rank's slice of the bucket's slot: a collective."""
     _, b, _ = op.index
     slot = mem[op.write("grad")][: step.spec.layout.buckets[b].numel]
-    step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
+    step.ranks.reduce_scatter(slot[step.shards[b]], slot)
 
 
 def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum the squares of this rank's slice of a bucket's complete gradient on the device; an accelerator
     writes norms of its parts instead."""
     (b,) = op.index
-    bucket, own = step.spec.layout.buckets[b], step.slice_of(b)
+    bucket, own = step.spec.layout.buckets[b], step.shards[b]
     grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
@@ -207,7 +209,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     """Add a bucket's gradient, copied to the host, to its fp32 sum there; sum the squares of the result."""
     _, b, _ = op.index
-    first, shard = op.write("grad_shard") not in op.reads, step.slice_of(b)
+    first, shard = op.write("grad_shard") not in op.reads, step.shards[b]
     numel = shard.stop - shard.start  # where they are slots they have room for more
     total, grad = mem[op.write("grad_shard")][:numel], mem[op.read("host_slot")][:numel]
     _write_squares(
@@ -218,7 +220,7 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
 def hold(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy this rank's slice of a bucket's gradient to its buffer on the device, or add the slice to the buffer."""
     _, b, _ = op.index
-    grad = mem[op.read("grad")][step.slice_of(b)]
+    grad = mem[op.read("grad")][step.shards[b]]
     (into,) = op.writes
     total = mem[into][: grad.numel()]
     total.add_(grad) if into in op.reads else total.copy_(grad)
@@ -259,7 +261,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
     state = state_of(op, mem)
     if op.touches("frozen"):
-        state[FROZEN] = step.ranks.own_slice(step.spec.layout.all_buckets[b], mem[op.read("frozen")].flat)
+        state[FROZEN] = step.own_slice(b, mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
         state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step.spec.places[b])
     if op.touches("ema"):
@@ -311,19 +313,25 @@ def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
     return (x, *mem[op.read("targets")]) if op.touches("targets") else (x,)
 
 
-def _host_of(op: Op, mem: Memory) -> HostMemory | None:
-    """The host memory for attention keys of a row that a pass runs in tiles; None if keys are on the device."""
-    return HostMemory(mem[op.write("host_keys")].flat) if op.touches("host_keys") else None
+def _memory_of_rows(op: Op, mem: Memory, step: StepContext) -> AbstractContextManager[None]:
+    """A context in which a pass in tiles keeps attention's keys of a row where the plan has them, and waits for
+    the device before it reads its results on the host."""
+    if step.spec.settings.tiles == 1:
+        return nullcontext()
+    host = HostMemory(mem[op.write("host_keys")].flat) if op.touches("host_keys") else None
+    wait = partial(wait_for_device, step, step.devices[op.device], "where documents of its rows begin")
+    return keys_in(host, wait)
 
 
 def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Tensor]]]:
     """What a segment's forward left for its backward: (input, (residuals or None, the module buffers that
     forward read))."""
-    if (recomputed := Region("recomputed", op.index)) in op.reads:
+    again = op.touches("recomputed")
+    if again and (recomputed := Region("recomputed", op.index)) in op.reads:
         return mem[recomputed]
     if op.touches("act_slot"):
         slot: ActivationSlot = mem[op.read("act_slot")]
-        x, *residuals = (slot.copied() if recomputed in op.writes else slot).tree
+        x, *residuals = (slot.copied() if again else slot).tree
         return x, residuals[0] if residuals else (None, {})
     return mem[_input(op)], mem[op.read("residuals")] if op.touches("residuals") else (None, {})
 
@@ -331,7 +339,8 @@ def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, tuple[Any, dict[str, Ten
 def _input(op: Op) -> Region:
     """The region that holds the input of the segment which operation `op` runs; `op` may read the segment's
     output as well."""
-    return Region("act", op.index)
+    (region,) = (r for r in op.reads if r.buffer == "act" and r.index == op.index)
+    return region
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
@@ -349,8 +358,7 @@ def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
     call = step.calls[op.index[1]]
     x, (residuals, before) = _left_by_forward(op, mem)
     weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)
-    wait = partial(wait_for_device, step, step.devices[op.device], "where documents of its rows begin")
-    with step.randomness(*op.index), keys_in(_host_of(op, mem), wait):
+    with step.randomness(*op.index), _memory_of_rows(op, mem, step):
         return getattr(call.passes, op.verb)(weights, inputs, residuals, _cotangents(op, mem, step))
 
 
@@ -361,9 +369,9 @@ def _write_grads(op: Op, mem: Memory, step: StepContext, grads: Mapping[str, Ten
 
 
 def _write_below(op: Op, mem: Memory, below: list[Tensor]) -> None:
-    for buffer in ("grad_act", "sent_grad_act"):
-        if (passed := Region(buffer, op.index)) in op.writes:
-            mem[passed] = below
+    for r in op.writes:
+        if r.buffer in ("grad_act", "sent_grad_act") and r.index == op.index:
+            mem[r] = below
 
 
 def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable[[slice], Tensor]) -> None:
@@ -374,7 +382,7 @@ def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable
     if not step.spec.settings.norms:
         rows[0].copy_(sum_of(slice(None)))
         return
-    shard = step.slice_of(b)
+    shard = step.shards[b]
     for row, (start, stop, _) in zip(rows, step.spec.layout.buckets[b].parts, strict=True):
         first, last = max(start, shard.start), min(stop, shard.stop)
         if first < last:

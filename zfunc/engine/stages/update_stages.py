@@ -48,7 +48,7 @@ def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     else:
         _update_once(op, mem, step, decision, None)
         # As `to_device` would send it.
-        step.ranks.own_slice(step.spec.layout.all_buckets[op.index[0]], params).copy_(high)
+        step.own_slice(op.index[0], params).copy_(high)
 
 
 def average(op: Op, mem: Memory, step: StepContext) -> None:
@@ -67,13 +67,13 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
     copy = state.pop(PARAMS, copy)
     if b in step.updated:
         if copy is not None:
-            shard, copy = step.slice_of(b), _own(op, step, copy)
+            shard, copy = step.shards[b], _own(op, step, copy)
             copy[: shard.stop - shard.start].copy_(master_weights(state, 0, shard.stop - shard.start))
         return
     by_parameter = step.spec.places[b].by_parameter
     update = _prepared(op, mem, step, decision.unused, state, copy, by_parameter=by_parameter)
-    on_host, calls = not on_accelerator(update.grad.device), KernelCalls()
-    apply, several = optimizer.host_update if on_host else optimizer.device_update, len(update.runs) > 1
+    on_host, calls, several = update.on_host, KernelCalls(), len(update.runs) > 1
+    apply = optimizer.host_update if on_host else optimizer.device_update
     for run in update.runs:
         if (group := run.given["group"]) != LEFT:
             later = {"calls": calls} if on_host and several and gathers_calls(optimizer, group) else {}
@@ -102,7 +102,7 @@ class PreparedUpdate:
     the first run only."""
 
     of: tuple[Any, ...]  # the tensors that were cut, and the parameters that the loss does not reach
-    grad: Tensor
+    on_host: bool
     runs: list[UpdateRun]
     padding: list[Tensor]  # of the copy, behind parameters
 
@@ -129,7 +129,7 @@ def _prepared(
     if found is not None and len(found.of) == len(of) and all(map(is_, found.of, of)):
         return found
     (b,) = op.index
-    bucket, shard = step.spec.layout.buckets[b], step.slice_of(b)
+    bucket, shard = step.spec.layout.buckets[b], step.shards[b]
     grad, runs, padding = gradient_of(op, mem, shard), list[UpdateRun](), list[Tensor]()
     out = None if out is None else _own(op, step, out)
     for start, stop, given in (_parameters if by_parameter else _runs)(bucket, shard, {*unused}):
@@ -139,7 +139,7 @@ def _prepared(
         covered = ((first, last) for first, last, _ in bucket.spans_within(shard.start, shard.stop))
         between = gaps(shard.start, shard.stop, covered)
         padding = [out[start - shard.start : stop - shard.start] for start, stop in between]
-    made = PreparedUpdate(of, grad, runs, padding)
+    made = PreparedUpdate(of, not on_accelerator(grad.device), runs, padding)
     if all(r.lifetime in KEPT or r.buffer == "decision" for r in op.regions):
         step.prepared[op.verb, op.index] = made
     return made
@@ -176,7 +176,7 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
 
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:
     """Gather a bucket's direction, which Muon orthogonalizes, from the slices of all ranks: a collective."""
-    shard = step.slice_of(op.index[0])
+    shard = step.shards[op.index[0]]
     whole = mem[op.write("direction_slot")][: step.spec.layout.buckets[op.index[0]].numel]
     step.ranks.all_gather(whole, mem[op.read("direction_shard")][: shard.stop - shard.start])
 
@@ -190,7 +190,7 @@ def orthogonalize(op: Op, mem: Memory, step: StepContext) -> None:
     bucket, optimizer = step.spec.layout.buckets[b], step.optimizer
     own = mem[op.write("direction_shard")]
     whole = mem[op.write("direction_slot")] if op.touches("direction_slot") else own  # of one rank
-    shard = step.slice_of(b)
+    shard = step.shards[b]
     for start, stop, span in bucket.spans_within(shard.start, shard.stop):
         first = span.start - bucket.start
         direction = whole[first : first + span.numel].view(span.shape)
@@ -228,14 +228,14 @@ def _params(op: Op, mem: Memory) -> Tensor | None:
 def _own(op: Op, step: StepContext, out: Tensor) -> Tensor:
     """This rank's slice of `out` if `op` writes whole parameters; `out` itself if it is the slice."""
     whole = op.touches("params")
-    return step.ranks.own_slice(step.spec.layout.all_buckets[op.index[0]], out) if whole else out
+    return step.own_slice(op.index[0], out) if whole else out
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
     """All-gather a bucket's parameters from the ranks' slices; in a skipped step the old ones."""
     (b,) = op.index
     params: Flat = mem[op.write("params")]
-    step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])
+    step.ranks.all_gather(params.flat, params.flat[step.shards[b]])
 
 
 UPDATE_STAGES = {

@@ -22,7 +22,7 @@ from zfunc.engine.state.weights import (
     segment_weights,
 )
 from zfunc.engine.step.flush import make_deferred_update
-from zfunc.engine.step.release import check_state
+from zfunc.engine.step.run import check_state
 from zfunc.engine.trace.batches import Batch, rows_in, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.thread_modes import refuse_global_modes

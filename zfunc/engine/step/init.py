@@ -26,8 +26,8 @@ from zfunc.engine.program.program import (
 )
 from zfunc.engine.state.state import Buffers, State, allocate
 from zfunc.engine.state.weights import average_frozen, begin_again, begin_averages, put_weights
-from zfunc.engine.step.flush import make_deferred_update, way_on
-from zfunc.engine.step.release import check_state
+from zfunc.engine.step.flush import make_deferred_update
+from zfunc.engine.step.run import check_state, way_on
 from zfunc.engine.step.swap_state import commit_again, commit_state, create_swap, masters_in
 from zfunc.engine.trace.module_buffers import copy_buffers
 from zfunc.engine.trace.segment import Segment
@@ -85,7 +85,7 @@ def _initialized(
                 put_weights(buffers, layout, spans[name], values[name], program.ranks)
         del values  # before the next segment's are made
     begin_averages(buffers, layout, program.ranks)
-    program.cache.looks.update((x.name, x.look()) for x in program.segments)
+    program.cache.looks.update((x.name, x.watched.look()) for x in program.segments)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.owner.generation, loss_scale=scale, seed=seed)
 

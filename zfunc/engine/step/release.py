@@ -1,10 +1,8 @@
 """`release`: a State leaves the device between two steps, and is copied back when a call needs the State.
 
-Every call that uses a State begins with `check_state`, which brings a released State back. A copy replaces its
+Every call that uses a State begins with `run.check_state`, which brings a released State back. A copy replaces its
 source only when complete, so an interrupt loses nothing.
 """
-
-from typing import Any
 
 import torch
 from attrs import evolve
@@ -25,19 +23,7 @@ from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.state.weights import send_weights
 from zfunc.errors import Message, OutOfMemory, setting
 from zfunc.runtime.accelerator import on_accelerator
-from zfunc.runtime.host_memory import available_host_bytes
-
-
-def check_state(program: Any, state: Any, action: str) -> None:
-    """Raise TypeError, ValueError or DonatedStateError, for the call `action`, unless `program` may use `state`.
-
-    A released State is brought back to the device; if it does not fit, OutOfMemory is raised and it stays released.
-    """
-    check_owner(program, state, action)
-    pairs = zip(program.calls, program.segments, strict=True)
-    lacks_constants = any(len(call.constants) < len(segment.constants) for call, segment in pairs)
-    if state.buffers.released or program.cache.released or lacks_constants:
-        _take_back(program, state, action)
+from zfunc.runtime.memory_limits import available_host_bytes
 
 
 def release(program: Program, state: State) -> State:
@@ -89,7 +75,7 @@ def _free(program: Program, buffers: Buffers) -> None:
     cache = program.cache
     cache.prepared.clear()  # it holds on to both
     buffers.drop(buffers.released)
-    cache.released = tuple({*cache.released, *(r for r in cache.staging if r.tier == "device")})
+    cache.released = tuple({*(cache.released or ()), *(r for r in cache.staging if r.tier == "device")})
     for r in cache.released:
         cache.staging.pop(r, None)
     for call in program.calls:
@@ -99,16 +85,17 @@ def _free(program: Program, buffers: Buffers) -> None:
         torch.accelerator.empty_cache()
 
 
-def _take_back(program: Program, state: State, action: str) -> None:
+def take_back(program: Program, state: State, action: str) -> None:
+    """Bring a released State and its program back to the device, for the call `action`, or raise OutOfMemory."""
     buffers, layout, devices = state.buffers, program.layout, program.devices
     with lock_staging(program, action, patience=program.executor.patience), torch.inference_mode(False):
         regions = buffers.released
         try:
             with on_compute_stream(program):
-                staging_buffers(program)
                 for call, segment in zip(program.calls, program.segments, strict=True):
                     for n, constants in call.constants_on.items():
                         constants.update({x: t.to(devices[n]) for x, t in segment.constants.items()})
+                staging_buffers(program)  # from here on the program is back
                 buffers.place(allocate_regions(regions, devices, ()), layout)
                 for r in (r for r in regions if r in buffers.parked):
                     flat_of(buffers.memory[r]).copy_(buffers.parked[r])

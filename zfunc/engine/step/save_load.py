@@ -37,9 +37,9 @@ from zfunc.engine.program.specialize import specialize_without_batch
 from zfunc.engine.state.restore import fill_buffers, fill_state, kept_frozen
 from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.state.weights import kept_of_frozen, send_weights
-from zfunc.engine.step.flush import make_deferred_update, step_on
+from zfunc.engine.step.flush import make_deferred_update
 from zfunc.engine.step.init import allocate_state
-from zfunc.engine.step.release import check_state
+from zfunc.engine.step.run import check_state, step_on
 from zfunc.engine.step.swap_state import (
     commit_state,
     gather_frozen,

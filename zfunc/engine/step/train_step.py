@@ -4,46 +4,36 @@
 in the step numbers are drawn. A step that raises before its first update leaves the State as it was.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from attrs import evolve
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.engine.program.program import (
     Program,
-    ShapedProgram,
-    allocated_for,
+    left_to_allocate,
     lock_staging,
     memory_shortage,
-    on_compute_stream,
     staging_buffers,
     warn_once,
 )
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.state.state import State
-from zfunc.engine.step.flush import run_on_state
-from zfunc.engine.step.release import check_state
+from zfunc.engine.step.agreement import check_ranks_agree
+from zfunc.engine.step.run import check_state, run_on_state
 from zfunc.engine.step.save_load import begin_save
 from zfunc.engine.step.swap_state import commit_metadata
-from zfunc.engine.trace.batches import Batch, ByValue, Whole, rows_in, split_batch, unmarked, unpacked
+from zfunc.engine.trace.batches import Batch, rows_in, split_batch, unpacked
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
-from zfunc.errors import NonFiniteError, RankError
+from zfunc.errors import Message, NonFiniteError, OutOfMemory
 from zfunc.runtime.executor import RunOptions
 from zfunc.runtime.fault_injection import Fault, Jitter, check_faults, faults_at
-from zfunc.runtime.torch_dtypes import byte_view
 from zfunc.values import of_type
-
-PIECE = 1 << 20  # elements that a checksum widens at a time
-ROWS_FIRST, ROWS_EVERY = 3, 100  # so many steps of each so many compare the rows of pipeline stages
 
 
 def train_step(
@@ -106,17 +96,21 @@ def _train_step(
     swaps = save is not None and save.folder.absolute() in program.swap_folders
     committed, save = (save, None) if swaps else (None, save)
     commit = program.commits(state.step) or committed is not None
-    shaped = specialize(program, batch, save=save is not None, commit=commit)
+    micro = split_batch(batch, program.settings.micro_batches)
+    shaped = specialize(program, batch, micro, save=save is not None, commit=commit)
     if unused := shaped.spec.unused:
         what = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
         warn_once(program, what, unused)
-    # Those of all ranks are checked: they refuse together.
-    check_faults((f for f in options.faults if f.step == number), shaped.whole)
-    watch, faults = ranks.watch if ranks.several else None, faults_at(options.faults, ranks.job.rank, number)
-    options = evolve(options, faults=faults, watch=watch)
-    allocated = allocated_for(program, shaped)
-    shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
-    _check_ranks_agree(program, shaped, state, batch, shortage)
+    if options.faults:  # those of all ranks are checked: they refuse together
+        check_faults((f for f in options.faults if f.step == number), shaped.whole)
+        options = evolve(options, faults=faults_at(options.faults, ranks.job.rank, number))
+    needed = left_to_allocate(program, shaped)
+    shortage = memory_shortage(program, shaped.memory, needed, action="train_step")
+    if ranks.several:
+        options = evolve(options, watch=ranks.watch)
+        check_ranks_agree(program, shaped, state, batch, shortage)
+    elif shortage:
+        raise OutOfMemory(Message(shortage))
 
     if program.cache.compares_loss is None:
         several = program.settings.micro_batches * ranks.world > 1
@@ -124,8 +118,7 @@ def _train_step(
 
     # 2. The regions that are this step's own: micro-batches, what it commits, where it saves.
     staging_buffers(program, shaped)
-    micros = enumerate(split_batch(batch, program.settings.micro_batches))
-    own: dict[Region, Any] = {Region("batch", (m,)): micro for m, micro in micros}
+    own: dict[Region, Any] = {Region("batch", (m,)): x for m, x in enumerate(micro)}
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
         """The metadata of this step's commit, given its decision; None if an overflow at the smallest loss
@@ -174,7 +167,7 @@ def _train_step(
         sent_bytes=ranks.sent - sent,
         aux={**decision.aux, **mem.get(Region("all_rows"), {})},
         norms=dict(zip(names, mem.get(Region("norms"), ()), strict=False)),
-        timeline=run.timeline if options.trace else None,
+        timeline=run.timeline,
         plan=shaped.plan if options.trace else None,
         saved=mem.get(Region("published")) if committed is None else SaveResult(committed.folder),
     )
@@ -192,87 +185,3 @@ def _after(program: Program, state: State, batch: Batch, decision: StepDecision)
         sequences=state.sequences + rows_in(batch) * program.ranks.world,
         loss_scale=state.loss_scale.update(overflow=decision.skip),
     )
-
-
-# --- ranks compare their step before it begins ---------------------------------------------------------------
-
-
-def _check_ranks_agree(
-    program: Program, shaped: ShapedProgram, state: State, batch: Batch, shortage: str = ""
-) -> None:
-    """Raise RankError, on every rank, unless all ranks are about to make the same step. One small collective.
-
-    Weights that all ranks have are compared by checksum, once after `init` or `load`. A rank that lacks
-    memory for the step passes a description, `shortage`, and all ranks raise OutOfMemory.
-    """
-    ranks = program.ranks
-    if not ranks.several or shortage:
-        ranks.agree("train_step", shortage=shortage)
-        return
-    facts, weights = _step_facts(program, shaped, state, batch), ""
-    if not state.buffers.compared:
-        common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.places[b].sharded)
-        checksum = _checksum(program, common)
-        if not program.spec.mesh.over_ranks or not ranks.same(checksum):  # those of a stage
-            weights = f"weights of checksum {checksum}: equal seeds or params make them equal"
-    ranks.agree(
-        "train_step",
-        "what the next step does",
-        "\n".join([*facts, shaped.whole.digest, weights]),
-        lambda: "\n".join([*facts, *_deciding(batch), shaped.whole.text(), weights]),
-    )
-    if program.spec.mesh.over_ranks and (
-        not state.buffers.compared or state.batches % ROWS_EVERY < ROWS_FIRST
-    ):
-        _check_rows(program, batch)
-    state.buffers.compared = True
-
-
-def _deciding(batch: Batch) -> list[str]:
-    """Sentences for the error that ranks have different plans, about values in `batch` that decide shapes."""
-    values = [x.tensor.tolist() for x in tree_leaves(batch) if isinstance(x, ByValue)]
-    do = "group rows by these values, and let all ranks take rows of one group in a step"
-    return [f"values of the batch that decide shapes, {values!s:.100}: {do}"] if values else []
-
-
-def _check_rows(program: Program, batch: Batch) -> None:
-    """Raise RankError, on every rank, unless rank n of each pipeline stage has the same batch rows."""
-    ranks, digest = program.ranks, hashlib.blake2b(digest_size=16)
-    leaves = [t.tensor if isinstance(t, ByValue | Whole) else t for t in tree_leaves(batch)]
-    for t in (t for t in leaves if isinstance(t, Tensor)):
-        digest.update(byte_view(t.detach().cpu()).numpy())
-    of_all, world = ranks.texts(digest.hexdigest()), ranks.world
-    if apart := [n for n, own in enumerate(of_all) if own != of_all[n % world]]:
-        one, other = (ranks.job.members[n] for n in (apart[0], apart[0] % world))
-        raise RankError(
-            f"train_step: got other rows on rank {one} than on rank {other}, expected the same, because they are "
-            "stages of one pipeline: one takes the inputs, the other the targets. Nothing was done. Number data by "
-            f"pipelines, on this rank with DistributedSampler(data, num_replicas={world}, rank={ranks.rank}), "
-            f"which is its number of all modulo {world}; and draw what is random in them from equal seeds"
-        )
-
-
-def _step_facts(program: Program, shaped: ShapedProgram, state: State, batch: Batch) -> list[str]:
-    optimizer, settings, number = program.optimizer, program.settings, state.step + 1
-    shapes = [(*t.shape,) for t in tree_leaves(unmarked(batch)) if isinstance(t, Tensor)]
-    named = ("micro_batches", "clip_norm", "ema", "precision", "recompute")
-    return [
-        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, "
-        f"deferred {state.buffers.owner.deferred}",
-        f"batch of shapes {shapes}, auxiliary outputs {(*shaped.spec.aux, *shaped.spec.aux_rows)}",
-        f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
-        *(f"{name} {getattr(settings, name)}" for name in named),
-    ]
-
-
-def _checksum(program: Program, params: Iterable[Tensor]) -> int:
-    """A checksum of the bits of the flat tensors `params`, each element weighted by its position."""
-    total = 0
-    with on_compute_stream(program):
-        for flat in params:
-            bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
-            for start in range(0, bits.numel(), PIECE):
-                piece = bits[start : start + PIECE].to(torch.int64)
-                position = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
-                total = (total * 31 + int((piece * position).sum())) % (1 << 61)
-    return total

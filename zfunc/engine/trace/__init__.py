@@ -4,10 +4,14 @@
     graph_cuts              what backward recomputes: a joint graph, cut in two; pieces of any graph
     expressions             whether two graphs return the same
     pass_options            what passes depend on beside their function: arguments, key and sharing
-    vjp                     forward and backward of a segment, traced or by torch.func.vjp
+    segment_vjp             forward and backward of a segment as a value: what they take, return and leave
+    joint_graph             forward and backward traced as one graph
+    traced_passes           passes as graphs cut from it, cached by shapes
+    vjp                     `make_vjp`: the passes of a function, traced or by torch.func.vjp
     host_keys               host memory for keys and values of rows, which a trace only counts
     cost_trace              FLOPs and bytes of a segment, traced without data
     thread_modes            modes of the calling thread that training refuses
+    facts                   what a segment's behavior depends on beside its arguments, to be compared
     purity                  refuses segments with hidden state, and values that change
     module_buffers          the buffers that forward changes, such as running statistics
     segment                 nn.Module -> pure function; the segments of a model, checked together

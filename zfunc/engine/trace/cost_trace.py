@@ -24,8 +24,8 @@ from zfunc.core.traffic import Traffic
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.segment_vjp import Inputs, SegmentVJP, SegmentWeights, differentiated
 from zfunc.engine.trace.tensor_memory import COUNTED, FakeTensors, Tree, empty_like_strided, storage_of
-from zfunc.engine.trace.vjp import Inputs, SegmentVJP, SegmentWeights, differentiated
 from zfunc.runtime.rng import is_draw
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

@@ -1,19 +1,15 @@
 """Checks that a segment is a pure function: calls on one input run the same operations and change no value.
 
 So backward recomputes what forward computed, and a trace of one call stands for all calls. Two calls are compared
-by their operations, the attributes of the module, and the plain values (numbers, texts, tuples of such) that the
-segment's functions read from closures and globals. Plain values are compared again before every step.
+by their operations, and by the `facts` before and after: the attributes of the module, and the plain values
+(numbers, texts, tuples of such) that the segment's functions read from closures and globals.
 """
 
-import inspect
 import pickle
 import random
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
-from enum import Enum
-from functools import partial
+from collections.abc import Callable, Container
 from itertools import zip_longest
 from typing import Any
 
@@ -25,145 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from zfunc.engine.trace.cost_trace import allocated_by, decomposed
+from zfunc.engine.trace.facts import MAX_HASHED, Facts, attributes, first_change, held, read_outside
 from zfunc.engine.trace.graph_cuts import mutates, written_by
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.runtime.torch_dtypes import byte_view
 
-MAX_DEPTH = 6  # of containers and objects in each other
-MOST = 256  # values in one that are looked at before each step
-MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
-PLAIN = bool | int | float | complex | str | bytes | None | Enum | range | slice | np.generic
-PLAIN = PLAIN | torch.dtype | torch.device | torch.Size
-LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "transformers", "peft", "zfunc"} - {"__main__"}
 ADVICE = "Make it part of the input, or set it once, before zfunc.segment"
 SEEDED = "those are seeded the same for forward and for its recomputation"
 REASON = "forward and its recomputation in backward would differ"
-Facts = dict[str, Any]  # what is compared of a value, by a name that the user knows
-
-
-# --- Python values -----------------------------------------------------------------------------------------------
-
-
-class _Same:
-    """A wrapper of an object that equals only another wrapper of the same object. A tensor is held weakly,
-    and must also have the same requires_grad and, unless it is a parameter, the same number of in-place
-    writes."""
-
-    def __init__(self, x: Any) -> None:
-        self.ref, self.state = (lambda: x), ()
-        if isinstance(x, Tensor):
-            version = 0 if isinstance(x, nn.Parameter) else version_of(x)  # a parameter's values may change
-            self.ref, self.state = weakref.ref(x), (version, x.requires_grad)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.ref() is other.ref() and self.state == other.state
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def version_of(t: Tensor) -> int:
-    """How often a tensor was written in place; 0 for an inference tensor, of which torch counts no writes."""
-    return 0 if t.is_inference() else t._version
-
-
-def _itself(x: Any) -> Any:
-    """The key by which `x` is compared: `x` if it is hashable and no tensor, else the object's identity."""
-    return _Same(x) if isinstance(x, Tensor) or type(x).__hash__ is None else x
-
-
-def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for the types and attributes of a module and its submodules; with `tensors` also
-    parameters and buffers."""
-    for path, m in module.named_modules() if module is not None else ():
-        yield f"attribute {path}" if path else "the module", type(m)
-        slots = {**m._parameters, **m._buffers} if tensors else {}
-        own = {k: v for k, v in vars(m).items() if k not in ("_parameters", "_buffers", "_modules")}
-        for name, value in {**own, **slots}.items():
-            yield f"attribute {path}.{name}" if path else f"attribute {name}", value
-
-
-def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], Any] = _itself) -> Facts:
-    """What the behavior of a module depends on, by name, to be compared: attributes of it and its submodules;
-    with `tensors` also parameters and buffers. Tensors, functions and other values that are not plain are
-    represented by `by(value)`, by default their identity."""
-    return {name: _compared(value, by, 0) for name, value in attributes(module, tensors=tensors)}
-
-
-def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plain: bool = True) -> Facts:
-    """The plain values, by name, that a module's forward (or `function`, without a module), and the user's
-    functions called there, read from closures and globals. Unless `plain`, also class attributes, and of
-    other values the identity and the plain values directly in them."""
-    found: Facts = {}
-    classes = {*map(type, module.modules())} if module else set[Any]()
-    for own in (x for c in classes for x in c.__mro__ if not (plain or _of_library(x))):
-        values = {f"class attribute {own.__name__}.{k}": x for k, x in vars(own).items() if k[:2] != "__"}
-        found |= {name: _glimpse(x) for name, x in values.items() if _is_plain(x)}
-    left, seen = [(c.forward, c) for c in classes] or [(function, None)], set[Any]()
-    while left:
-        f, owner = left.pop()
-        f = inspect.unwrap(f)
-        if not inspect.isfunction(f) or _of_library(f) or f in seen:
-            continue
-        seen.add(f)
-        read = inspect.getclosurevars(f)
-        named = {f"closure variable {x}": value for x, value in read.nonlocals.items()}
-        named |= {f"global {x}": value for x, value in read.globals.items()}
-        left += [(x, owner) for x in named.values() if inspect.isfunction(x)]
-        left += [(getattr(owner, x, None), owner) for x in f.__code__.co_names]
-        found |= {name: _compared(x, type, 0) for name, x in named.items() if _is_plain(x)}
-        if not plain:
-            found |= {name: _glimpse(x) for name, x in named.items() if not _is_plain(x)}
-    return found
-
-
-def _glimpse(x: Any) -> Any:
-    """A cheap key of `x` for comparisons: its identity and the plain values directly in it."""
-    own = {} if callable(x) or _of_library(type(x)) else getattr(x, "__dict__", {})
-    inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else own
-    plain = [(k, repr(y)) for k, y in inside.items() if isinstance(y, PLAIN)] if len(inside) <= MOST else []
-    return _itself(x), plain
-
-
-def _of_library(x: Any) -> bool:
-    """Whether a function or class belongs to Python, torch or another library, not to the user's model."""
-    return str(x.__module__).partition(".")[0] in LIBRARIES
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, PLAIN) or (isinstance(x, tuple) and all(map(_is_plain, x)))
-
-
-def _compared(value: Any, by: Callable[[Any], Any], depth: int) -> Any:
-    """A key to compare `value` by, which is `depth` levels inside another value: plain values count
-    themselves; others, and all at level six, by `by(x)`."""
-    if isinstance(value, PLAIN):
-        return repr(value)  # so that a NaN equals itself, and 1 is not True
-    if isinstance(value, np.ndarray):
-        small = value.nbytes <= MAX_HASHED and not value.dtype.hasobject
-        return value.shape, value.dtype, hash(value.tobytes()) if small else id(value)
-    if depth == MAX_DEPTH or isinstance(value, Tensor):
-        return by(value)
-    if isinstance(value, Mapping):
-        return type(value), [(repr(key), _compared(x, by, depth + 1)) for key, x in [*value.items()]]
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value), [_compared(x, by, depth + 1) for x in [*value]]
-    if isinstance(value, partial):
-        return _compared((value.func, value.args, value.keywords), by, depth + 1)
-    if hasattr(value, "__dict__") and not _of_library(type(value)) and not callable(value):
-        return type(value), _compared(vars(value), by, depth + 1)
-    return by(value)
-
-
-def first_change(before: Facts, after: Facts) -> str:
-    """Text on the first fact, by name, in which `after` differs from `before`; "" if they are equal."""
-    for name in {**before, **after}:
-        values = [x.get(name, "absent") for x in (before, after)]
-        if values[0] != values[1]:
-            return f"{name} ({', then '.join(values)})" if all(isinstance(x, str) for x in values) else name
-    return ""
-
-
-# --- two calls ---------------------------------------------------------------------------------------------------
 
 
 class _InPlaceError(Exception):

@@ -12,7 +12,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.cost_trace import nbytes
+from zfunc.engine.trace.facts import Facts, Watched, first_change, held, watch
 from zfunc.engine.trace.module_buffers import changed_by_forward
-from zfunc.engine.trace.purity import MOST, Facts, first_change, held, version_of
 from zfunc.engine.trace.tensor_memory import Values, byte_range, storage_of
 from zfunc.engine.trace.thread_modes import refuse_inference_mode
 from zfunc.errors import SettingTypeError, did_you_mean, refuse, setting
@@ -36,22 +35,6 @@ NO_LOSS = (
     "pass zfunc.segments(model, (inputs, targets), torch.nn.functional.cross_entropy), or a loss of your own",
 )
 """What is expected where a model has no loss of its own, and what to do."""
-
-
-@frozen(eq=False)
-class Look:
-    """A snapshot of a module, cheap to make, to see whether it has changed. `shown`: attributes and values in
-    containers, compared by identity; `numbers`: flags, and how often buffers were written in place; `values`:
-    how often each parameter was, by description."""
-
-    shown: list[Any]
-    numbers: list[int]
-    values: dict[str, int]
-
-    def same(self, other: "Look") -> bool:
-        """Whether this snapshot of a module and an `other` one show no change."""
-        alike = self.numbers == other.numbers and self.values == other.values
-        return alike and len(self.shown) == len(other.shown) and all(map(is_, self.shown, other.shown))
 
 
 @frozen(eq=False)
@@ -173,25 +156,9 @@ class Segment:
         return first_change(facts, held(module))
 
     @cached_property
-    def _watched(self) -> tuple[list[Callable[[], Iterable[Any]]], list[Any], list[Tensor]]:
-        """What the method `look` compares of the source module: functions that return the values of
-        attributes and containers; the containers that are empty; the buffers."""
-        modules = [] if self._source is None else [*self._source[0].modules()]
-        inside = [x for m in modules for x in vars(m).values() if isinstance(x, dict | list)]
-        full = [*map(vars, modules), *(x for x in inside if 0 < len(x) <= MOST)]
-        spaces = [x.values if isinstance(x, dict) else x.__iter__ for x in full]
-        return (
-            spaces,
-            [x for x in inside if not x],
-            [t for m in modules for t in m._buffers.values() if t is not None],
-        )
-
-    def look(self) -> Look:
-        """A snapshot of the source module; only if it differs from the last snapshot need `changed` be called."""
-        spaces, empty, buffers = self._watched
-        numbers = [any(empty), *(p.requires_grad for p in self.origins.values()), *map(version_of, buffers)]
-        values = {f"the values of {x}": version_of(p) for x, p in self.origins.items()}
-        return Look([x for space in spaces for x in space()], numbers, values)
+    def watched(self) -> Watched:
+        """The source module, for looks at it; only if two looks differ need `changed` be called."""
+        return watch(None if self._source is None else self._source[0], self.origins)
 
     @property
     def changed_tensors(self) -> dict[str, int]:

@@ -1,163 +1,52 @@
 """Forward and backward of one segment as a pair of functions, with explicit residuals between them.
 
 Gradients are those of `torch.func.vjp`, to the bit, whatever backward recomputes. Both passes are traced into pure
-functions of tensors, which launch faster than autograd does. A segment that cannot be traced runs `vjp` itself. The
-last segment never repeats its whole forward, because its backward follows at once.
+functions of tensors (`traced_passes`). The last segment never repeats its whole forward, because its backward
+follows at once.
 """
 
-import logging
-import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import TypeVar
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vjp
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.utils._pytree import (
-    TreeSpec,
-    register_pytree_node,
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from zfunc.core.pipeline import PASSES, B, F, I, R, W
-from zfunc.engine.trace.graph_cuts import (
-    Cut,
-    JointGraph,
-    Paths,
-    decode_late,
-    graph_of,
-    keep_as_autograd,
-    min_cut,
-    mutates,
-    of_written_memory,
-    repeat_forward,
-    sized_min_cut,
-    split_backward,
-    with_code,
-)
+from zfunc.engine.trace.graph_cuts import Paths, keep_as_autograd, min_cut, repeat_forward, sized_min_cut
+from zfunc.engine.trace.joint_graph import Joints, joint_graph
 from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.segment_vjp import (
+    Backward,
+    Cotangents,
+    Grads,
+    Inputs,
+    NoGradientError,
+    Pull,
+    Pullback,
+    Residuals,
+    SegmentVJP,
+    SegmentWeights,
+    differentiated,
+    floating,
+)
 from zfunc.engine.trace.tensor_memory import (
-    FakeTensors,
     Leaves,
     Tree,
     Values,
     byte_range,
     dense_strides,
     extent,
-    layouts,
     storage_of,
 )
-from zfunc.errors import refuse, setting
-from zfunc.runtime.accelerator import on_accelerator, record_use
-from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
+from zfunc.engine.trace.traced_passes import TracedPasses, restrided
+from zfunc.runtime.accelerator import record_use
+from zfunc.runtime.rng import enter_backward, redirected
 
-GRAPHS_IN_THREADS = torch.__version__ >= "2.13"  # pytorch/pytorch#123177
-MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
-Grads = tuple[Values, list[Tensor]]  # of weights; of floating-point leaves of the input, in their shapes
-Inputs = tuple[Tree, ...]  # of a segment beside its weights: (x,), or (x, targets)
-Cotangents = Sequence[Tensor]  # gradients of `differentiated(y)`, in its order
-Pullback = Callable[[Cotangents], Grads]
-Residuals = Leaves | Pullback | None  # from forward to backward; None: backward recomputes
-Joints = dict[Hashable, JointGraph]  # by layouts of leaves and cotangents
-Pending = tuple[Callable[..., Values], list[Tensor]]  # run(*pending) -> gradients of weights
-GraphCall = Callable[..., Sequence[Any]]  # a graph, or what runs it: flat tensors in, flat results out
-Graphs = tuple[JointGraph, dict[str, GraphCall]]  # and its parts, by kind of pass
-CotangentLayout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # shape, strides, ...
 T = TypeVar("T")
-log = logging.getLogger("zfunc")
-# A graph's code cannot name the overload `from`.
-for _packet in (torch.ops.aten.random, torch.ops.aten.random_):
-    _packet.from_ = getattr(_packet, "from")
-    _packet.from_.__name__ = f"{_packet.__name__}.from_"
-
-
-@frozen
-class SegmentWeights:
-    """The tensors that a segment's function gets, by short name: `trained` ones are differentiated, `fixed`
-    ones (frozen parameters, constants) are not."""
-
-    trained: Values
-    fixed: Values
-    name: str = ""  # of the segment
-
-
-@frozen(eq=False)
-class Detached:
-    """Tensors in a segment's output that are not differentiated, and their `names`, the same for every batch."""
-
-    names: tuple[str, ...]
-    # Scalars [len(names)] fp32, a list of rows [rows, ...], or buffers by name.
-    tensors: Tensor | list[Tensor] | dict[str, Tensor] | None
-
-
-register_pytree_node(Detached, lambda x: ([x.tensors], x.names), lambda parts, names: Detached(names, *parts))
-
-
-def differentiated(y: Tree) -> list[Tensor]:
-    """The tensors of a segment's output that have a cotangent: floating-point tensors outside of `Detached`."""
-    return [t for t in tree_leaves(y, is_leaf=lambda x: isinstance(x, Detached)) if _floating(t)]
-
-
-Pull = Callable[..., tuple[Tree, Pullback]]  # of weights, inputs, and perhaps a list that receives `Paths`
-Backward = Callable[[SegmentWeights, Inputs, Residuals, Cotangents], T]  # T: which gradients it returns
-
-
-def _unsplit(*_: object) -> NoReturn:
-    got = "a backward that cannot be traced, which the log explains"
-    expected = "one that is split in two halves"
-    refuse((), got, expected, f"pass {setting('order', 'OneFOneB')}, or another whose passes are all F or B")
-
-
-@frozen
-class SegmentVJP:
-    """Forward and backward of a segment.
-
-    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`. If the
-      segment changes buffers, `y` is `(y, Detached buffers)`.
-    - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained`, by name,
-      and those of the input's floating-point leaves. `cotangents` are the gradients of `differentiated(y)`.
-    - `backward_input`, with the arguments of `backward`, returns the gradients of the input, and `(run,
-      pending)`; `run(*pending)` returns the gradients of the weights. Both equal those of `backward`.
-    - `recompute(weights, inputs)` returns the residuals for a backward that recomputes, and may be called any
-      time before it; None if `backward` recomputes by itself.
-    - `keeps` is False if `forward` never returns residuals, because backward recomputes.
-    - `prepare(weights, inputs, y)` traces forward and backward for the shapes of its arguments ahead of the
-      first step; a `y` like the output saves a second trace. Returns, for each output, the trained weights
-      and input leaves that it depends on.
-    """
-
-    forward: Callable[[SegmentWeights, Inputs], tuple[Tree, Residuals]]
-    backward: Backward[Grads]
-    keeps: bool
-    prepare: Callable[[SegmentWeights, Inputs, Tree], Paths] = lambda _weights, _inputs, _y: []
-    backward_input: Backward[tuple[list[Tensor], Pending]] = _unsplit
-    recompute: Callable[[SegmentWeights, Inputs], Residuals] = lambda _weights, _inputs: None
-
-    def run(
-        self,
-        way: str,
-        weights: SegmentWeights,
-        inputs: Inputs,
-        residuals: Residuals | Pending,
-        cotangents: Cotangents,
-    ) -> Any:
-        """Run the pass of kind `way`: "F" forward, "B" backward, "I" its input half, "W" its weight half
-        (whose `residuals` are the second result of `backward_input`), "R" recomputation."""
-        if way == W:
-            run, pending = residuals
-            return run(*pending)
-        given = (residuals, cotangents) if "above" in PASSES[way].takes else ()
-        return getattr(self, PASSES[way].verb)(weights, inputs, *given)
 
 
 def make_vjp(
@@ -165,7 +54,7 @@ def make_vjp(
     options: PassOptions,
     *,
     name: str = "",
-    joints: "Joints | None" = None,
+    joints: Joints | None = None,
 ) -> SegmentVJP:
     """Make forward and backward of `function(params, *inputs)` with `options`, for inputs that are not
     divided into tiles.
@@ -178,7 +67,7 @@ def make_vjp(
     """
     recompute, last, moving = options.recompute, options.last, options.moving
     pull = pull_of(function, options.wrt_input, last)
-    traced = partial(_Traced, partial(joint_graph, pull, joints), options)
+    traced = partial(TracedPasses, partial(joint_graph, pull, joints), options)
     pulled, eager = lambda _w, _i, residuals, c: residuals(c), partial(paths_of, pull)
     keeping = SegmentVJP(pull, pulled, keeps=True, prepare=eager)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), False, eager)
@@ -207,7 +96,7 @@ def pull_of(function: Callable[..., Tree], wrt_input: bool, last: bool) -> Pull:
 
     def pull(weights: SegmentWeights, inputs: Inputs, paths: Paths | None = None) -> tuple[Tree, Pullback]:
         leaves, spec = tree_flatten(inputs[0])
-        moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
+        moving = [i for i, leaf in enumerate(leaves) if wrt_input and floating(leaf)]
 
         output: Tree = None
 
@@ -219,13 +108,13 @@ def pull_of(function: Callable[..., Tree], wrt_input: bool, last: bool) -> Pull:
             output = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
             outputs = differentiated(output)
             if not outputs:
-                raise _NoGradientError(
+                raise NoGradientError(
                     "got no floating-point output, expected one, or its parameters get no gradient: freeze them "
                     "(requires_grad_(False)), or join the segment with the next"
                 )
             # In segments below, a detached output is the user's, as it is autograd's.
             if last and (trained or moved) and not any(t.requires_grad for t in outputs):
-                raise _NoGradientError(
+                raise NoGradientError(
                     "got a loss without a gradient, expected one that depends on parameters or the input: leave "
                     "out detach(), item() and torch.no_grad()"
                 )
@@ -286,141 +175,6 @@ def _use_here(grads: list[Tensor]) -> None:
     real = [t for t in grads if not isinstance(t, FakeTensor)]
     if real:
         record_use(real[0].device, real)
-
-
-def restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The values of `grad` in a tensor with `strides`: `grad` itself, a view, or a copy."""
-    if all(n <= 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), strides, strict=True)):
-        return grad if grad.stride() == strides else grad.as_strided(grad.shape, strides)
-    return grad.new_empty_strided(grad.shape, strides).copy_(grad)
-
-
-def _floating(t: object) -> TypeGuard[Tensor]:
-    return isinstance(t, Tensor) and t.is_floating_point()
-
-
-# --- traced: a joint graph, cut in two (graph_cuts.py) ------------------------------------------------------
-
-
-@define(eq=False)
-class _Traced:
-    """A segment's passes as graphs `cut` from its joint graph: `forward(*leaves) -> (*outputs, *residuals)`
-    and `backward(*residuals, *cotangents) -> gradients`. Unless forward `keeps` residuals, backward gets the
-    leaves instead, or residuals that a third graph, `(*leaves) -> residuals`, makes `ahead` of it.
-
-    Graphs are cached for the last 64 sets of shapes; where tracing fails, that is logged, and `fallback`
-    runs.
-    """
-
-    joint_of: Callable[[Leaves, TreeSpec, list[CotangentLayout]], JointGraph]
-    options: PassOptions
-    fallback: SegmentVJP
-    note: str  # what is logged of a failure, before its reason
-    cut: Cut
-    keeps: bool = True
-    known: dict[Hashable, "Graphs | None"] = field(factory=dict)  # None: it failed
-
-    @property
-    def passes(self) -> SegmentVJP:
-        own = self._forward, self._backward, self.keeps, self._prepare, self._backward_input
-        return SegmentVJP(*own, self._recompute)
-
-    def _forward(self, weights: SegmentWeights, inputs: Inputs) -> tuple[Tree, Residuals]:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None:
-            return self.fallback.forward(weights, inputs)
-        joint, run = found
-        with torch.enable_grad():  # grad mode as in the trace
-            flat, num = run[F](*leaves), len(joint.results)
-        residuals = list(flat[num:]) if self.keeps else None
-        return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
-
-    def _recompute(self, weights: SegmentWeights, inputs: Inputs) -> Leaves | None:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None or R not in found[1]:
-            return None
-        with torch.enable_grad():
-            return list(found[1][R](*leaves))
-
-    def _backward(
-        self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
-    ) -> Grads:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None:
-            return self.fallback.backward(weights, inputs, residuals, cotangents)
-        joint, run = found
-        grads = self._pull(run[B], joint, leaves if residuals is None else residuals, cotangents)
-        num = len(weights.trained)
-        return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
-
-    def _backward_input(
-        self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
-    ) -> tuple[list[Tensor], Pending]:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None or not self.options.split:
-            return self.fallback.backward_input(weights, inputs, residuals, cotangents)
-        joint, run = found
-        made = self._pull(run[I], joint, leaves if residuals is None else residuals, cotangents)
-        num = len(joint.gradients) - len(weights.trained)
-        return made[:num], (partial(_named, run[W], tuple(weights.trained)), made[num:])
-
-    def _pull(self, run: GraphCall, joint: JointGraph, given: Leaves, cotangents: Cotangents) -> list[Tensor]:
-        laid_out = [restrided(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
-        with torch.enable_grad():
-            return list(run(*given, *laid_out))
-
-    def _prepare(self, weights: SegmentWeights, inputs: Inputs, y: Tree) -> Paths:
-        _, found = self._graphs(weights, inputs, y)
-        return self.fallback.prepare(weights, inputs, y) if found is None else found[0].paths
-
-    def _graphs(
-        self, weights: SegmentWeights, inputs: Inputs, guess: Tree = None
-    ) -> tuple[Leaves, Graphs | None]:
-        """The leaves of weights and inputs, and the graphs for their shapes, traced at first use for an
-        output like `guess`; None for the graphs if they cannot be traced."""
-        # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
-        plain = all(isinstance(x, Tensor) for x in inputs)
-        moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
-        leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
-        key = tuple(weights.trained), tuple(weights.fixed), structure, layouts(leaves)
-        found = self.known.pop(key) if key in self.known else self._trace(weights, inputs, guess)
-        if len(self.known) == MAX_TRACES:
-            del self.known[next(iter(self.known))]  # the least recently used
-        self.known[key] = found
-        return leaves, found
-
-    def _trace(self, weights: SegmentWeights, inputs: Inputs, guess: Tree) -> "Graphs | None":
-        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        options = self.options
-        try:
-            try:
-                joint = self.joint_of(leaves, spec, cotangents_of(guess))
-            except _OtherOutputError as error:
-                joint = self.joint_of(leaves, spec, error.args[0])
-            (forward, backward), again = self.cut(joint), list[GraphModule]()
-            with suppress(ValueError):  # if backward reads a value that is no tensor
-                if options.ahead:
-                    *again, backward = keep_as_autograd(evolve(joint, results=[]))
-            fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
-            halves = split_backward(backward, len(weights.trained), fixed) if options.split else ()
-            graphs = [
-                (F, forward),
-                (B, backward),
-                *zip((I, W), halves, strict=False),
-                *((R, x) for x in again),
-            ]
-            return joint, {way: _runnable(x, options.compiled) for way, x in graphs}
-        except (torch.OutOfMemoryError, _NoGradientError):
-            raise
-        except Exception as error:
-            log.warning("%s, because it cannot be traced: %s", self.note, str(error).partition("\n")[0])
-            return None
-
-
-def _named(run: GraphCall, names: tuple[str, ...], *pending: Tensor) -> Values:
-    """The gradients of a segment's weights, by short name, which the graph `run` makes of `pending` tensors."""
-    with torch.enable_grad():
-        return dict(zip(names, run(*pending), strict=True))
 
 
 # --- memory that moves between the passes -------------------------------------------------------------------
@@ -520,121 +274,3 @@ def _apart_from(held: Sequence[object], tree: T) -> T:
 def _copy(t: Tensor) -> Tensor:
     """A copy of a tensor with its strides, also where its elements overlap."""
     return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)  # of [extent(t)]
-
-
-# --- tracing the joint graph --------------------------------------------------------------------------------
-
-
-class _NoGradientError(ValueError):
-    """Raised for a segment whose output has no tensor that can be differentiated."""
-
-
-class _OtherOutputError(Exception):
-    """Raised if the output of a segment has other shapes than its trace assumed; `args[0]` describes the
-    cotangents (output gradients) that it needs."""
-
-
-def cotangents_of(y: Tree) -> list[CotangentLayout]:
-    """Shape, strides, dtype and device of the cotangent of each differentiable tensor in a segment's output `y`."""
-    return [(t.shape, dense_strides(t), t.dtype, t.device) for t in differentiated(y)]
-
-
-def joint_graph(
-    pull: Pull, joints: Joints | None, leaves: Leaves, spec: TreeSpec, cotangents: list[CotangentLayout]
-) -> JointGraph:
-    """Trace forward and backward of a segment as one graph, from `leaves`, the weights and inputs, of pytree
-    structure `spec`; cached in `joints`. Raises _OtherOutputError if the outputs do not fit `cotangents`, the
-    descriptions of their gradients."""
-    key = layouts(leaves), spec, tuple(cotangents)
-    if joints is not None and key in joints:
-        return joints[key]
-    num_forward = forward_draws = num_out = 0
-    out_spec: TreeSpec | None = None
-    paths: Paths = []
-
-    def joint(primals: Leaves, tangents: list[Tensor]) -> Leaves:
-        nonlocal num_forward, forward_draws, num_out, out_spec
-        # 1. Forward, and whether its output is the one that the cotangents are for.
-        trained, fixed, inputs = tree_unflatten(primals, spec)
-        paths.clear()
-        y, pullback = pull(SegmentWeights(trained, fixed), inputs, paths)
-        with disable_proxy_modes_tracing():
-            if (actual := cotangents_of(y)) != cotangents:
-                raise _OtherOutputError(actual)
-        out, out_spec = tree_flatten(y)
-        num_out = len(out)
-        # 2. What has been recorded so far is the forward's: backward's nodes and draws come behind it.
-        mode = get_proxy_mode()
-        assert mode is not None
-        num_forward, forward_draws = len(mode.tracer.graph.nodes), count_draws(mode.tracer.graph)
-        grads, below = pullback(tangents)
-        return [*out, *grads.values(), *below]
-
-    with seeded(None), detect_fake_mode(leaves) or FakeTensors(allow_non_fake_inputs=True):
-        tangents = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype, device in cotangents
-        ]
-        module = graph_of(joint, leaves, tangents)
-    number_draws(module.graph, forward_draws)
-    decode_late(module.graph, num_forward)
-    *nodes, output = module.graph.nodes
-    given, outputs = len(leaves) + len(tangents), list(output.args[0])
-    traced = JointGraph(
-        module,
-        leaves=nodes[: len(leaves)],
-        cotangents=nodes[len(leaves) : given],
-        forward=nodes[given:num_forward],
-        backward=nodes[num_forward:],
-        results=outputs[:num_out],
-        gradients=outputs[num_out:],
-        forward_draws=forward_draws,
-        out_spec=out_spec,
-        strides=[t.stride() for t in tangents],
-        paths=paths,
-    )
-    return traced if joints is None else joints.setdefault(key, traced)
-
-
-# --- running a graph ----------------------------------------------------------------------------------------
-
-
-def _runnable(graph: GraphModule, compiled: bool | str) -> GraphCall:
-    """A callable that runs `graph` with the random numbers of the pass it is called in; `compiled`: whether
-    torch.compile compiles it, or in which mode."""
-    # An operation that writes into an argument is never dead; `mutates` knows it until draws are redirected.
-    graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or mutates(node.target))
-    # A kernel may return other strides than were traced. A view that those do not allow is a copy then, as eager
-    # code makes one, but not of what is written: that would lose the writes, so it fails instead.
-    written = of_written_memory(graph.graph)
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        if node not in written:
-            node.target = torch.ops.aten.reshape.default
-    redirect_draws(graph.graph, compiled=compiled)
-    with_code(graph)
-    if compiled == "reduce-overhead":
-        return _as_device_graph(torch.compile(graph, dynamic=False, mode=compiled))
-    return torch.compile(graph, dynamic=False) if compiled else graph
-
-
-def _as_device_graph(run: GraphCall) -> GraphCall:
-    """A wrapper of the compiled pass `run`, which may replay a CUDA graph: copies results out of the graph's
-    memory, which the next replay overwrites."""
-
-    def call(*tensors: object) -> Leaves:
-        if any(isinstance(x, Tensor) and on_accelerator(x.device) for x in tensors):
-            check_device_graphs(threading.current_thread() is not threading.main_thread())
-        torch.compiler.cudagraph_mark_step_begin()
-        return [x.clone() if isinstance(x, Tensor) else x for x in run(*tensors)]
-
-    return call
-
-
-def check_device_graphs(beside: bool) -> None:
-    """Raise ValueError if steps run `beside` the main thread and this torch has CUDA graphs only there."""
-    if beside and not GRAPHS_IN_THREADS:
-        got = f'"reduce-overhead" beside the main thread with torch {torch.__version__}'
-        got += ", whose graphs of a device are the main thread's"
-        one = f"{setting('devices', 1)} with all steps in the main thread"
-        do = f"expected torch 2.13 or later, or {one}, or {setting('compile_segments', True)}"
-        refuse("compile_segments", got, do=do)

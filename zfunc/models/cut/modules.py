@@ -43,11 +43,12 @@ from torch.utils._pytree import (
 
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.batches import Batch, unmarked
+from zfunc.engine.trace.facts import first_change, held
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.module_buffers import changed_by_forward
-from zfunc.engine.trace.purity import SEEDED, first_change, held
+from zfunc.engine.trace.purity import SEEDED
 from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, check_loss, make_segment
-from zfunc.engine.trace.vjp import MAX_TRACES
+from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import (
     BatchCall,

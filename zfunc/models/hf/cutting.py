@@ -16,7 +16,7 @@ from attrs import evolve
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zfunc.engine.trace.purity import held
+from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.segment import Segment, Values, segment
 from zfunc.models.hf.adapters import base_name, base_of, is_adapted, make_pure, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register

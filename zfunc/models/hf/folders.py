@@ -27,7 +27,7 @@ from zfunc.engine.program.program import Program
 from zfunc.engine.state.state import State
 from zfunc.engine.state.weights import rounded
 from zfunc.engine.step.evaluate import weights
-from zfunc.engine.step.release import check_state
+from zfunc.engine.step.run import check_state
 from zfunc.errors import CheckpointError, about, did_you_mean, refuse, setting
 from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights, base_name
 from zfunc.models.hf.families import check_transformers, in_fp32

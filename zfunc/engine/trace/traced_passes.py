@@ -1,0 +1,170 @@
+"""The passes of a segment as graphs cut from its joint graph: traced at first use for shapes, and cached.
+
+Graphs launch faster than autograd does. A segment that cannot be traced runs its passes by `torch.func.vjp`.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from zfunc.core.pipeline import B, F, I, R, W
+from zfunc.engine.trace.graph_cuts import Cut, JointGraph, Paths, keep_as_autograd, split_backward
+from zfunc.engine.trace.joint_graph import (
+    CotangentLayout,
+    GraphCall,
+    OtherOutputError,
+    cotangents_of,
+    runnable,
+)
+from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.segment_vjp import (
+    Cotangents,
+    Grads,
+    Inputs,
+    NoGradientError,
+    Pending,
+    Residuals,
+    SegmentVJP,
+    SegmentWeights,
+)
+from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, layouts
+
+MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
+Graphs = tuple[JointGraph, dict[str, GraphCall]]  # and its parts, by kind of pass
+log = logging.getLogger("zfunc")
+
+
+@define(eq=False)
+class TracedPasses:
+    """A segment's passes as graphs `cut` from its joint graph: `forward(*leaves) -> (*outputs, *residuals)`
+    and `backward(*residuals, *cotangents) -> gradients`. Unless forward `keeps` residuals, backward gets the
+    leaves instead, or residuals that a third graph, `(*leaves) -> residuals`, makes `ahead` of it.
+
+    Graphs are cached for the last 64 sets of shapes; where tracing fails, that is logged, and `fallback`
+    runs.
+    """
+
+    joint_of: Callable[[Leaves, TreeSpec, list[CotangentLayout]], JointGraph]
+    options: PassOptions
+    fallback: SegmentVJP
+    note: str  # what is logged of a failure, before its reason
+    cut: Cut
+    keeps: bool = True
+    known: dict[Hashable, Graphs | None] = field(factory=dict)  # None: it failed
+
+    @property
+    def passes(self) -> SegmentVJP:
+        """The passes of the segment that these graphs run."""
+        own = self._forward, self._backward, self.keeps, self._prepare, self._backward_input
+        return SegmentVJP(*own, self._recompute)
+
+    def _forward(self, weights: SegmentWeights, inputs: Inputs) -> tuple[Tree, Residuals]:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None:
+            return self.fallback.forward(weights, inputs)
+        joint, run = found
+        with torch.enable_grad():  # grad mode as in the trace
+            flat, num = run[F](*leaves), len(joint.results)
+        residuals = list(flat[num:]) if self.keeps else None
+        return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
+
+    def _recompute(self, weights: SegmentWeights, inputs: Inputs) -> Leaves | None:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None or R not in found[1]:
+            return None
+        with torch.enable_grad():
+            return list(found[1][R](*leaves))
+
+    def _backward(
+        self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
+    ) -> Grads:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None:
+            return self.fallback.backward(weights, inputs, residuals, cotangents)
+        joint, run = found
+        grads = self._pull(run[B], joint, leaves if residuals is None else residuals, cotangents)
+        num = len(weights.trained)
+        return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
+
+    def _backward_input(
+        self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
+    ) -> tuple[list[Tensor], Pending]:
+        leaves, found = self._graphs(weights, inputs)
+        if found is None or not self.options.split:
+            return self.fallback.backward_input(weights, inputs, residuals, cotangents)
+        joint, run = found
+        made = self._pull(run[I], joint, leaves if residuals is None else residuals, cotangents)
+        num = len(joint.gradients) - len(weights.trained)
+        return made[:num], (partial(_named, run[W], tuple(weights.trained)), made[num:])
+
+    def _pull(self, run: GraphCall, joint: JointGraph, given: Leaves, cotangents: Cotangents) -> list[Tensor]:
+        laid_out = [restrided(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
+        with torch.enable_grad():
+            return list(run(*given, *laid_out))
+
+    def _prepare(self, weights: SegmentWeights, inputs: Inputs, y: Tree) -> Paths:
+        _, found = self._graphs(weights, inputs, y)
+        return self.fallback.prepare(weights, inputs, y) if found is None else found[0].paths
+
+    def _graphs(
+        self, weights: SegmentWeights, inputs: Inputs, guess: Tree = None
+    ) -> tuple[Leaves, Graphs | None]:
+        """The leaves of weights and inputs, and the graphs for their shapes, traced at first use for an
+        output like `guess`; None for the graphs if they cannot be traced."""
+        # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
+        plain = all(isinstance(x, Tensor) for x in inputs)
+        moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
+        leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
+        key = tuple(weights.trained), tuple(weights.fixed), structure, layouts(leaves)
+        found = self.known.pop(key) if key in self.known else self._trace(weights, inputs, guess)
+        if len(self.known) == MAX_TRACES:
+            del self.known[next(iter(self.known))]  # the least recently used
+        self.known[key] = found
+        return leaves, found
+
+    def _trace(self, weights: SegmentWeights, inputs: Inputs, guess: Tree) -> Graphs | None:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        options = self.options
+        try:
+            try:
+                joint = self.joint_of(leaves, spec, cotangents_of(guess))
+            except OtherOutputError as error:
+                joint = self.joint_of(leaves, spec, error.args[0])
+            (forward, backward), again = self.cut(joint), list[GraphModule]()
+            with suppress(ValueError):  # if backward reads a value that is no tensor
+                if options.ahead:
+                    *again, backward = keep_as_autograd(evolve(joint, results=[]))
+            fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
+            halves = split_backward(backward, len(weights.trained), fixed) if options.split else ()
+            graphs = [
+                (F, forward),
+                (B, backward),
+                *zip((I, W), halves, strict=False),
+                *((R, x) for x in again),
+            ]
+            return joint, {way: runnable(x, options.compiled) for way, x in graphs}
+        except (torch.OutOfMemoryError, NoGradientError):
+            raise
+        except Exception as error:
+            log.warning("%s, because it cannot be traced: %s", self.note, str(error).partition("\n")[0])
+            return None
+
+
+def _named(run: GraphCall, names: tuple[str, ...], *pending: Tensor) -> Values:
+    """The gradients of a segment's weights, by short name, which the graph `run` makes of `pending` tensors."""
+    with torch.enable_grad():
+        return dict(zip(names, run(*pending), strict=True))
+
+
+def restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The values of `grad` in a tensor with `strides`: `grad` itself, a view, or a copy."""
+    if all(n <= 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), strides, strict=True)):
+        return grad if grad.stride() == strides else grad.as_strided(grad.shape, strides)
+    return grad.new_empty_strided(grad.shape, strides).copy_(grad)
