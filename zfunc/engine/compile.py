@@ -97,7 +97,7 @@ def compile(
     # 1. Settings: those by name, and the device's own.
     if settings is None and "precision" not in changes and on_gpu:
         changes["precision"] = best_precision(device)  # bf16, unless it would be emulated
-    settings = settings_with(settings, changes)
+    settings = settings_with(settings, changes).scheduled(on_cpu=not on_gpu)
     settings.check_folders()
 
     # 2. A module in the coarsest cut that fits, and in place of "auto" the nearest places that fit.
@@ -123,10 +123,9 @@ def compile(
         refuse("example", f"none with {got}", expected, "pass one, or values without 'auto'")
     if settings.automatic:
         return first_places_that_fit(partial(again, segments), settings, optimizer, batch, device, ranks)
-    settings = settings.scheduled(on_cpu=not on_gpu)
     devices = devices_from(device, settings.devices)
     if settings.compile_segments == "reduce-overhead" and on_gpu:
-        check_device_graphs(settings.devices > 1)
+        check_device_graphs(len(devices) > 1)
 
     # 3. Spec: the layout of the parameters, and what a recipe asks of the settings.
     spec = make_spec(

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-from zfunc.engine.trace.purity import Facts, first_change, held
+from zfunc.engine.trace.facts import Facts, first_change, held
 
 _DROPOUT = inspect.getfile(nn.Dropout)  # whose modules return their input in eval mode
 _OWN = "training", "__getattribute__", "__setattr__"  # of nn.Module, or reads may not be seen
