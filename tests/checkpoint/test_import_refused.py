@@ -65,6 +65,10 @@ def torn(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 def without_moments(folder: Path) -> None:
     model, optimizer = trained()
     weights, moments = get_state_dict(model, optimizer)
@@ -186,6 +190,28 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda x: (x / "zero/head.bias/exp_avg.pt").unlink(),
         "no exp_avg of 'head.bias'",
     ),
+    "no master of a parameter": (
+        "universal",
+        lambda x: (x / "zero/head.bias/fp32.pt").unlink(),
+        "head.bias/fp32.pt: got no such file, expected the fp32 weights of each trained",
+    ),
+    "ZeRO without its last byte": (
+        "zero 2",
+        lambda x: cut_short(x / RANK_1),
+        f"{RANK_1}: got no readable tensors.*: copy",
+    ),
+    "no optimizer in ZeRO": (
+        "zero 3",
+        lambda x: edit(x / RANK_1, lambda saved: saved.pop("optimizer_state_dict")),
+        r"theirs: got records that have another form \(KeyError: 'optimizer_state_dict'\)",
+    ),
+    "no tensors in ZeRO": (
+        "zero 3",
+        lambda x: edit(
+            x / RANK_1, lambda saved: saved["optimizer_state_dict"].update(fp32_flat_groups=[1, 2])
+        ),
+        f"{RANK_1}: got a group of int, expected a flat tensor of each group: copy",
+    ),
     "code in ZeRO": (
         "zero 1",
         lambda x: edit(x / MODEL, lambda saved: saved.update(client=Runs())),
@@ -224,7 +250,17 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
     "no state": (
         "trainer, one process",
         lambda x: torch.save([1], x / "optimizer.pt"),
+        "optimizer.pt: got a list, expected a dict, as its program saves it: copy",
+    ),
+    "no state in it": (
+        "trainer, one process",
+        lambda x: edit(x / "optimizer.pt", lambda saved: saved.pop("state")),
         r"optimizer.pt: got no state of Adam, expected what state_dict\(\)",
+    ),
+    "a step in words": (
+        "trainer, one process",
+        lambda x: edit(x / "optimizer.pt", lambda saved: saved["state"][0].update(step="three")),
+        r"theirs: got records that have another form \(ValueError: .*three.*\), expected those that its.*: copy",
     ),
     "Adam in 8 bits": (
         "trainer, one process",

@@ -114,9 +114,9 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return files
 
 
-def _load(file: Path, allow_pickle: bool) -> Any:
+def _load(file: Path, allow_pickle: bool, *kinds: type[Any]) -> Any:
     plain = [(type("Plain", (_Plain,), {}), f"deepspeed.{x}") for x in _CLASSES]
-    return load_pickle(file, allow_pickle=allow_pickle, classes=plain)
+    return load_pickle(file, allow_pickle=allow_pickle, classes=plain, kinds=(dict, *kinds))
 
 
 def _zero(
@@ -172,6 +172,8 @@ def _shard(file: Path, saved: Any) -> _Shard:
     ]
     ranks: Any = saved.get("partition_count", 1)
     flat = {FP32: weights, **{kind: [x[kind] for x in states] for kind in MOMENTS}}
+    if other := [x for own in flat.values() for x in own if not isinstance(x, Tensor) or x.ndim != 1]:
+        reject(file, f"a group of {type(other[0]).__name__}", "a flat tensor of each group", COPY_AGAIN)
     return _Shard(flat, steps, places, int(ranks if isinstance(ranks, int) else ranks[0]))
 
 
@@ -186,11 +188,13 @@ def _universal(
         for kind, own in parts.items():
             file = folder / "zero" / name / f"{kind}.pt"
             if file.is_file():
-                saved: Any = _load(file, allow_pickle)
+                saved: Any = _load(file, allow_pickle, Tensor)
                 value: Tensor = saved if isinstance(saved, Tensor) else saved["param"]
                 own[name] = [([value.flatten()], 0, value.numel())]
+            elif kind == FP32:
+                reject(file, "no such file", "the fp32 weights of each trained parameter", COPY_AGAIN)
         file = folder / "zero" / name / "step.pt"
-        steps += [(name, float(_load(file, allow_pickle)))] if file.is_file() else []
+        steps += [(name, float(_load(file, allow_pickle, Tensor, int, float)))] if file.is_file() else []
     return steps, parts
 
 

@@ -3,6 +3,7 @@
 Nothing is read before it is asked for, so a reader needs memory for the names alone.
 """
 
+import errno
 import pickle
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.durable_files import os_errors_as, reject
+from zfunc.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COPY_AGAIN = "copy the checkpoint again, or take an earlier one"
@@ -92,11 +94,27 @@ def one_step(place: Path, steps: Iterable[tuple[str, float]]) -> int:
 
 
 @contextmanager
+def reading_records(place: Path) -> Generator[None, None, None]:
+    """A context that turns errors of taking apart what `place` has saved into CheckpointError, with what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        got = f"records that have another form ({type(error).__name__}: {error!s:.200})"
+        reject(place, got, "those that its program saves", COPY_AGAIN)
+
+
+@contextmanager
 def reading_pickle(file: Path) -> Generator[None, None, None]:
     """A context that turns errors of reading the tensors of `file` into CheckpointError, with what to do."""
     try:
         with os_errors_as(file, "reading it"):
             yield
+    except CheckpointError as error:  # EINVAL is of a file that ends too early, and is not the disk's
+        if getattr(error.__cause__, "errno", 0) != errno.EINVAL:
+            raise
+        reject(file, "no readable tensors, as it ends too early", "whole ones", COPY_AGAIN)
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             do = "if you trust who wrote it and have its packages, add `allow_pickle`, which runs its code"
@@ -106,11 +124,18 @@ def reading_pickle(file: Path) -> Generator[None, None, None]:
         reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
 
 
-def load_pickle(file: Path, *, allow_pickle: bool, classes: Sequence[Any] = ()) -> Any:
-    """Load the object that torch.save wrote to `file`, with its tensors memory-mapped. Unless `allow_pickle`,
-    raises CheckpointError for a pickle of anything but tensors, numbers, texts and `classes`."""
+def load_pickle(
+    file: Path, *, allow_pickle: bool, classes: Sequence[Any] = (), kinds: Sequence[type[Any]] = (dict,)
+) -> Any:
+    """Load the object, one of `kinds`, that torch.save wrote to `file`, with its tensors memory-mapped. Raises
+    CheckpointError for another object, and unless `allow_pickle` for a pickle of anything but tensors, numbers,
+    texts and `classes`."""
     with reading_pickle(file), torch.serialization.safe_globals([] if allow_pickle else [*classes]):
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+        found = torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+    if not isinstance(found, (*kinds,)):
+        expected = " or ".join(f"a {x.__name__}" for x in kinds)
+        reject(file, f"a {type(found).__name__}", f"{expected}, as its program saves it", COPY_AGAIN)
+    return found
 
 
 def foreign_tensor(value: Tensor) -> ForeignTensor:

@@ -22,7 +22,15 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.dcp import METADATA, PARTS, open_dcp
 from zfunc.checkpoint.deepspeed_files import is_deepspeed, open_deepspeed
 from zfunc.checkpoint.durable_files import reject
-from zfunc.checkpoint.foreign_run import MOMENTS, NEW_MOMENTS, ForeignRun, ForeignTensor, is_adapter, own_name
+from zfunc.checkpoint.foreign_run import (
+    MOMENTS,
+    NEW_MOMENTS,
+    ForeignRun,
+    ForeignTensor,
+    is_adapter,
+    own_name,
+    reading_records,
+)
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
 from zfunc.checkpoint.strict_json import MAX_INT
@@ -77,7 +85,8 @@ class FoundRun:
 
     def open(self, **given: Any) -> ForeignRun:
         """Open the checkpoint with those of the arguments `given` that its format takes. Raises CheckpointError."""
-        return self.reader(self.files, **{x: given[x] for x in self.takes})
+        with reading_records(self.files):
+            return self.reader(self.files, **{x: given[x] for x in self.takes})
 
 
 def find_run(source: str | os.PathLike[str]) -> FoundRun:
