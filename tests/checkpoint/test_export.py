@@ -4,8 +4,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +12,7 @@ import pytest
 import saved
 import torch
 from bad_disks import stopped_everywhere, with_more_room
+from forked import fork
 from numpy_reference import split
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
@@ -25,7 +24,7 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import locate_checkpoint
 from zfunc.checkpoint.export import ExportedWeights, export_weights
 from zfunc.checkpoint.manifest import Manifest, ParameterEntry, StateSlice, TrainingPosition
-from zfunc.checkpoint.safetensors_file import TensorInfo
+from zfunc.checkpoint.safetensors_file import ShardWriter, TensorInfo
 from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import FROZEN, AdamFormat, weight_buffers
@@ -324,24 +323,17 @@ def test_stopped_before_any_operation_the_file_is_complete_or_missing(
     assert stopped_everywhere(monkeypatch, functions, export, check, killed=False) > 20
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from zfunc.checkpoint.export import export_weights
-from zfunc.checkpoint.safetensors_file import ShardWriter
-written = ShardWriter.write_at
-def killed(*args):
-    written(*args)
+def killed(*given: Any, write: Any = ShardWriter.write_at) -> None:
+    write(*given)
     os.kill(os.getpid(), signal.SIGKILL)
-ShardWriter.write_at = killed
-export_weights(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
 
 
 def test_killed_half_way_no_file_has_the_name(tmp_path: Path) -> None:
     path, out = save(tmp_path), tmp_path / "a.safetensors"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(out)], capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ShardWriter, "write_at", killed)
+        pid = fork(lambda: export_weights(path, out))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert not out.exists()
     with pytest.raises(ValueError, match="but unfinished-a.safetensors exists: .* or was killed; delete it"):
         export_weights(path, out)
