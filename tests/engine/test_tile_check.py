@@ -348,8 +348,18 @@ def without_gradient(own: Any, x: Tensor) -> Tensor:
     return x + y
 
 
+class SineOfBoth(fuzz_models.Sine):
+    """A backward that has sines where that of its forward has cosines."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.sin()
+
+
 def test_a_backward_that_a_trace_loses_is_refused() -> None:
     assert not in_tiles(Body(lambda _, x: StraightThrough.apply(x) + x))
+    assert not in_tiles(Body(lambda _, x: SineOfBoth.apply(x)))
     assert not in_tiles(Body(without_gradient, other=nn.Linear(8, 8)))
     assert in_tiles(Body(lambda own, x: x + own.other(x).detach(), other=nn.Linear(8, 8)))
 
