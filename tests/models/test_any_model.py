@@ -541,19 +541,40 @@ class Elsewhere(nn.Module):
 
 
 class Remembers(Elsewhere):
-    """Assigns a tensor that no later call reads, as Qwen3-VL does, which is a fake one after a trace."""
+    """Keeps tensors, of which it reads a mask, made in a first call, and ones, made for each number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.ones = None, dict[int, Tensor]()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        self.delta = x - y
+        self.delta = x - y  # as Qwen3-VL does
+        if self.mask is None:
+            self.mask = (torch.arange(8) > 2).float()
+        if len(x) not in self.ones:
+            self.ones[len(x)] = torch.ones(len(x), 1)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) * self.mask + self.ones[len(x)]
+        self.last = x  # with its graph
         return F.mse_loss(x, y)
 
 
-def test_a_tensor_that_forward_assigns_is_not_copied_after_a_trace() -> None:
+@pytest.mark.parametrize("ran", [False, True])
+def test_what_forward_keeps_of_a_call_is_the_callers(ran: bool) -> None:
+    """The module has none of a trace's tensors, and no trace has those of another."""
     torch.manual_seed(0)
-    model, x = Remembers(), (torch.randn(4, 8), torch.randn(4, 8))
-    check(zfunc.segments(copy.deepcopy(model), x), model, x, None)
+    model, x, more = Remembers(), *((torch.randn(n, 8), torch.randn(n, 8)) for n in (4, 6))
+    plain = copy.deepcopy(model)
+    if ran:
+        model(*x)
+    before = {**vars(model), "ones": {**model.ones}}
+    program = zfunc.compile(zfunc.segments(model, x), precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    for data in (x, more):
+        _, metrics = zfunc.train_step(program, zfunc.init(program), data)
+        expected = pytest.approx(plain(*data).item(), rel=CLOSE)
+        assert metrics.loss == zfunc.evaluate(program, state, data) == expected
+    assert {**vars(model), "ones": {**model.ones}} == before
 
 
 def test_what_eval_mode_reads_of_another_block_is_refused_with_what_to_do() -> None:

@@ -97,6 +97,14 @@ class Counted(Block):
         return super().forward(x, table) * self.calls
 
 
+class CountedWhole(Tied):
+    calls = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input_ids, labels) * self.calls
+
+
 class DataRead(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
@@ -236,6 +244,7 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore
         (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
         (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
+        (lambda: zfunc.segments(CountedWhole(), batch()), r"attribute calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),
         (
             lambda: zfunc.segments(ALONE, ONES[:1], F.mse_loss),

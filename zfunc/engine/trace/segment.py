@@ -18,6 +18,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
@@ -348,7 +349,7 @@ def _functional(
     their new values."""
     lock = threading.RLock()  # during the call the skeleton holds the parameters
 
-    def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
+    def function(params: Mapping[str, Tensor], *inputs: Any, skeleton: nn.Module = skeleton) -> Any:
         tensors = {**params, **{x: params[twin] for x, twin in twins.items()}}
         tensors |= {x: tensors[x].to(tensors[other].dtype) for x, other in types.items() if x in tensors}
         tensors |= {x: tensors[x].clone() for x in changing}  # to be written
@@ -369,12 +370,24 @@ def _functional(
 
 def _skeleton(module: nn.Module) -> nn.Module:
     """A copy of the module on the meta device, without memory."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {}
-    for t in tensors:
+    # What forward has kept of an earlier call may have a graph, and torch copies no such tensor.
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in tensors_held(module) if not t.is_leaf}
+    for t in (*module.parameters(), *module.buffers()):
         meta = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
     return copy.deepcopy(module, memo)
+
+
+def tensors_held(module: nn.Module) -> list[Tensor]:
+    """The tensors in attributes of a module, and of those in it: parameters, buffers, and any in containers."""
+    found, left, seen = list[Tensor](), [module], set[int]()
+    while left:
+        if id(m := left.pop()) not in seen:
+            seen.add(id(m))
+            leaves = tree_leaves(vars(m))
+            found += [t for t in leaves if isinstance(t, Tensor)]
+            left += [x for x in leaves if isinstance(x, nn.Module)]
+    return found
 
 
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:

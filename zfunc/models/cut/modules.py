@@ -28,7 +28,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -43,11 +43,11 @@ from torch.utils._pytree import (
 
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.batches import Batch, unmarked
-from zfunc.engine.trace.facts import first_change, held
+from zfunc.engine.trace.facts import Facts, first_change, held
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import SEEDED
-from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, check_loss, make_segment
+from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, check_loss, make_segment, tensors_held
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import (
@@ -522,7 +522,7 @@ class ModuleTraces:
         """Run the module with `params`, of `dtype`, on `inputs`; raises ValueError for the example, or the model in
         `dtype`, if this fails."""
         try:
-            self.whole.function(params, inputs)
+            self.whole.function(params, inputs, skeleton=_uncalled(self.whole))
         except Exception as error:
             assert self.whole.module is not None
             model, loss = self.whole.module.own
@@ -558,17 +558,21 @@ class ModuleTraces:
             tensors = {**params, **{x: params[x].clone() for x in self.changing}}
             return piece.run(torch.device("cpu"), *(tensors[x] for x in piece.short.values()), *leaves)[0]
 
+        called = _uncalled(self.whole)
+
         def module(params: Values, x: Any) -> Tensor:
             with _HooksRefused():
-                y = self.whole.function(params, x)
+                y = self.whole.function(params, x, skeleton=called)
             return y[0] if self.changing else y
 
-        before = held(self.whole.module, tensors=False, by=type)
+        def facts() -> Facts:
+            return held(called.own[0], tensors=False, by=type)
+
+        before = facts()
         own, others = (gradient_graphs(f, params, inputs) for f in (module, graph))
-        after = held(self.whole.module, tensors=False, by=type)
-        if first_change(before, after):  # a first call may initialize
-            self.whole.function(params, inputs)
-            if change := first_change(after, held(self.whole.module, tensors=False, by=type)):
+        if first_change(before, after := facts()):  # a first call may initialize
+            module(params, inputs)
+            if change := first_change(after, facts()):
                 raise ValueError(
                     f"model: got {change}, which changes from call to call and would stay as in the trace, "
                     "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
@@ -669,10 +673,14 @@ def _with_tensors(whole: Segment, fakes: Values, buffers: Values) -> Any:
         id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in module.named_parameters()
     }
     memo |= {id(t): buffers[x] for x, t in module.named_buffers()}
-    # Forward may have assigned one (Qwen3-VL's rope_deltas), which is not to be copied outside its mode.
-    assigned = (t for m in module.own[0].modules() for t in vars(m).values())
-    memo |= {id(t): t for t in assigned if isinstance(t, FakeTensor)}
     return copy.deepcopy(module, memo)
+
+
+def _uncalled(whole: Segment) -> Any:
+    """A copy of the module of segment `whole`, with its tensors, to be called: forward may keep fake ones (a mask,
+    Qwen3-VL's rope_deltas), which the next trace is not to find."""
+    assert whole.module is not None
+    return copy.deepcopy(whole.module, {id(t): t for t in tensors_held(whole.module)})
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
