@@ -97,10 +97,12 @@ QUICK += [f"tests/core/test_{name}" for name in ("settings", "layout", "recipe",
 QUICK += ["tests/engine/test_segments", "tests/engine/test_gradients"]
 QUICK += ["tests/optim/test_betas", "tests/checkpoint/test_manifest"]
 LONGEST = """
-laws tiles hf ranks gradients tile_check flops hf_plans update passes examples search compile saving
-disk_faults plan_command resume finetuning long_rows faults pipelines planner train_step whole_parameters compact
-digests calibrate schedules deferred threads fuzz placement corpus page_in_browser lora pages random_operations
-graph config_flag command_errors disk train_command hf_folders verify resources saving_ranks
+laws any_model hf tiles examples update ranks resume long_rows any_model_values tile_check passes search
+labs plan_command hf_folders lora finetuning flops hf_plans saving pages quantized_folders rules_in_c
+planner faults disk_faults tile_constants deferred verify compile other_systems advice preferences
+without_torch optimizers placement verify_exhaustively schedules whole_parameters steady_state pipelines
+calibrate digests train_step train_command quantization threads disk replace compact batches blocks
+import_adapters command_errors fp32_params corpus change_midway fuzz tile_attention import_run stream
 """
 SLOW = pytest.StashKey[int]()
 
