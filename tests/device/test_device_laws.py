@@ -245,7 +245,9 @@ def test_two_devices_train_side_by_side(device: str) -> None:
     assert torch.accelerator.memory_allocated(1) > 0
 
 
-@pytest.mark.parametrize("way", ["two devices", "two devices, backward split", "two devices, from the host"])
+@pytest.mark.parametrize(
+    "way", [at_night("two devices"), "two devices, backward split", "two devices, from the host"]
+)
 def test_peers_copy_past_the_host(device: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one operation where others need two, with their bits. Their memory is a row of the peaks below."""
     needs(2)

@@ -13,6 +13,7 @@ import torch
 from attrs import evolve
 from device_training import LIBRARIES, InPieces, at_night, compiled, gpt
 from device_training import run as run_steps
+from pairs import in_pairs
 from quantized_models import BATCH, modules, segments_of
 from small_models import Loss
 from torch import Tensor, nn
@@ -258,8 +259,7 @@ def test_the_benchmark_of_what_cuts_have_in_common(device: str, controls: Any, s
     assert sizes or device != "pretend" or any_model.table(rows) in page.read_text()
 
 
-@pytest.mark.parametrize("params_on", ["device", "host"])
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(("kind", "params_on"), in_pairs(["nf4", "int8"], ["device", "host"]))
 def test_peak_memory_of_encoded_weights_is_as_planned(device: str, kind: str, params_on: str) -> None:
     own = zfunc.quantized(segments_of(modules()), kind)
     settings: dict[str, Any] = {"params_on": params_on, "device": device, "precision": "bf16"}

@@ -15,6 +15,7 @@ import pytest
 import torch
 import trained
 from attrs import evolve
+from pairs import in_pairs
 from trained import steps
 from zfunc.schedules import Overlapped, RoundPipe
 
@@ -74,8 +75,10 @@ def speculated(
     return seen, zfunc.params(program, state)
 
 
-@pytest.mark.parametrize("clip_norm", [0.1, 0.55, 1e6])  # all steps are clipped, some, none
-@pytest.mark.parametrize("more", [{}, {"micro_batches": 2}, {"model": "odd sizes"}], ids=str)
+@pytest.mark.parametrize(
+    ("clip_norm", "more"),  # all steps are clipped, some, none
+    in_pairs([0.1, 0.55, 1e6], [{}, {"micro_batches": 2}, {"model": "odd sizes"}]),
+)
 def test_speculation_has_the_bits_of_zero_offload(clip_norm: float, more: dict[str, Any]) -> None:
     given = {"recipe": super_offload.speculative, "stages": super_offload.FUNCTIONS}
     seen, weights = speculated(clip_norm, **more)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import trained
+from pairs import in_pairs
 from safetensors.torch import load_file
 from saved import refused
 from small_models import Loss, norm_modules, regression
@@ -162,16 +163,17 @@ def test_the_average_of_a_frozen_weight_is_evaluated_saved_exported_and_replaced
     torch.testing.assert_close(zfunc.params(made, state, ema=True)[name], expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    "placed",
-    [
-        {},
-        {"params_on": "host", "moments": "16bit", "stage": 3},
-        {"state_on": "disk"},
-        {"state_on": "disk", "params_on": "disk", "moments": "8bit", "stage": 3},
-    ],
-    ids=str,
+    ("placed", "world"),
+    in_pairs(
+        [
+            {},
+            {"params_on": "host", "moments": "16bit", "stage": 3},
+            {"state_on": "disk"},
+            {"state_on": "disk", "params_on": "disk", "moments": "8bit", "stage": 3},
+        ],
+        [1, 2],
+    ),
 )
 def test_thawed_weights_are_those_that_were_frozen_to_the_bit(
     tmp_path: Path, placed: dict[str, Any], world: int

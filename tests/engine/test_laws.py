@@ -126,7 +126,7 @@ SOURCES = [
 
 
 HALVES = slice(0, None, 2), slice(1, None, 2)
-SAVED = covering(SOURCES, lambda row: row.values)
+SAVED = covering(SOURCES, lambda row: row.places | {row.settings["precision"]})  # what a checkpoint is of
 
 
 @pytest.mark.parametrize(

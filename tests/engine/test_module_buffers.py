@@ -291,7 +291,13 @@ class Queue(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"micro_batches": 2}, {"micro_batches": 3, "recompute": "all"}], ids=str
+    "settings",
+    [
+        {},
+        pytest.param({"micro_batches": 2}, marks=pytest.mark.slow),
+        {"micro_batches": 3, "recompute": "all"},
+    ],
+    ids=str,
 )
 def test_a_queue_of_keys_goes_on_in_the_next_micro_batch_and_batch(settings: dict[str, Any]) -> None:
     plain, micro = Queue(), settings.get("micro_batches", 1)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from pairs import in_pairs
 from tile_law import far
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -219,9 +220,16 @@ def test_what_the_host_reads_of_documents_is_counted(traced: bool) -> None:
     assert row.begins == ({} if traced else {0: 2, 1: 5})
 
 
-@pytest.mark.parametrize("place", ["cpu", "without kernels", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("hidden", [(None, None), (100, None), (None, 90), (100, 90)])
-@pytest.mark.parametrize("whole", [False, True])
+HIDDEN = [(None, None), (100, None), (None, 90), (100, 90)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "place", "whole"),
+    [
+        *in_pairs(HIDDEN, ["cpu", "without kernels"], [False, True]),
+        *(pytest.param(x, "cuda", whole, marks=pytest.mark.gpu) for x in HIDDEN for whole in (False, True)),
+    ],
+)
 def test_attention_in_tiles_of_16_bits_is_no_farther_from_exact(
     hidden: Hidden, place: str, whole: bool
 ) -> None:

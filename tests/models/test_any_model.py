@@ -82,9 +82,10 @@ def test_places_are_chosen_by_the_batch_of_a_loop(name: str) -> None:
     check(segments, model.train(), batch, loss, example=batch, params_on="auto")
 
 
-@pytest.mark.parametrize(
-    ("way", "block"), [*((way, Block) for way in WAYS), ("host", InAutocast), ("two devices", InAutocast)]
-)
+AT_NIGHT = pytest.param("two devices", InAutocast, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("way", "block"), [*((way, Block) for way in WAYS), ("host", InAutocast), AT_NIGHT])
 def test_tied_frozen_no_grad_and_autocast(way: str, block: type[Block]) -> None:
     torch.manual_seed(0)
     model = Tied(block=block)
@@ -388,7 +389,9 @@ class Edited(Block):
         return super().forward(x, halved)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(x, marks=() if x == "host" else pytest.mark.slow) for x in WAYS]
+)
 def test_a_vmap_is_cut_as_the_operations_that_it_makes(way: str) -> None:
     torch.manual_seed(0)
     model = Tied(block=Mapped)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import play, played
+from pairs import in_pairs
 from quantized_models import BATCH, Shifted, modules, rounded, segments_of
 from safetensors.torch import load_file
 from small_models import rows_of
@@ -119,8 +120,7 @@ def test_a_matrix_is_decoded_alike_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(whole, decode(stored, kind, (600, 131)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("kind", "compiled"), in_pairs(FORMATS, [False, True]))
 def test_three_pieces_cost_what_all_pieces_do(
     kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from numpy_reference import (
     unpack_moments,
     unpack_weights,
 )
+from pairs import in_pairs
 
 import zfunc
 from zfunc.core.decision import StepDecision
@@ -329,10 +330,12 @@ def test_one_spike_leaves_its_neighbours_as_they_are(spike):
 # ---- over many steps -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize(("beta2", "steps"), [(0.95, 300), (0.99, 599), (0.995, 1199), (0.999, 3000)])
-def test_moments_without_gradients_decay_as_they_should(moments, beta2, steps):
+@pytest.mark.parametrize(
+    ("moments", "of"), in_pairs(MOMENTS, [(0.95, 300), (0.99, 599), (0.995, 1199), (0.999, 3000)])
+)
+def test_moments_without_gradients_decay_as_they_should(moments, of):
     """On the mean of many elements: each takes its own way down, and none stands still."""
+    beta2, steps = of
     n = 64 * 32
     v = np.random.default_rng(0).random(n, dtype=np.float32) + np.float32(0.5)
     zero = np.zeros(n, np.float32)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import small_trainings
 import torch.distributed as dist
+from pairs import in_pairs
 from small_trainings import (
     checkpoints,
     config,
@@ -122,8 +123,8 @@ def test_a_stream_that_is_killed_resumes_to_the_bit() -> None:
     assert measured("killed") == measured("whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [4, 7])  # after the one an evaluation is due
+# After one of the steps an evaluation is due.
+@pytest.mark.parametrize(("number", "step"), in_pairs([signal.SIGINT, signal.SIGTERM], [4, 7]))
 def test_a_run_ended_by_a_signal_resumes_to_the_bit(
     number: int, step: int, at_step: Any, undisturbed: Path
 ) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from forked import fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import in_pairs
 from text_data import save, save_splits
 
 from zfunc.errors import CheckpointError
@@ -283,11 +284,14 @@ def texts_of(stream: Any, begin: int, count: int) -> str:
     return bytes(x for labels in each for x in labels.flatten().tolist()).decode()
 
 
-@pytest.mark.parametrize("buffer", [1, 3, 10, 1000])
-@pytest.mark.parametrize(("write", "name"), [(write_shards, "*"), (write_saved, ""), (write_saved, "train")])
+@pytest.mark.parametrize(
+    ("files", "buffer"),
+    in_pairs([(write_shards, "*"), (write_saved, ""), (write_saved, "train")], [1, 3, 10, 1000]),
+)
 def test_a_pass_over_files_has_each_record_once_and_goes_on_from_any_batch(
-    write: Any, name: str, buffer: int, tmp_path: Path
+    files: tuple[Any, str], buffer: int, tmp_path: Path
 ) -> None:
+    write, name = files
     every = write(tmp_path)
     passes, path = 12, tmp_path / name
     text = "<" + texts_of(opened_shards(path, buffer), 0, passes * len(every))  # the first is no label
