@@ -15,7 +15,9 @@ from zfunc.train.trainer.fields import CLASSES, OTHERS
 
 FOLDER = Path(__file__).parent
 BEGIN, END = "<!-- python docs/make_tables.py writes from here -->", "<!-- to here -->"
-OTHER_FILES = "### Other files\n\nOf axolotl or Accelerate: an error says of these keys what to use instead."
+OTHER_FILES = (
+    "### Other files\n\nOf axolotl, Accelerate or TRL's other trainers; an error says what else to use."
+)
 HEADS = ("key", "DeepSpeed's default", "in zfunc")
 
 

@@ -61,12 +61,12 @@ BUDGETS = {
     "viz": 1_238,
     "planner": 3_772,
     "models": 6_215,
-    "train": 6_496,
+    "train": 6_507,
     "cli": 2_789,
-    "tests": 51_909,
+    "tests": 51_918,
     "course": 5_289,
     "benchmarks": 5_225,
-    "docs": 1_789,
+    "docs": 1_791,
 }
 
 

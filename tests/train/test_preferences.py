@@ -197,6 +197,8 @@ REFUSED = {
     ("dpo", '{"prompt": "w1", "chosen": "w2", "rejected": "w2"}'): rf"{LINE}: got one answer as chosen and",
     ("dpo", json.dumps({"chosen": [USER, GOOD], "rejected": [USER, GOOD]})): "got one answer as chosen and",
     ("dpo", '{"prompt": "w1", "chosen": "w2", "rejected": [{"role": "user"}]}'): "expected",
+    ("dpo", '{"prompt": "w1", "chosen": "w2", "rejected": 3}'): rf"{LINE}, rejected, 'completion': got 3",
+    ("dpo", json.dumps({"prompt": [USER], "chosen": "w2", "rejected": "w3"})): rf"{LINE}, chosen.*or objects",
     (
         "tokens",
         '{"prompt": "w1", "chosen": "w2", "rejected": "w3"}',
@@ -217,6 +219,7 @@ def test_data_of_the_other_loss_is_refused(loss: str, line: str, capsys: Out) ->
         (("--loss", "tokens", "--dpo-beta", "1"), "got it without --loss dpo"),
         (("--packing", "documents"), "--packing: got documents with"),
         (("--tiles", "2"), "--tiles: got 2 with"),
+        (("--stream",), "--loss: got dpo with --stream, expected tokens: leave one out"),
         (
             ("--batch-size", "6", "--micro-batches", "2"),
             "got 6 for 1 ranks with 2 micro-batches each of pairs",

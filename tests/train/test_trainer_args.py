@@ -368,6 +368,8 @@ def test_a_deepspeed_file_goes_on_to_config(monkeypatch: pytest.MonkeyPatch) -> 
         ({"learning_rat": 1}, (), "'learning_rat', which TrainingArguments has not .did you mean 'learning_rate'"),
         ({"packin": 1, "max_length": 9}, (), "which SFTConfig has not .did you mean 'packing'"),
         ({"learning_rate": "fast"}, (), "learning_rate: got 'fast', expected float"),
+        ({"deepspeed": {"zero_optimization": {}}}, (), "deepspeed: got {.*}, expected text: write it into a file"),
+        ({"dataset_text_field": "body"}, (), "got 'body', expected text: the column text is read"),
         ({"optim": "galore_adamw"}, (), "optim: got 'galore_adamw', expected adamw_torch"),
         ({"eval_strategy": "epochs"}, (), "eval_strategy: got 'epochs', expected no, steps, epoch"),
         ({"eval_strategy": "epoch"}, ("--eval-every", 5), "eval_every: got 5, and args.json says eval_str"),
@@ -400,6 +402,10 @@ def test_what_is_wrong_is_said(file: dict[str, Any], flags: tuple[object, ...], 
 FILES = {  # what is wrong with a file as a whole: its name, and its text (None: there is none)
     ("no.json", None): "no.json: got 'No such file or directory', expected a JSON file, or YAML called .yaml",
     ("no.yaml", None): "no.yaml: got 'No such file or directory', expected a YAML or JSON file",
+    (
+        "args.yaml",
+        "seed: 1\nbf16: true\nseed: 2",
+    ): "args.yaml: got 'seed' twice, expected each name once: leave one",
     ("args.json", "seed: 1"): "args.json: got line 1.*expected JSON, with comments .*, or YAML called .yaml",
     ("args.yaml", "a: [1"): "args.yaml: got .*, expected YAML",
 }

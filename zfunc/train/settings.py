@@ -508,15 +508,15 @@ def _check_stream(settings: TrainSettings) -> None:
         return
     if settings.data is None:
         refuse("stream", "it without `data`", "both", "add such as `data=shards`")
+    for name, usual in {"packing": PACKINGS[0], "loss": LOSSES[0]}.items():
+        if (value := getattr(settings, name)) != usual:
+            refuse(name, f"{value} with `stream`", usual, "leave one out")
     if settings.epochs is not None:
         got = f"{settings.epochs:g} with {ENDLESS}"
         refuse("epochs", got, "`steps` or `seconds`", "pass such as `steps=1000`")
     if settings.eval_every and settings.eval_data is None:
         got = "none with `stream`, of which nothing is held out"
         refuse("eval_data", got, "data to evaluate on", "add `eval_data`, or `eval_every=0`")
-    for name, usual in {"packing": PACKINGS[0], "loss": LOSSES[0]}.items():
-        if (value := getattr(settings, name)) != usual:
-            refuse(name, f"{value} with `stream`", usual, "leave one out")
 
 
 READ = {

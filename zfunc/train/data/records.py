@@ -106,7 +106,8 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
             f"{where}: got a preference without a prompt, or without an answer, {PAIRS}: correct it"
         )
     shared = {"prompt": prompt, **({"tools": record["tools"]} if record.get("tools") else {})}
-    made = [document_of({**shared, "completion": x}, where, counts) for x in answers]
+    named = zip(("chosen", "rejected"), answers, strict=True)
+    made = [document_of({**shared, "completion": x}, f"{where}, {name}", counts) for name, x in named]
     if made[0].kind != made[1].kind or any(x.kind == CHAT and _learned_turns(x.values) != 1 for x in made):
         raise ValueError(
             f"{where}: got answers of several turns of the assistant, or one of messages and one of text, {PAIRS}: "
@@ -244,4 +245,6 @@ def _of_json(value: Any, where: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: got {value!r:.60}, expected JSON ({error}): correct it") from error
+        raise ValueError(
+            f"{where}: got {value!r:.60}, expected JSON, or objects ({error}): correct it"
+        ) from error

@@ -17,7 +17,9 @@ from zfunc.train.deepspeed.keys import FATES, Key, read_file, read_value
 TRAINER, SFT, DPO_CLASS = "TrainingArguments", "SFTConfig", "DPOConfig"
 _TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text())
 OLD_NAMES: Mapping[str, str] = _TABLE["old"]
-OTHERS: Mapping[str, Mapping[str, str]] = {name: _TABLE[name] for name in ("axolotl", "accelerate")}
+OTHERS: Mapping[str, Mapping[str, str]] = {
+    name: _TABLE[name] for name in ("axolotl", "accelerate", "another trainer of TRL")
+}
 """Keys of other programs' files, which no Trainer has, each with what to use instead."""
 
 
@@ -82,8 +84,8 @@ def fields_of(kind: str) -> dict[str, Key]:
 def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
     """The Trainer's arguments in a file, of the class whose fields the file has; with `dpo` of DPOConfig.
 
-    Raises ValueError for a file of axolotl or accelerate, for unknown fields, each with the nearest one, for
-    values of another type, and for unsupported fields, with what to do instead.
+    Raises ValueError for a file of axolotl, accelerate or another trainer of TRL, for unknown fields, each with the
+    nearest one, for values of another type, and for unsupported fields, with what to do instead.
     """
     values = {OLD_NAMES.get(name, name): value for name, value in _read(path).items()}
     for program, keys in OTHERS.items():
@@ -109,13 +111,17 @@ def _read(path: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.expanduser().read_bytes())
+        text = path.expanduser().read_bytes()
+        values, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"{path}: got {error.strerror!r}, expected a YAML or JSON file: pass one") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: got {' '.join(str(error).split())}, expected YAML: correct it") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: got a {type(values).__name__}, expected names with values: write them so")
+    written = [x.value for x, _ in node.value]  # of two alike YAML takes the last
+    if twice := next((x for n, x in enumerate(written) if x in written[:n]), None):
+        raise ValueError(f"{path}: got {twice!r} twice, expected each name once: leave one out")
     return cast("dict[str, Any]", values)
 
 
@@ -131,7 +137,9 @@ def _take(args: TrainerArgs, values: Mapping[str, Any], file: dict[str, Any]) ->
             continue
         elif (plain := read_field(field.type, value)) is None:
             hint = did_you_mean(str(value), field.type) if isinstance(field.type, list) else ""
-            yield f"{name}: got {value!r}, expected {field.expected}{hint}: correct it"
+            do = "write it into a file, and name that" if isinstance(value, dict) else "correct it"
+            do = field.note if field.fate == "ignored" and isinstance(field.type, list) else do
+            yield f"{name}: got {value!r}, expected {field.expected}{hint}: {do}"
         elif plain != args[name] and (plain or args[name]):
             if field.fate == "unsupported":
                 yield f"{name}: got {value!r}, which is not supported: {field.note}"
