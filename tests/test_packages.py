@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_787,
     "optim": 3_217,
     "checkpoint": 4_409,
-    "engine": 11_058,
+    "engine": 11_062,
     "viz": 1_238,
     "planner": 3_772,
     "models": 6_215,

@@ -1,9 +1,9 @@
 """A program for the shapes of a batch: planned with real sizes at first use, and cached."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from attrs import evolve
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -25,10 +25,8 @@ from zfunc.engine.program.traced_spec import largest_spec, traced_spec
 from zfunc.engine.stages.outputs import check_aux_rows
 from zfunc.engine.trace.batches import Batch, ByValue, layout_of_leaves, rows_in, split_batch
 from zfunc.engine.trace.facts import first_change, read_outside
-from zfunc.engine.trace.traced_passes import MAX_TRACES
+from zfunc.engine.trace.traced_passes import MAX_TRACES, cached
 from zfunc.runtime.prepared_plan import prepare_plan
-
-T = TypeVar("T")
 
 SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
 log = logging.getLogger("zfunc")
@@ -61,7 +59,7 @@ def specialize(
     (key, (spec, random)), *_ = found.items()
     if by_value:
         group = layout_of_leaves(tree_map_only(ByValue, lambda x: x.tensor, batch))
-        seen = _cached(
+        seen = cached(
             program.cache.seen, group, lambda: KindsSeen(frozenset(), spec, frozenset()), most=SHAPES
         )
         if not found.keys() <= seen.kinds:
@@ -75,7 +73,7 @@ def specialize(
         check_aux_rows(
             program.segments[-1].name, spec.aux_rows, rows_in(batch) // program.settings.micro_batches
         )
-    return _cached(
+    return cached(
         program.cache.specialized,
         (key, save, commit),
         lambda: _plan(program, evolve(spec, save=save, commit=commit), random, program.recipe),
@@ -93,14 +91,14 @@ def _costs_of(program: Program, key: Any, micro: Batch) -> tuple[StepSpec, froze
             "(docs/quickstart.md)",
             SHAPES,
         )
-    return _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+    return cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
 
 
 def specialize_without_batch(program: Program, recipe: Recipe) -> ShapedProgram:
     """The program planned for a `recipe` that needs a State but no batch, such as that of a checkpoint;
     planned at first use and cached."""
     make = partial(_plan, program, program.spec, frozenset[int](), recipe)
-    return _cached(program.cache.specialized, recipe, make, most=2 * SHAPES)
+    return cached(program.cache.specialized, recipe, make, most=2 * SHAPES)
 
 
 def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
@@ -110,14 +108,6 @@ def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Reci
     peaks = peak_memory(plan)
     needed = needed_bytes(program, peaks, {tier: peak.kept for tier, peak in peaks.items()})
     return ShapedProgram(spec, plan, whole, prepared, peaks, needed, activation_slots(whole), random)
-
-
-def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
-    """Look up `cache[key]`, calling `make` if missing; beyond `most` entries, drop the least recently used."""
-    cache[key] = value = cache.pop(key) if key in cache else make()
-    while len(cache) > most:
-        del cache[next(iter(cache))]
-    return value
 
 
 def _check_values(program: Program) -> None:

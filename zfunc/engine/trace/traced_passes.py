@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from attrs import define, evolve, field
@@ -38,6 +39,7 @@ from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, layouts
 
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Graphs = tuple[JointGraph, dict[str, GraphCall]]  # and its parts, by kind of pass
+T = TypeVar("T")
 log = logging.getLogger("zfunc")
 
 
@@ -123,11 +125,7 @@ class TracedPasses:
         moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
         leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
         key = tuple(weights.trained), tuple(weights.fixed), structure, layouts(leaves)
-        found = self.known.pop(key) if key in self.known else self._trace(weights, inputs, guess)
-        if len(self.known) == MAX_TRACES:
-            del self.known[next(iter(self.known))]  # the least recently used
-        self.known[key] = found
-        return leaves, found
+        return leaves, cached(self.known, key, partial(self._trace, weights, inputs, guess), most=MAX_TRACES)
 
     def _trace(self, weights: SegmentWeights, inputs: Inputs, guess: Tree) -> Graphs | None:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
@@ -155,6 +153,22 @@ class TracedPasses:
         except Exception as error:
             log.warning("%s, because it cannot be traced: %s", self.note, str(error).partition("\n")[0])
             return None
+
+
+def cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
+    """Look up `cache[key]`, calling `make` if missing; beyond `most` entries, drop the least recently used.
+
+    >>> cache = {1: "one", 2: "two"}
+    >>> cached(cache, 1, str, most=2), cached(cache, 3, lambda: "three", most=2), cache
+    ('one', 'three', {1: 'one', 3: 'three'})
+    """
+    missing: Any = cache  # so a key is hashed twice alone, which takes long of one with a TreeSpec
+    if (value := cache.pop(key, missing)) is missing:
+        value = make()
+    while len(cache) >= most:
+        del cache[next(iter(cache))]
+    cache[key] = value
+    return value
 
 
 def _named(run: GraphCall, names: tuple[str, ...], *pending: Tensor) -> Values:
