@@ -1,6 +1,8 @@
 """What a plan's page suggests can be typed, and does what the page says of it."""
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import starmap
 from random import Random
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model, plan_text
 from zfunc.cli.parser import make_parser
+from zfunc.errors import SettingError
 from zfunc.options import as_flag
 from zfunc.planner.plan_step import KNEE, SOLD
 from zfunc.planner.profile import replace_figures
@@ -47,7 +50,17 @@ def check_typed(flags: str) -> PlannedModel:
             assert gain == pytest.approx(float(times[1]), rel=0.01)
         if "with_" in x.changes:
             check_bought(new, x.changes["with_"])
+        elif not answer.planned.fits:
+            check_needed(flags, x.changes)
     return answer
+
+
+def check_needed(flags: str, changes: Mapping[str, Any]) -> None:
+    """Without one of `changes` the step does not fit, or the others are refused."""
+    for name in changes:
+        others = " ".join(as_flag(x, value) for x, value in changes.items() if x != name)
+        with suppress(SettingError):
+            assert not planned(f"{flags} {others}").planned.fits, name
 
 
 def check_bought(p: Any, figure: str) -> None:
@@ -74,7 +87,7 @@ def drawn(seed: int) -> str:
     )
 
 
-FEW = (14, 16)
+FEW = (14, 16, 35)
 
 
 @pytest.mark.parametrize(
