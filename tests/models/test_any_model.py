@@ -580,6 +580,32 @@ def test_what_forward_keeps_of_a_call_is_the_callers(ran: bool) -> None:
     assert {**vars(model), "ones": {**model.ones}} == before
 
 
+class Hooked(Elsewhere):
+    """The loss reads what hooks of blocks write into an attribute of the model that they close over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = dict[int, Tensor]()
+        for n, layer in enumerate(self.layers):
+            layer.register_forward_hook(lambda _, given, out, n=n: self.seen.update({n: given[0] - out}))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, y) + sum(t.pow(2).mean() for t in self.seen.values())
+
+
+def test_hooks_of_a_copy_write_into_the_copy() -> None:
+    """What they add to the loss was left out of it, and the module had the tensors of traces."""
+    torch.manual_seed(0)
+    model, x = Hooked(), (torch.randn(4, 8), torch.randn(4, 8))
+    program = zfunc.compile(zfunc.segments(model, x), precision="fp32", device="cpu")
+    assert len(program.segments) > 1
+    assert not model.seen
+    _, metrics = zfunc.train_step(program, zfunc.init(program), x)
+    assert metrics.loss == pytest.approx(model(*x).item(), rel=CLOSE)
+
+
 def test_what_eval_mode_reads_of_another_block_is_refused_with_what_to_do() -> None:
     x = torch.randn(4, 8), torch.randn(4, 8)
     program = zfunc.compile(Elsewhere(), example=x, precision="fp32", device="cpu")

@@ -10,8 +10,9 @@ import inspect
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -375,19 +376,50 @@ def _skeleton(module: nn.Module) -> nn.Module:
     for t in (*module.parameters(), *module.buffers()):
         meta = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
-    return copy.deepcopy(module, memo)
+    return deep_copy(module, memo)
+
+
+def modules_held(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those in it, also such as are in containers that are attributes."""
+    left, seen = [module], set[int]()
+    while left:
+        if id(m := left.pop()) not in seen:
+            seen.add(id(m))
+            left += [x for x in tree_leaves(vars(m)) if isinstance(x, nn.Module)]
+            yield m
 
 
 def tensors_held(module: nn.Module) -> list[Tensor]:
     """The tensors in attributes of a module, and of those in it: parameters, buffers, and any in containers."""
-    found, left, seen = list[Tensor](), [module], set[int]()
-    while left:
-        if id(m := left.pop()) not in seen:
-            seen.add(id(m))
-            leaves = tree_leaves(vars(m))
-            found += [t for t in leaves if isinstance(t, Tensor)]
-            left += [x for x in leaves if isinstance(x, nn.Module)]
-    return found
+    return [t for m in modules_held(module) for t in tree_leaves(vars(m)) if isinstance(t, Tensor)]
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy` of a module, whose hooks, and other functions in attributes, know the copies of what they
+    close over: a hook that writes into an attribute of a module writes into that of its copy."""
+    copied = copy.deepcopy(module, memo)
+    for m in modules_held(copied):
+        for holder in (vars(m), *(x for x in vars(m).values() if isinstance(x, dict))):
+            for name, f in [*holder.items()]:
+                if isinstance(f, FunctionType) and any(id(_content(c)) in memo for c in f.__closure__ or ()):
+                    holder[name] = _rebound(f, memo)
+    return copied
+
+
+def _rebound(f: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
+    contents = [_content(c) for c in f.__closure__ or ()]
+    cells = tuple(CellType(memo.get(id(x), x)) for x in contents)
+    other = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, cells)
+    other.__kwdefaults__ = f.__kwdefaults__
+    vars(other).update(vars(f))
+    return other
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet
+        return None
 
 
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:

@@ -47,7 +47,15 @@ from zfunc.engine.trace.facts import Facts, first_change, held
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.purity import SEEDED
-from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, check_loss, make_segment, tensors_held
+from zfunc.engine.trace.segment import (
+    NO_LOSS,
+    Segment,
+    Values,
+    check_loss,
+    deep_copy,
+    make_segment,
+    tensors_held,
+)
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import (
@@ -673,14 +681,14 @@ def _with_tensors(whole: Segment, fakes: Values, buffers: Values) -> Any:
         id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in module.named_parameters()
     }
     memo |= {id(t): buffers[x] for x, t in module.named_buffers()}
-    return copy.deepcopy(module, memo)
+    return deep_copy(module, memo)
 
 
 def _uncalled(whole: Segment) -> Any:
     """A copy of the module of segment `whole`, with its tensors, to be called: forward may keep fake ones (a mask,
     Qwen3-VL's rope_deltas), which the next trace is not to find."""
     assert whole.module is not None
-    return copy.deepcopy(whole.module, {id(t): t for t in tensors_held(whole.module)})
+    return deep_copy(whole.module, {id(t): t for t in tensors_held(whole.module)})
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
