@@ -84,7 +84,8 @@ def spec(
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident.
 
     `given` are settings, and other fields of the spec. If `shared`, a tensor of 40 times so many bytes is in all
-    inputs but the first, one of 24 in every second. On the device the latter is passed on by those from 2 to 4.
+    inputs but the first, one of 24 in every second. On the device the latter is passed on by those from 2 to 4;
+    so are two gradients, back from the last and from 4, of which the first is a part of what is made.
     """
     if state_format is not None:
         segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
@@ -125,6 +126,10 @@ def spec(
             passed_on=(
                 *(PassedOn(Origin(1, 1, last), 40) for _ in range(shared > 0 and s > 0)),
                 *(PassedOn(Origin(2, 4, min(4, last)), 24) for _ in range(shared > 0 and 1 < s < 5)),
+            ),
+            passed_back=(
+                *(PassedOn(Origin(last, 1, 1), 40, 56) for _ in range(shared > 0 and s > 0)),
+                *(PassedOn(Origin(min(4, last), 0, 2), 24) for _ in range(shared > 0 and 1 < s < 5)),
             ),
         )
         for s in range(len(segments))

@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_700,
+    "core": 7_736,
     "schedules and ground": 1_563,
     "runtime": 3_787,
     "optim": 3_217,
     "checkpoint": 4_409,
-    "engine": 11_094,
+    "engine": 11_128,
     "viz": 1_238,
     "planner": 3_772,
-    "models": 6_223,
+    "models": 6_224,
     "train": 6_507,
     "cli": 2_789,
-    "tests": 51_958,
+    "tests": 52_013,
     "course": 5_289,
     "benchmarks": 5_225,
     "docs": 1_791,

@@ -625,6 +625,34 @@ def test_a_device_has_what_segments_in_a_row_pass_on_once(recipe: Recipe, spec: 
             assert r.buffer != "act" or inputs[r.index] <= {*op.regions}, op.name
 
 
+@of_any_job
+@example(PLAIN, SPECS["activations on the host, shared"])
+@example(PLAIN, SPECS["dealt to three devices, shared"])
+def test_a_device_has_a_gradient_that_passes_unchanged_once(recipe: Recipe, spec: StepSpec) -> None:
+    """Of each micro-batch, with all that was made with it, until a copy of it goes to another device."""
+    ops, device_of, last = [*recipe(spec)], spec.mesh.device_of, spec.num_segments - 1
+    pulled = {
+        (op.index[0], op.index[1] + 1): {r for r in op.reads if r.buffer in ("grad_act", "passed_grad")}
+        for op in ops
+        if op.verb in ("backward", "backward_input")
+    }
+    for m in range(spec.settings.micro_batches if pulled else 0):
+        there = set[Region]()
+        for s in range(last, spec.layout.first_trainable, -1):
+            came, cost = device_of("B", m, s) != device_of("B", m, s - 1), spec.costs[s]
+            there = set[Region]() if came else there
+            lone = cost.gradient_bytes - sum(x.nbytes for x in cost.passed_back)
+            new = [x for x in cost.passed_back if came or x.origin.first == s]
+            made = sum(x.nbytes if came else x.most for x in new)
+            assert sum(r.nbytes for r in pulled[m, s] - there) == lone + made
+            known = sum(x.nbytes for x in cost.passed_back if x not in new)
+            assert sum(r.nbytes for r in pulled[m, s] & there) >= known
+            there |= pulled[m, s]
+    for op in ops:
+        for r in op.regions:
+            assert r.buffer != "grad_act" or pulled[r.index] <= {*op.regions}, op.name
+
+
 MOVING = {
     "pack",
     "add",

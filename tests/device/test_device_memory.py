@@ -196,6 +196,27 @@ class Masked(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Skips(nn.Module):
+    """Skips across the middle, of channels before positions: in a micro-batch of one row the gradient of a skip
+    lies in that of both that were joined, until backward comes to where the skip began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.down, self.up = (
+            nn.ModuleList(nn.ParameterList([torch.randn(16, width) / 4]) for _ in range(4))
+            for width in (16, 32)
+        )
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, skips = self.embed(input_ids).transpose(1, 2).contiguous(), list[Tensor]()
+        for weights in self.down:
+            skips.append(x := torch.tanh(weights[0] @ x))
+        for weights in self.up:
+            x = torch.tanh(weights[0] @ torch.cat([x, skips.pop()], 1))
+        return nn.functional.cross_entropy(self.head(x.transpose(1, 2)).flatten(0, 1), labels.flatten())
+
+
 def t5() -> nn.Module:
     """Three and three blocks, of which the second three read a mask, a bias and the states of the first."""
     transformers = pytest.importorskip("transformers")
@@ -215,6 +236,7 @@ DEALT_LOOPS = {"devices": 3, "params_on": "host", "micro_batches": 4, "order": "
         (Masked, {"recompute": "all"}),
         (Masked, {**DEALT_LOOPS, "recompute": "min-cut"}),  # what goes to another device is kept by residuals
         (t5, {"recompute": "all"}),
+        (Skips, {**ON_HOST, "micro_batches": 4, "recompute": "all"}),
         (t5, {**ON_HOST, **OF_TWO, "recompute": "all"}),
         *(
             pytest.param(model, settings, marks=pytest.mark.slow)

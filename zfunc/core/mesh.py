@@ -111,11 +111,12 @@ class DeviceMesh:
         half "I") of micro-batch `m` through segment `s`; 0 if there is one device."""
         return self.made_on.get((way, m, s), 0)
 
-    def run_of(self, m: int, s: int) -> int:
-        """The first of those consecutive segments, up to `s`, whose forward of micro-batch `m` is on the device
-        of that of `s`: a tensor in the input of `s` has not come from another device since."""
-        while s and self.device_of(F, m, s - 1) == self.device_of(F, m, s):
-            s -= 1
+    def run_of(self, way: str, m: int, s: int) -> int:
+        """The first of those consecutive segments up to `s`, in the order of passes of kind `way`, whose passes
+        of micro-batch `m` are on the device of that of `s`: what they pass on has not come from another since."""
+        here, step = self.device_of(way, m, s), -1 if way == F else 1
+        while 0 <= s + step < len(self.layout.segments) and self.device_of(way, m, s + step) == here:
+            s += step
         return s
 
     def segments_on(self, device: int, *ways: str) -> list[int]:

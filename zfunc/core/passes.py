@@ -48,7 +48,7 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     "recomputed": lambda at, m, s: (at("recomputed", m, s),),
     "kept": _kept,
     # The gradient of the output, or what that of the loss is made of.
-    "above": lambda at, m, s: (at("targets", m) if at.spec.is_last(s) else at("grad_act", m, s + 1),),
+    "above": lambda at, m, s: (at("targets", m),) if at.spec.is_last(s) else at.gradient_of_input(m, s + 1),
     "below": lambda at, m, s: at.gradient_below(m, s) if s > at.spec.layout.first_trainable else (),
     "grads": lambda at, m, s: (at("grads", m, s),) if at.spec.layout.buckets_of(s) else (),
     "pending": lambda at, m, s: (
@@ -56,7 +56,7 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     ),  # for W: the input, weights and residuals are free then
     # Rows in tiles have the gradient of the input in the memory of that of the output.
     "reused": lambda at, m, s: (
-        (at("grad_act", m, s + 1),) if at.spec.settings.tiles != 1 and not at.spec.is_last(s) else ()
+        at.gradient_of_input(m, s + 1) if at.spec.settings.tiles != 1 and not at.spec.is_last(s) else ()
     ),
     "keys": lambda at, _, s: at.keys(s),  # of rows in tiles, on the host
 }

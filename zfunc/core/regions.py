@@ -57,20 +57,39 @@ def _lone_bytes(spec: StepSpec, i: Index) -> int:
     return _input_bytes(spec, i) - sum(x.nbytes for x in spec.costs[i[-1]].passed_on)
 
 
+def _lone_gradient_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of the gradient of a segment's input without memory that is in gradients of other inputs, too."""
+    return _gradient_bytes(spec, i) - sum(x.nbytes for x in spec.costs[i[-1]].passed_back)
+
+
 def _made_bytes(spec: StepSpec, i: Index) -> int:
     """Bytes of a segment's input that the segment before makes: not those that it passes on."""
-    return _input_bytes(spec, i) - sum(
-        x.nbytes for x in spec.costs[i[-1]].passed_on if x.origin.first < i[-1]
-    )
+    passed = (x for x in spec.costs[i[-1]].passed_on if x.origin.first < i[-1])
+    return _input_bytes(spec, i) - sum(x.nbytes for x in passed)
+
+
+def _made_gradient_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of the gradient of a segment's input that its backward makes: not those that it passes on."""
+    made = (x for x in spec.costs[i[-1]].passed_back if x.origin.first == i[-1])
+    return _lone_gradient_bytes(spec, i) + sum(x.most for x in made)
 
 
 def _passed_bytes(spec: StepSpec, i: Index) -> int:
     """Bytes of the memory that inputs of the segments from `i[1]` to `i[2]` have in common, on the device that
     makes forward of micro-batch `i[0]` through `i[1]`: it was made there, or came from another device."""
     m, begin, end = i
-    came = spec.mesh.run_of(m, begin) == begin
+    came = spec.mesh.run_of(F, m, begin) == begin
     passed = (x for x in spec.costs[begin].passed_on if x.origin.last == end)
     return sum(x.nbytes for x in passed if came or x.origin.first == begin)
+
+
+def _passed_back_bytes(spec: StepSpec, i: Index) -> int:
+    """Bytes of the memory that gradients of the inputs of segments from `i[1]` down to `i[2]` have in common, on
+    the device that makes backward of micro-batch `i[0]` through the segment below `i[1]`."""
+    m, begin, end = i
+    came = spec.mesh.run_of(B, m, begin - 1) == begin - 1
+    passed = [x for x in spec.costs[begin].passed_back if x.origin.last == end]
+    return sum(x.nbytes if came else x.most for x in passed if came or x.origin.first == begin)
 
 
 def _buffer_bytes(spec: StepSpec, i: Index) -> int:
@@ -164,10 +183,12 @@ REGIONS: dict[str, Row] = {
     "act": Row(_lone_bytes),  # its input, which the segment before it made
     # what inputs of several segments in a row have in common, on one device: from, to
     "passed": Row(_passed_bytes, of=lambda spec, i: spec.mesh.device_of(F, *i[:2])),
-    "grad_act": Row(_gradient_bytes),  # the gradient of that
+    "grad_act": Row(_lone_gradient_bytes),  # the gradient of that
+    # what gradients of inputs in a row have in common: from, down to
+    "passed_grad": Row(_passed_back_bytes, of=lambda spec, i: spec.mesh.device_of(B, i[0], i[1] - 1)),
     # they, made on another device, which has them until they are copied
     "sent_act": Row(_made_bytes, of=lambda spec, i: spec.mesh.device_of(F, i[0], i[1] - 1)),
-    "sent_grad_act": Row(_gradient_bytes, of=lambda spec, i: spec.mesh.device_of(B, *i)),
+    "sent_grad_act": Row(_made_gradient_bytes, of=lambda spec, i: spec.mesh.device_of(B, *i)),
     # they, on their way to another rank, which has them
     "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(F, *i)),
     "grad_act_wire": Row(
@@ -334,9 +355,10 @@ class Regions:
         return (self(own, m, s), *self._passed(m, s, there))
 
     def gradient_of_input(self, m: int, s: int, *, sent: bool = False) -> tuple[Region, ...]:
-        """The region of the gradient of segment `s`'s input, in a tuple, on the device of the segment before.
-        `sent`: on the device that makes the gradient, to be copied from there."""
-        return (self("sent_grad_act" if sent else "grad_act", m, s),)
+        """The regions of the gradient of segment `s`'s input on the device of the segment before: what no other
+        gradient has, and what others have, too. `sent`: on the device that makes it, to be copied from there."""
+        own, there = ("sent_grad_act", s) if sent else ("grad_act", s - 1)
+        return (self(own, m, s), *self._passed_back(m, s, there))
 
     def output(self, m: int, s: int) -> tuple[Region, ...]:
         """The regions of the input of the segment after `s`, as far as forward of `s` writes them on its device,
@@ -345,8 +367,10 @@ class Regions:
         return (own, *(r for r in passed if r.index[1] > s))
 
     def gradient_below(self, m: int, s: int) -> tuple[Region, ...]:
-        """The region, in a tuple, into which backward of segment `s` writes the gradient of its input."""
-        return self.gradient_of_input(m, s, sent=self._elsewhere(B, m, s - 1))
+        """The regions of the gradient of segment `s`'s input, as far as its backward writes them on its device,
+        without those that it passes on."""
+        own, *passed = self.gradient_of_input(m, s, sent=self._elsewhere(B, m, s - 1))
+        return (own, *(r for r in passed if r.index[1] == s))
 
     def _elsewhere(self, way: str, m: int, s: int) -> bool:
         """Whether another device than the current one makes the pass of kind `way` through segment `s`."""
@@ -355,10 +379,18 @@ class Regions:
     def _passed(self, m: int, s: int, there: int) -> tuple[Region, ...]:
         """The regions of what segment `s`'s input has in common with others, on the device of forward of segment
         `there`, `s` or the one before: of what is in an input no later than that of `there`."""
-        begin = self.spec.mesh.run_of(m, there)
+        begin = self.spec.mesh.run_of(F, m, there)
         origins = (x.origin for x in self.spec.costs[s].passed_on)
         spans = {(max(x.first, begin), x.last) for x in origins if x.first <= there}
         return tuple(self("passed", m, *span) for span in sorted(spans))
+
+    def _passed_back(self, m: int, s: int, there: int) -> tuple[Region, ...]:
+        """The regions of what the gradient of segment `s`'s input has in common with others, on the device of
+        backward of segment `there`, `s` or the one before: of what came there, or was made by one above."""
+        begin = self.spec.mesh.run_of(B, m, there) + 1
+        origins = (x.origin for x in self.spec.costs[s].passed_back)
+        spans = {(min(x.first, begin), x.last) for x in origins if x.first > there}
+        return tuple(self("passed_grad", m, *span) for span in sorted(spans))
 
     def losses(self, m: int) -> tuple[Region, ...]:
         """The regions of micro-batch `m`'s loss and of the last segment's auxiliary outputs, if any."""

@@ -66,7 +66,7 @@ class PassCost:
 
 class Origin(NamedTuple):
     """Where a tensor, or its memory, comes from: leaf `leaf` of the input of segment `first`, from where segments
-    pass it on unchanged to the inputs up to that of `last`."""
+    pass it on unchanged to the inputs up to that of `last`. So backward passes on gradients, to lower numbers."""
 
     first: int
     leaf: int
@@ -103,11 +103,12 @@ class SharedStash:
 
 @frozen
 class PassedOn:
-    """Device memory of `nbytes` bytes in the input of a segment that inputs of segments before or after it have
-    as well."""
+    """Device memory in the input of a segment, or in its gradient, that inputs of segments before or after it have
+    as well, or their gradients: `nbytes` bytes, or, where it is made, `most`, if a part of that is passed on."""
 
     origin: Origin
     nbytes: int
+    most: int = field(default=Factory(lambda self: self.nbytes, takes_self=True))
 
 
 @frozen
@@ -120,7 +121,8 @@ class SegmentCost:
     backward recomputes. `stash_bytes`: all that backward needs of forward (input, residuals, and the output
     if `keeps_output`), when it is offloaded. `key_bytes`: host memory for keys and values of attention over
     rows in tiles. `gradient_bytes`: of the gradient of the input, by default `input_bytes`. `shared`:
-    tensors of the input that other segments' inputs contain, too; `passed_on`: their memory on the device.
+    tensors of the input that other segments' inputs contain, too; `passed_on`: their memory on the device;
+    `passed_back`: memory of the gradient that gradients of other segments' inputs have, too.
     """
 
     forward: PassCost = PassCost()
@@ -138,6 +140,7 @@ class SegmentCost:
     gradient_bytes: int = field(default=Factory(lambda self: self.input_bytes, takes_self=True))
     shared: tuple[SharedInput, ...] = ()
     passed_on: tuple[PassedOn, ...] = ()
+    passed_back: tuple[PassedOn, ...] = ()
 
     @property
     def passes(self) -> dict[str, PassCost]:

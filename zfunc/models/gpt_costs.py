@@ -209,6 +209,7 @@ class _Passes:
             recomputed_bytes=recomputed,
             pending_bytes=pending_bytes if split else 0,
             input_bytes=inputs.held,
+            gradient_bytes=passed,
             residual_bytes=residual_bytes,
             stash_bytes=sum(t.held for t in {inputs, *(t for t in waits if not (moving and t.given))}),
         )

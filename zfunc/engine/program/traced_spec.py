@@ -1,6 +1,7 @@
 """A step's spec with costs: the segments traced for a micro-batch, and what their traces say of a step."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from zfunc.core.spec import Origin, PassedOn, SegmentCost, SharedInput, StepSpec
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names
 from zfunc.engine.trace.batches import CONSTANTS, Batch
-from zfunc.engine.trace.cost_trace import Trace, nbytes, numbered, trace
+from zfunc.engine.trace.cost_trace import Storages, Trace, nbytes, numbered, trace
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.module_buffers import clone_buffers, copy_buffers
 from zfunc.engine.trace.purity import check_deterministic
@@ -58,16 +59,13 @@ def traced_spec(
     of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
         traces, random, unused = _trace_all(program, micro, of_accelerator)
-    gradients = [nbytes(micro[0]), *(nbytes(differentiated(x.out)) for x in traces[:-1])]  # of the inputs
-    first = program.layout.first_trainable
-    below = [size if s > first else 0 for s, size in enumerate(gradients)]
     costs: list[SegmentCost] = []
-    each = traces, _inputs(program, micro[0], traces), gradients, program.spec.grad_bytes, below
-    for x, given, gradient, grads, passed in zip(*each, strict=True):
-        made = {"grads": grads, "below": passed}  # regions of their own
+    each = traces, _inputs(program, micro[0], traces), _gradients(program, traces), program.spec.grad_bytes
+    for x, given, (gradient, below), grads in zip(*each, strict=True):
+        made = {"grads": grads, "below": below}  # regions of their own
         own = {k: sum(made.get(word, 0) for word in kind.makes.split()) for k, kind in PASSES.items()}
         passes = {PASSES[k].verb: cost.beside(own[k]) for k, cost in x.cost.passes.items()}
-        costs.append(evolve(x.cost, **given, gradient_bytes=gradient, **passes))
+        costs.append(evolve(x.cost, **given, **gradient, **passes))
     aux, rows = aux_names(traces[-1].out), aux_rows(traces[-1].out)
     names = *aux, *(x.name for x in rows)
     for before, _ in program.cache.costs.values():
@@ -109,16 +107,11 @@ def _inputs(program: Program, inputs: Any, traces: Sequence[Trace]) -> list[dict
     """For each segment, the fields of its `SegmentCost` that say what is in its input, and in those of other
     segments as well. `inputs` are those of the first segment."""
     given, made = numbered(inputs), traces[:-1]
-    copied = program.settings.compile_segments == "reduce-overhead"  # what such a pass returns
-    storages = _origins(given, [x.storages for x in made], copied=copied)
-    tensors = _origins(given, [x.tensors for x in made])
-    sizes = [{n: nbytes(t) for n, t in given.items()}, *(x.sizes for x in made)]
-    room: dict[Origin, int] = {}
-    for memory, size in zip(storages, sizes, strict=True):  # the first size of each: a part may be passed on
-        room = {of: size[n] for n, of in memory.items()} | room
+    memory = _held(program, [{n: (~n, nbytes(t)) for n, t in given.items()}, *(x.memory for x in made)])
+    tensors = _origins([{n: ~n for n in given}, *(x.tensors for x in made)])
     found: list[dict[str, Any]] = []
-    for x, memory, views in zip(traces, storages, tensors, strict=True):
-        held = {of: room[of] for of in memory.values()}
+    for x, own, views in zip(traces, memory, tensors, strict=True):
+        held = dict(own.values())
         passed_on = (PassedOn(of, size) for of, size in held.items() if of.last > of.first)
         apart = ((n, of) for n, of in views.items() if of.last > of.first and x.alone[n])
         shared = (SharedInput(n, of, x.alone[n]) for n, of in apart)
@@ -128,17 +121,47 @@ def _inputs(program: Program, inputs: Any, traces: Sequence[Trace]) -> list[dict
     return found
 
 
-def _origins(
-    given: Iterable[int], origins: Iterable[Mapping[int, int]], *, copied: bool = False
-) -> list[dict[int, Origin]]:
-    """For each segment, the origin of each leaf of its input: those `given` are of the first segment, and each of
-    `origins` is of the next one, as a `Trace` has them. `copied`: no input has what another has."""
-    found = [{n: (0, n) for n in given}]
-    for s, own in enumerate(origins, 1):
-        known = {} if copied else found[-1]
-        found.append({n: known.get(of, (s, of)) for n, of in own.items()})
-    last = {at: s for s, own in enumerate(found) for at in own.values()}
-    return [{n: Origin(*at, last[at]) for n, at in own.items()} for own in found]
+def _gradients(program: Program, traces: Sequence[Trace]) -> list[tuple[dict[str, Any], int]]:
+    """For each segment, the fields of its `SegmentCost` that say what is in the gradient of its input, and in those
+    of other inputs as well; and the bytes of it that its backward makes."""
+    found, top = list[tuple[dict[str, Any], int]](), len(traces) - 1
+    for at, own in enumerate(
+        _held(program, [x.gradients for x in reversed(traces)])
+    ):  # from the last segment
+        copies, tensors = Counter[tuple[Origin, int]](), differentiated(traces[top - at - 1].out)
+        for n, storage in own.items():
+            copies[storage] += nbytes(tensors[n])
+        passed = tuple(
+            PassedOn(Origin(top - of.first, of.leaf, top - of.last), min(copy, size), size)
+            for (of, size), copy in copies.items()
+            if of.last > of.first
+        )
+        lone = sum(size for of, size in copies if of.last == of.first)
+        fields = {"gradient_bytes": lone + sum(x.nbytes for x in passed), "passed_back": passed}
+        found.append((fields, sum(size for of, size in copies if of.first == at)))
+    return found[::-1]
+
+
+def _held(program: Program, memories: Sequence[Storages]) -> list[dict[int, tuple[Origin, int]]]:
+    """For each segment, the origin of the storage of each leaf of its input, and the bytes of this storage where it
+    was made. `memories` are those of the first input, and of each after it as a `Trace` has them."""
+    copied = program.settings.compile_segments == "reduce-overhead"  # what such a pass returns
+    origins = _origins([{n: of for n, (of, _) in own.items()} for own in memories], copied=copied)
+    room: dict[Origin, int] = {}
+    for own, memory in zip(origins, memories, strict=True):  # the first size of each: a part may be passed on
+        room = {of: memory[n][1] for n, of in own.items()} | room
+    return [{n: (of, room[of]) for n, of in own.items()} for own in origins]
+
+
+def _origins(found: Iterable[Mapping[int, int]], *, copied: bool = False) -> list[dict[int, Origin]]:
+    """For each segment, the origin of each leaf of its input. `found` has for each the number of a leaf of the
+    input before, or a negative one, as a `Trace` has them. `copied`: no input has what another has."""
+    names: list[dict[int, tuple[int, int]]] = []
+    for s, own in enumerate(found):
+        known = {} if copied or not names else names[-1]
+        names.append({n: known.get(of, (s, ~of)) for n, of in own.items()})
+    last = {at: s for s, own in enumerate(names) for at in own.values()}
+    return [{n: Origin(*at, last[at]) for n, at in own.items()} for own in names]
 
 
 def _unused(program: Program, paths: Sequence[Paths]) -> list[str]:

@@ -311,23 +311,27 @@ def is_launched(func: Any) -> bool:
     return tensors and not func.is_view and func._overloadpacket not in UNLAUNCHED
 
 
+Storages = dict[int, tuple[int, int]]
+
+
 @frozen
 class Trace:
     """The traced costs of a segment's passes for one micro-batch, and its output `out`, on the meta device.
 
-    `paths` has, for each output, the weights and input leaves that it depends on. Of the tensors of the output,
-    by their number among its leaves, `sizes` has the bytes of the storage, `storages` and `tensors` the number of
-    an input leaf that lies in the same storage, or is the same tensor; if none does, a negative number, equal for
-    those in one storage. `alone[n]` are the bytes that an offloaded input saves without leaf `n`.
-    `cost.input_bytes` is 0 here; the workspace of backward includes the gradients that it returns.
+    `paths` has, for each output, the weights and input leaves that it depends on. `memory` maps the number of
+    an output leaf to (origin, bytes of its storage), where the origin is the number of the input leaf in this
+    storage, or negative. `gradients` has so the gradients of the input, by number, which may lie in those of the
+    output. `tensors` maps the number of an output leaf to that of the input leaf that is the same tensor, or to a
+    negative number; `alone[n]` are the bytes that an offloaded input saves without leaf `n`. `cost.input_bytes`
+    is 0 here; the workspace of backward includes the gradients that it returns.
     """
 
     out: Tree
     cost: SegmentCost
     random: bool  # whether a pass draws random numbers
     paths: Paths
-    sizes: dict[int, int]
-    storages: dict[int, int]
+    memory: Storages
+    gradients: Storages
     tensors: dict[int, int]
     alone: list[int]
 
@@ -370,15 +374,14 @@ def trace(
             out = empty_like_strided(y, "meta")
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
             given, results = numbered(inputs[0]), numbered(y)
-            sizes = {n: _storage_bytes(t) for n, t in results.items()}
-            storages, tensors = (_origins(key, given, results) for key in (storage_of, _view_of))
+            memory, tensors = _storages(given, results), _origins(_view_of, given, results)
             # A part of the output that is a residual, too, outlives the output.
             before = first.live
             del y, own, results
             keeps_output = before - first.live < own_bytes
 
         stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
-        without = _storage_bytes(residuals)
+        without, gradients = _storage_bytes(residuals), Storages()
         alone = [_storage_bytes((x, residuals)) - without for x in tree_leaves(inputs[0])]
         for way, tracker in trackers.items():
             with tracker, keys_in(tracker.host if options.keys_on_host else None):
@@ -390,6 +393,8 @@ def trace(
                 elif way == I:
                     residuals = made[1]
                     left = costs["pending_bytes"] = _storage_bytes(residuals[1])
+                if way in (B, I):
+                    gradients = _storages(*(dict(enumerate(x)) for x in (cotangents, made[way == B])))
                 costs[PASSES[way].verb] = tracker.cost(left)
                 del made
         cost = SegmentCost(
@@ -400,7 +405,7 @@ def trace(
             key_bytes=max(x.host.nbytes for x in (first, *trackers.values())),
         )
         random = any(x.random for x in (first, *trackers.values()))
-        return Trace(out, cost, random, paths, sizes, storages, tensors, alone)
+        return Trace(out, cost, random, paths, memory, gradients, tensors, alone)
 
 
 def numbered(tree: Tree) -> dict[int, Tensor]:
@@ -415,6 +420,12 @@ def _origins(
     same for results with an equal key."""
     known = {key(t): n for n, t in given.items()}
     return {n: known.setdefault(key(t), -1 - n) for n, t in results.items()}
+
+
+def _storages(given: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> Storages:
+    """For each of `results`, the number of one of `given` in the same storage, or a negative one, and its bytes."""
+    origins = _origins(storage_of, given, results)
+    return {n: (origins[n], _storage_bytes(t)) for n, t in results.items()}
 
 
 def _view_of(t: Tensor) -> tuple[Any, ...]:
