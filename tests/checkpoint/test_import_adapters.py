@@ -109,3 +109,23 @@ def test_adapters_go_on_with_the_same_bits_and_the_same_loss(form: str, tmp_path
     state = zfunc.load(tmp_path / "taken", program)
     _, metrics = zfunc.train_step(program, state, {"input_ids": x, "labels": x})
     assert metrics.loss == pytest.approx(step(3), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            '{"r": 4',
+            "adapter_config.json: got what peft does not read .*, expected a LoraConfig of peft: copy it",
+        ),
+        ("[]", "got what peft does not read .TypeError: .*, expected a LoraConfig"),
+        ('{"peft_type": "magic"}', "got what peft does not read .KeyError: 'magic'"),
+        ('{"peft_type": "VERA"}', "got a VeraConfig, expected a LoraConfig"),
+        ('{"peft_type": "LORA", "r": "x"}', "lora.r: got 'x', expected a whole number of at least 1"),
+    ],
+)
+def test_a_folder_whose_configuration_is_no_loras_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    config = transformers.LlamaConfig(**LLAMA)
+    with pytest.raises(ValueError, match=reason):
+        zfunc.hf.describe(config, lora=tmp_path)

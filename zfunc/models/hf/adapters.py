@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zfunc.engine.trace.segment import Values
-from zfunc.errors import SettingTypeError, install, refuse
+from zfunc.errors import CheckpointError, SettingTypeError, install, refuse
 from zfunc.models.hf.families import check_package
 from zfunc.runtime.rng import seeded_sequence
+from zfunc.values import whole
 
 MISSING = f"zfunc.hf: got no peft, expected version 0.18 or newer: {install('lora')}"
 MISSING_OF_TENSORS = (
@@ -100,7 +101,7 @@ def adapt(model: nn.Module, lora: Any) -> Any:
     from peft import LoraConfig, get_peft_model
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as OF_PEFT
 
-    config = copy.deepcopy(LoraConfig.from_pretrained(str(lora)) if isinstance(lora, str | Path) else lora)
+    config = _read_config(lora) if isinstance(lora, str | Path) else copy.deepcopy(lora)
     if not isinstance(config, LoraConfig):
         got = f"a {type(config).__name__}"
         refuse("lora", got, "a peft.LoraConfig, or a folder with one", kind=SettingTypeError)
@@ -172,10 +173,30 @@ def adapted_modules(model: Any) -> list[str]:
     return sorted({f"{x}.{m.parameter_name}" if _of_tensor(m) else x for x, m in names})
 
 
+def _read_config(folder: str | Path) -> Any:
+    """The peft.LoraConfig of a folder's adapter_config.json. Raises CheckpointError if it has none."""
+    from peft import LoraConfig
+
+    why = ""
+    try:
+        config = LoraConfig.from_pretrained(str(folder))
+        if isinstance(config, LoraConfig):
+            return config
+        why = f"a {type(config).__name__}"
+    except (LookupError, OSError, TypeError, ValueError) as error:  # peft's own, of any other file
+        why = f"what peft does not read ({type(error).__name__}: {error!s:.200})"
+    place, do = (
+        f"{folder}/adapter_config.json",
+        "copy it again, or write it by peft_config.save_pretrained(folder)",
+    )
+    refuse(place, why, "a LoraConfig of peft", do, CheckpointError)
+
+
 def _check_config(config: Any) -> None:
     if config.peft_type != "LORA" or config.trainable_token_indices:
         kind = "trainable_token_indices" if config.peft_type == "LORA" else config.peft_type.value
         raise ValueError(f"model: got adapters of peft with {kind}, expected LoRA alone: use peft.LoraConfig")
+    whole("lora.r", config.r, 1)
     if getattr(config, "ensure_weight_tying", False):
         raise ValueError(
             "model: got adapters of peft with ensure_weight_tying, expected each module to have its own: "
