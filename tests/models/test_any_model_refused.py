@@ -97,6 +97,23 @@ class Counted(Block):
         return super().forward(x, table) * self.calls
 
 
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, y: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(y, targets) * self.scale
+
+
+class Penalized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x.requires_grad_()))
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
 class CountedWhole(Tied):
     calls = 0
 
@@ -244,6 +261,18 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore
         (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
         (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
+        (
+            lambda: zfunc.segments(ALONE, (*ONES[:1], *ONES[:1]), Weighted()),
+            r"^loss: got a Weighted that trains 'scale', expected .*: call it in forward",
+        ),
+        (
+            lambda: zfunc.segments(Penalized(4, 4), (torch.ones(2, 4),) * 2, F.mse_loss),
+            r"torch.autograd.grad, read at .*test_any_model_refused.py:\d+.*expected .*torch.func.grad$",
+        ),
+        (
+            lambda: zfunc.segments(nn.Sequential(nn.Embedding(9, 4, sparse=True)), ids()),
+            r"got '0' with sparse=True, expected a dense gradient: leave sparse out",
+        ),
         (lambda: zfunc.segments(CountedWhole(), batch()), r"attribute calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),
         (

@@ -226,6 +226,9 @@ def make_segment(
     if lazy := next((x for x, t in {**own, **_slots(module, "_buffers")}.items() if is_lazy(t)), ""):
         got = f"{lazy!r} of a lazy module, which has no shape yet"
         refuse(f"segment {name!r}", got, "one with a shape", "call the module with a batch first")
+    embeddings = (x for x in module.named_modules() if isinstance(x[1], nn.Embedding | nn.EmbeddingBag))
+    if sparse := next((f"{path!r} with sparse=True" for path, m in embeddings if m.sparse), ""):
+        refuse(f"segment {name!r}", sparse, "a dense gradient", "leave sparse out")
     check_hooks(name, own, module)
     check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
     for short, p in own.items():

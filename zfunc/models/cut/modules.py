@@ -162,6 +162,14 @@ def cuts(
     `planned`, only costs are read, and the module may be on the meta device."""
     of_type("model", model, nn.Module, "an nn.Module")
     check_loss(loss)
+    own = {id(p) for p in model.parameters()}
+    others = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if name := next((x for x, p in others if p.requires_grad and id(p) not in own), ""):
+        got, do = (
+            f"a {type(loss).__name__} that trains {name!r}",
+            "call it in forward",
+        )
+        refuse("loss", got, "one that trains the model's parameters alone", do)
     most = None if most is None else whole_number("most", most, least=1)
     if planned:  # a trace reads buffers
         buffers = {id(t): torch.zeros_like(t, device="cpu") for t in model.buffers() if t.is_meta}

@@ -141,8 +141,10 @@ def cut_graph(
             )
         constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
         if n.users and isinstance(constant, FakeTensor):
-            got = f".data of a parameter, or its like, read at {place_of(next(iter(n.users)))}"
-            raise ValueError(f"model: got {got}, whose values a trace lacks, expected x.detach()")
+            place = place_of(next(iter(n.users)))
+            got = f".data of a tensor, or a gradient of torch.autograd.grad, read at {place}"
+            expected = "x.detach(), or torch.func.grad"
+            raise ValueError(f"model: got {got}, whose values a trace lacks, expected {expected}")
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
     kept = _needed(nodes, outputs)
     for n in kept:
