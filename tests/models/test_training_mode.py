@@ -84,6 +84,17 @@ class Switched(Layer):
         return self.gated(y) if self.gates else y
 
 
+class NoRate(Switched):
+    """Has in training mode no rate of the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Layer.forward(self, x)
+        if self.gates:
+            p = 1.0
+        p = 0.0 if self.training else p
+        return self.gated(y) if p else y
+
+
 class OwnProperty(Layer):
     own = True
 
@@ -127,7 +138,7 @@ def late(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "layer", [Branches, AsksByName, AsksAnother, Rate, CalledRate, Switched, OwnProperty]
+    "layer", [Branches, AsksByName, AsksAnother, Rate, CalledRate, Switched, NoRate, OwnProperty]
 )
 def test_what_depends_on_the_mode_is_run_in_eval_mode(
     layer: type[Layer], monkeypatch: pytest.MonkeyPatch

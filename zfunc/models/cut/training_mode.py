@@ -6,7 +6,7 @@ import linecache
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
@@ -68,10 +68,13 @@ def _same_in_eval(frame: FrameType) -> bool:
     or `a if module.training else b` of equal numbers."""
     if frame.f_code.co_filename == _DROPOUT:
         return True
-    if (either := _either(frame.f_code, frame.f_lasti)) is None:
-        return False
-    first, other = (eval(x, frame.f_globals, frame.f_locals) for x in either)
-    return isinstance(first, int | float) and type(first) is type(other) and first == other
+    with suppress(
+        Exception
+    ):  # the other mode's value may be missing now, and a file be edited since it was read
+        if either := _either(frame.f_code, frame.f_lasti):
+            first, other = (eval(x, frame.f_globals, frame.f_locals) for x in either)
+            return isinstance(first, int | float) and type(first) is type(other) and first == other
+    return False
 
 
 @cache
