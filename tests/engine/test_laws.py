@@ -139,7 +139,7 @@ SAVED = covering(SOURCES, lambda row: row.places | {row.settings["precision"]}) 
 def test_a_checkpoint_of_any_way_goes_on_in_any_other(row: Row, kinds: slice, tmp_path: Path) -> None:
     """Saved between two steps, inside one, by two ranks that have loaded it, and by the commit of
     a swap space. Without a barrier the update follows right after: with delays anywhere it waits for the write.
-    By day ways that have all values of all settings, every other in itself and those after it in others."""
+    By day ways that have all places, formats and precisions, every other in itself and those after it in others."""
     (program,), batch = programs(row, given := row.given(tmp_path / "swap"))
     after = [*ON_ONE, *ON_ONE][ON_ONE.index(row.way) + 5 :]
     other = next(x for x in (evolve(row, way=way) for way in after) if x.possible)
