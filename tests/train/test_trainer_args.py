@@ -406,6 +406,14 @@ FILES = {  # what is wrong with a file as a whole: its name, and its text (None:
         "args.yaml",
         "seed: 1\nbf16: true\nseed: 2",
     ): "args.yaml: got 'seed' twice, expected each name once: leave one",
+    (
+        "args.yml",
+        "fsdp_config: {version: 1, version: 2}",
+    ): "args.yml: got 'version' twice, expected each name",
+    (
+        "args.yaml",
+        "evaluation_strategy: steps\neval_strategy: epoch",
+    ): "args.yaml: got 'evaluation_strategy' and 'eval_strategy', expected one of the two: leave one out",
     ("args.json", "seed: 1"): "args.json: got line 1.*expected JSON, with comments .*, or YAML called .yaml",
     ("args.yaml", "a: [1"): "args.yaml: got .*, expected YAML",
 }

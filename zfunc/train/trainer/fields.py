@@ -87,7 +87,11 @@ def read_args(path: Path, *, dpo: bool = False) -> TrainerArgs:
     Raises ValueError for a file of axolotl, accelerate or another trainer of TRL, for unknown fields, each with the
     nearest one, for values of another type, and for unsupported fields, with what to do instead.
     """
-    values = {OLD_NAMES.get(name, name): value for name, value in _read(path).items()}
+    written = _read(path)
+    for old, name in OLD_NAMES.items():
+        if old in written and name in written and written[old] != written[name]:
+            raise ValueError(f"{path}: got {old!r} and {name!r}, expected one of the two: leave one out")
+    values = {OLD_NAMES.get(name, name): value for name, value in written.items()}
     for program, keys in OTHERS.items():
         if lines := [f"{name}: {instead}" for name, instead in keys.items() if name in values]:
             raise ValueError(
@@ -119,9 +123,12 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path}: got {' '.join(str(error).split())}, expected YAML: correct it") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: got a {type(values).__name__}, expected names with values: write them so")
-    written = [x.value for x, _ in node.value]  # of two alike YAML takes the last
-    if twice := next((x for n, x in enumerate(written) if x in written[:n]), None):
-        raise ValueError(f"{path}: got {twice!r} twice, expected each name once: leave one out")
+    nodes: list[Any] = [node]  # and the objects in it: of two alike names YAML takes the last
+    for node in nodes:
+        names = [x.value for x, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        if twice := next((x for n, x in enumerate(names) if x in names[:n]), None):
+            raise ValueError(f"{path}: got {twice!r} twice, expected each name once: leave one out")
+        nodes += [x for _, x in node.value if x not in nodes] if names else []
     return cast("dict[str, Any]", values)
 
 
