@@ -337,6 +337,21 @@ def test_released_parameters_are_made_again_as_they_were(state_on: str, tmp_path
             file.unlink()
 
 
+@pytest.mark.parametrize("begin", ["init", "load"])
+def test_a_state_begun_after_a_release_is_as_any_other(begin: str, tmp_path: Path) -> None:
+    """What `release` freed of the program is back: its buffers, and the constants of its segments."""
+    program, batch = trained.compiled("odd sizes")
+    assert any(x.constants for x in program.segments)
+    state = zfunc.init(program, seed=1)
+    zfunc.save(tmp_path, program, state)
+    state, first = trained.steps(program, state, batch, 0, 2)
+    zfunc.release(program, state)
+    other = zfunc.load(tmp_path, program) if begin == "load" else zfunc.init(program, seed=1)
+    other, told = trained.steps(program, other, batch, 0, 2)
+    assert told == first
+    assert zfunc.evaluate(program, other, batch(2)) == zfunc.evaluate(program, state, batch(2))
+
+
 @pytest.mark.parametrize("row", [*SOURCES[1::3], *RELEASED[-4:]], ids=str)
 def test_weights_are_what_the_device_computes_with_or_the_masters(row: Row, tmp_path: Path) -> None:
     """On every rank, each parameter once, released before or not, with one bucket at a time beside the State; those

@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -529,6 +530,21 @@ def test_a_kernel_may_return_other_strides_than_were_traced(
     known = gradients()
     monkeypatch.setattr(tensor_memory, "MOST_RUN", 0)
     assert all(torch.equal(a, b) for a, b in zip(known, gradients(), strict=True))
+
+
+def test_a_graph_is_there_for_other_threads_while_one_looks_it_up() -> None:
+    """Devices may run passes of one segment at once: what one of them found missing would be traced again."""
+    held, seen = OrderedDict[Any, str](), list[int]()
+
+    class Key:
+        def __hash__(self) -> int:
+            seen.append(len(held))  # another thread may go on here
+            return 0
+
+    key = Key()
+    for _ in range(3):
+        assert traced_passes.cached(held, key, lambda: "graphs", most=2) == "graphs"
+    assert all(seen[2:])  # but when it was made
 
 
 def test_threads_trace_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import timeit
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,7 +89,8 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
         )
     share = min(map(float, shares))  # the same on all ranks: the smallest that any has room for
     spec = with_share(spec, share)
-    costs = {key: (with_share(own, share), random) for key, (own, random) in program.cache.costs.items()}
+    known = program.cache.costs.items()
+    costs = OrderedDict((key, (with_share(own, share), random)) for key, (own, random) in known)
     cache = ProgramCache(costs=costs, facts=program.cache.facts)
     program = evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
     return evolve(program, plan=specialize(program, example).plan)

@@ -7,6 +7,7 @@ fields; they are created on first use and cached for later steps.
 import itertools
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -173,9 +174,9 @@ class KindsSeen:
 class ProgramCache:
     """What a program makes at first use: costs and plans for the last 64 batch shapes, staging buffers."""
 
-    costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
-    seen: dict[Any, KindsSeen] = field(factory=dict)  # by layout of a batch, values left out
-    specialized: dict[Any, ShapedProgram] = field(factory=dict)
+    costs: OrderedDict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=OrderedDict)
+    seen: OrderedDict[Any, KindsSeen] = field(factory=OrderedDict)  # by layout of a batch, values left out
+    specialized: OrderedDict[Any, ShapedProgram] = field(factory=OrderedDict)
     facts: dict[int, tuple[Segment, Facts]] = field(factory=dict)  # values outside of modules in traces
     checked: dict[Any, Any] = field(factory=dict)  # outputs of pure segments, by name and layout of the input
     fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
@@ -257,7 +258,7 @@ def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
 def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> dict[Region, Any]:
     """The memory of regions whose content lives for one step, by region: slots, gradient sums, sums of
     squares. Allocated at the first call and kept; activation slots are allocated anew if the plan of `shaped`
-    needs larger ones.
+    needs larger ones. What `release` has freed, the constants of segments too, is brought back.
 
     A collective if some of the buffers are on the disk.
     """
@@ -270,6 +271,9 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
         regions = dict.fromkeys(of_stage(of_all, spec.stage))
         staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
     if program.cache.released is not None:
+        for call, segment in zip(program.calls, program.segments, strict=True):
+            for n, constants in call.constants_on.items():
+                constants.update({x: t.to(program.devices[n]) for x, t in segment.constants.items()})
         staging.update(allocate(program.cache.released))
         program.cache.released = None
     if shaped is not None and _lacks_slots(program, shaped):

@@ -76,7 +76,7 @@ class StepContext:
 
     def own_slice(self, b: int, flat: Tensor) -> Tensor:
         """This rank's slice of bucket `b`'s buffer `flat`; `flat` itself if it is the slice."""
-        return flat if flat.numel() < self.spec.places[b].numel else flat[self.shards[b]]
+        return self.ranks.own_slice(self.spec.layout.all_buckets[b], flat)
 
 
 Stage = Callable[[Op, Memory, StepContext], None]

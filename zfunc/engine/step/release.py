@@ -92,9 +92,6 @@ def take_back(program: Program, state: State, action: str) -> None:
         regions = buffers.released
         try:
             with on_compute_stream(program):
-                for call, segment in zip(program.calls, program.segments, strict=True):
-                    for n, constants in call.constants_on.items():
-                        constants.update({x: t.to(devices[n]) for x, t in segment.constants.items()})
                 staging_buffers(program)  # from here on the program is back
                 buffers.place(allocate_regions(regions, devices, ()), layout)
                 for r in (r for r in regions if r in buffers.parked):

@@ -4,6 +4,7 @@ Graphs launch faster than autograd does. A segment that cannot be traced runs it
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
@@ -59,7 +60,7 @@ class TracedPasses:
     note: str  # what is logged of a failure, before its reason
     cut: Cut
     keeps: bool = True
-    known: dict[Hashable, Graphs | None] = field(factory=dict)  # None: it failed
+    known: OrderedDict[Hashable, Graphs | None] = field(factory=OrderedDict)  # None: it failed
 
     @property
     def passes(self) -> SegmentVJP:
@@ -155,19 +156,20 @@ class TracedPasses:
             return None
 
 
-def cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
+def cached(cache: OrderedDict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
     """Look up `cache[key]`, calling `make` if missing; beyond `most` entries, drop the least recently used.
 
-    >>> cache = {1: "one", 2: "two"}
-    >>> cached(cache, 1, str, most=2), cached(cache, 3, lambda: "three", most=2), cache
+    >>> cache = OrderedDict({1: "one", 2: "two"})
+    >>> cached(cache, 1, str, most=2), cached(cache, 3, lambda: "three", most=2), dict(cache)
     ('one', 'three', {1: 'one', 3: 'three'})
     """
-    missing: Any = cache  # so a key is hashed twice alone, which takes long of one with a TreeSpec
-    if (value := cache.pop(key, missing)) is missing:
-        value = make()
-    while len(cache) >= most:
-        del cache[next(iter(cache))]
-    cache[key] = value
+    missing: Any = cache  # so a key is hashed twice at most, which takes long of one with a TreeSpec
+    if (value := cache.get(key, missing)) is not missing:
+        cache.move_to_end(key)  # at no time is it missing: lanes of several devices look it up at once
+        return value
+    value = cache[key] = make()
+    while len(cache) > most:
+        cache.popitem(last=False)
     return value
 
 
