@@ -21,15 +21,17 @@ class NamedSettings:
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Settings without values, which `__init__` gives them."""
-        known = _arguments(cls)
-        for name in (x for x in given if x not in known):
+        known, takes_any = _arguments(cls)
+        for name in (x for x in given if not takes_any and x not in known):
             cls.refuse_name(name, [*known])
         return super().__new__(cls)
 
 
 @cache
-def _arguments(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(signature(cls.__init__).parameters)[1:]
+def _arguments(cls: type[Any]) -> tuple[tuple[str, ...], bool]:
+    """The names that `cls` is made with, and whether it takes any."""
+    _, *arguments = signature(cls.__init__).parameters.values()
+    return tuple(x.name for x in arguments), any(x.kind == x.VAR_KEYWORD for x in arguments)
 
 
 def number(

@@ -116,7 +116,11 @@ def test_a_class_with_an_init_of_its_own_takes_its_arguments() -> None:
         def __init__(self, slowness: float) -> None:
             super().__init__(1 / slowness)
 
-    assert Slow(slowness=4.0).lr == 0.25
+    class OfAny(zfunc.SGD):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+
+    assert Slow(slowness=4.0).lr == OfAny(lr=0.25).lr == 0.25
     with pytest.raises(SettingTypeError, match="lr: got an unknown setting, expected one of slowness"):
         Slow(lr=0.1)  # pyright: ignore
 
