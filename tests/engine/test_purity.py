@@ -260,6 +260,18 @@ class Dropped(nn.Module):
         return self.drop(x * self.weight + self.shift)
 
 
+def test_an_attribute_is_no_global_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as `weight` of a module in a script whose loop has a variable `weight`."""
+    program = program_of(zfunc.segment("s", Dropped()))
+    state = zfunc.init(program)
+    for value in (1, 2, [3]):
+        monkeypatch.setitem(globals(), "weight", value)
+        state, _ = zfunc.train_step(program, state, regression(4)(0))
+    assert "changed" not in caplog.text
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an attribute": (lambda m: setattr(m.drop, "p", 0.0), r"attribute drop.p \(0.5, then 0.0\)"),
     "eval": (lambda m: m.eval(), r"attribute training \(True, then False\)"),

@@ -1,13 +1,15 @@
 """What a segment's behavior depends on beside its arguments, as values to compare: attributes of its module, and
 what its functions read from closures and globals. A step compares them with those of the step before."""
 
+import dis
 import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from operator import is_
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -87,13 +89,20 @@ def read_outside(module: nn.Module | None, function: Callable[..., Any], *, plai
         seen.add(f)
         read = inspect.getclosurevars(f)
         named = {f"closure variable {x}": value for x, value in read.nonlocals.items()}
-        named |= {f"global {x}": value for x, value in read.globals.items()}
+        own = _globals_in(f.__code__)
+        named |= {f"global {x}": value for x, value in read.globals.items() if x in own}
         left += [(x, owner) for x in named.values() if inspect.isfunction(x)]
         left += [(getattr(owner, x, None), owner) for x in f.__code__.co_names]
         found |= {name: _compared(x, type, 0) for name, x in named.items() if _is_plain(x)}
         if not plain:
             found |= {name: _glimpse(x) for name, x in named.items() if not _is_plain(x)}
     return found
+
+
+@cache
+def _globals_in(code: CodeType) -> frozenset[str]:
+    """The names of the globals that `code` reads, for which `inspect` takes those of attributes, too."""
+    return frozenset(x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
 
 
 def _glimpse(x: Any) -> Any:
