@@ -212,6 +212,13 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         ),
         f"{RANK_1}: got a group of int, expected a flat tensor of each group: copy",
     ),
+    "a shape of no numbers": (
+        "universal",
+        lambda x: edit(
+            x / MODEL, lambda saved: saved["param_shapes"][0].update({"head.bias": torch.ones(2, 2)})
+        ),
+        r"theirs: got records that have another form \(TypeError: .*\), expected those that its.*: copy",
+    ),
     "code in ZeRO": (
         "zero 1",
         lambda x: edit(x / MODEL, lambda saved: saved.update(client=Runs())),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,11 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
     model: Any = models[0]
     if model.get("param_shapes") is None:
         reject(folder, "a checkpoint with no ZeRO", "stage 1, 2 or 3", NEW_MOMENTS)
-    frozen: dict[str, Any] = model.get("frozen_param_shapes") or {}
-    shapes = {name: tuple(s) for group in model["param_shapes"] for name, s in group.items()}
+    untrained: dict[str, Any] = model.get("frozen_param_shapes") or {}
+    frozen, shapes = (
+        {name: tuple(map(index, s)) for group in groups for name, s in group.items()}
+        for groups in ([untrained], model["param_shapes"])
+    )
     if (folder / "zero").is_dir():
         steps, parts = _universal(folder, shapes, allow_pickle)
         steps = steps or [("the run", float(model["global_steps"] - model["skipped_steps"]))]
@@ -82,7 +86,7 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
     weights = kinds.pop(FP32)
     for name in frozen:
         own = [([x["frozen_param_fragments"][name].flatten()], 0, prod(frozen[name])) for x in models]
-        weights[own_name(name)] = _tensor(folder, name, tuple(frozen[name]), own)
+        weights[own_name(name)] = _tensor(folder, name, frozen[name], own)
     tied = {own_name(x): own_name(y) for x, y in dict(model.get("shared_params") or {}).items()}
     of_frozen, buffers = {*map(own_name, frozen)}, {*(model.get("buffer_names") or ())}
     for name, value in model["module"].items():  # stage 1 has frozen parameters here, stage 3 empty tensors
