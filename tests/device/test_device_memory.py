@@ -464,6 +464,29 @@ def test_an_output_that_is_a_residual_counts_until_its_backward(
     check_peak(device, program, (torch.ones(1024, 8), torch.ones(1024)))
 
 
+def test_dropout_takes_no_more_than_its_result_and_its_mask(device: str) -> None:
+    """What follows is narrow, so the step has its peak there."""
+    wide = nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.1), nn.Linear(512, 1))
+    segments = [zfunc.segment("wide", wide), zfunc.segment("loss", Loss(1))]
+    program = zfunc.compile(segments, device=device, schedule="Overlapped", recompute="all")
+    check_peak(device, program, (torch.ones(1024, 8), torch.ones(1024)))
+
+
+class Reported(nn.Module):
+    """A loss whose kernel returns it in the memory of all elements' losses, and a view of what is wide."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
+        return nn.functional.mse_loss(x, targets[:, None].expand_as(x)), {"first": x[:, 0]}
+
+
+@pytest.mark.parametrize("recompute", ["all", "none"])
+def test_what_is_reported_keeps_no_memory_but_its_own(device: str, recompute: str) -> None:
+    segments = [zfunc.segment("wide", nn.Linear(8, 512)), zfunc.segment("loss", Reported())]
+    settings = {"precision": "fp32", "recompute": recompute, "micro_batches": 4}
+    program = zfunc.compile(segments, device=device, schedule="Overlapped", **settings)
+    check_peak(device, program, (torch.ones(4096, 8), torch.ones(4096)))
+
+
 def test_slots_of_activations_that_do_not_fit_are_refused_before_they_are_allocated(controls: Any) -> None:
     program, data = compiled("pairs", "pretend", activations_on="host")
     state, before = zfunc.init(program), torch.accelerator.memory_allocated()

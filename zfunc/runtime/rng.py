@@ -200,7 +200,7 @@ def _native_dropout(
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    return (x * mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask  # in place: a plan counts the two alone
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:

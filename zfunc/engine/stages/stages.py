@@ -22,7 +22,7 @@ from zfunc.core.optimizer_state import EMA, FROZEN
 from zfunc.core.regions import SUM_PARTS
 from zfunc.engine.stages.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.stages.move_stages import MOVE_STAGES, weights_in_page
-from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, loss_and_aux
+from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, in_own_memory, loss_and_aux
 from zfunc.engine.stages.stage_context import (
     CompiledSegment,
     Memory,
@@ -72,13 +72,14 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
             y, after = y
             copy_buffers(buffer_views(mem[op.write("module_buffers")], call.buffers), after.tensors)
     if op.touches("loss"):
-        mem[op.write("loss")], *aux = (y,) if isinstance(y, Tensor) else y
+        loss, *aux = (y,) if isinstance(y, Tensor) else y
+        mem[op.write("loss")] = in_own_memory(loss)
         expected = *step.spec.aux, *step.spec.aux_rows
         if aux or expected:
             check_aux_names(call.name, (*aux_names(y), *aux_rows(y)), expected)
         for buffer, detached in zip(("aux", "aux_rows"), aux, strict=False):
             if op.touches(buffer):
-                mem[op.write(buffer)] = detached.tensors
+                mem[op.write(buffer)] = tree_map_only(Tensor, in_own_memory, detached.tensors)
     else:
         (output,) = (r for r in op.writes if r.buffer in ("act", "sent_act"))
         mem[output] = y

@@ -6,7 +6,7 @@ known before the plan runs.
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -58,6 +58,13 @@ ATTENTION_BACKWARDS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
     torch.ops.aten._scaled_dot_product_flash_attention_backward,
 }
+# Losses whose kernels make the losses of all elements, and return their mean or sum in that memory.
+REDUCED_IN_PLACE = {
+    torch.ops.aten.binary_cross_entropy,
+    torch.ops.aten.mse_loss,
+    torch.ops.aten.smooth_l1_loss,
+    torch.ops.aten.soft_margin_loss,
+}
 MULTIPROCESSORS = 160  # at most, of a GPU that this machine does not have
 UNFUSED = {  # operations that a compiler does not fuse with their neighbours, beside products
     torch.ops.aten.cumsum,
@@ -100,7 +107,7 @@ class AllocationTracker(TorchDispatchMode):
         self.launches += times * is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
         for t in allocated_by(func, out):
-            self._count(t)
+            self._count(t, losses_bytes(args, t) if func._overloadpacket in REDUCED_IN_PLACE else 0)
         if is_launched(func):
             before = self._traffic.nbytes
             self._move(func, (args, kwargs), out)
@@ -127,12 +134,13 @@ class AllocationTracker(TorchDispatchMode):
             reads[0] = (reads[0][0], min(reads[0][1], writes[0][1]))
         self._traffic.add(reads, writes, fusable=formula(packet) is None and packet not in UNFUSED)
 
-    def _count(self, t: Tensor) -> None:
+    def _count(self, t: Tensor, least: int) -> None:
+        """Count the memory of the new tensor `t`, which has at `least` so many bytes."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
-        size = round_up(storage.nbytes(), ALLOCATION)
+        size = round_up(max(storage.nbytes(), least), ALLOCATION)
         self._sizes[key] = size
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -145,6 +153,17 @@ class AllocationTracker(TorchDispatchMode):
     def holds(self, t: Tensor) -> bool:
         """Whether an operation under this tracker allocated the memory of `t`, which is still alive."""
         return t.untyped_storage()._cdata in self._sizes
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes that operations under this tracker allocated for `tensors`, which it all holds."""
+        return sum(self._sizes[key] for key in {t.untyped_storage()._cdata for t in tensors})
+
+
+def losses_bytes(args: Any, loss: Tensor) -> int:
+    """Bytes of the losses of all elements, of which `loss` is the mean or sum, as an operation of
+    REDUCED_IN_PLACE makes it of `args`, predictions and targets first."""
+    predictions, targets = args[:2]
+    return math.prod(torch.broadcast_shapes(predictions.shape, targets.shape)) * loss.itemsize
 
 
 def allocated_by(func: Any, out: Any) -> list[Tensor]:
@@ -369,7 +388,8 @@ def trace(
             y = y[0] if buffers else y
             own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
             own_bytes = _storage_bytes(own)  # not what is passed on, which was there before
-            kept = max(0, first.live - own_bytes) if passes.keeps else 0
+            held = first.bytes_of(own)  # more where a loss lies in the memory of many, which the step leaves
+            kept = max(0, first.live - held) if passes.keeps else 0
             costs: dict[str, Any] = {"forward": first.cost(own_bytes + kept)}
             out = empty_like_strided(y, "meta")
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
@@ -378,7 +398,7 @@ def trace(
             # A part of the output that is a residual, too, outlives the output.
             before = first.live
             del y, own, results
-            keeps_output = before - first.live < own_bytes
+            keeps_output = before - first.live < held
 
         stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
         without, gradients = _storage_bytes(residuals), Storages()
