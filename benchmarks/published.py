@@ -26,7 +26,7 @@ from docs.markdown_table import table
 from zfunc.core.dtypes import Precision
 from zfunc.core.hardware import Measured
 from zfunc.core.settings import StepSettings
-from zfunc.core.spec import StepSpec
+from zfunc.core.spec import Origin, SegmentCost, StepSpec
 from zfunc.engine.trace.segment import Segment
 from zfunc.models import hf
 from zfunc.models.gpt_config import GPTConfig
@@ -171,6 +171,7 @@ def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> Segm
     """The SegmentCosts of a model whose layers repeat `times`: `few` are the costs of one repetition, traced
     once, between the first and last segment. `rows` is one rank's batch."""
     first, *layers, last = few.parameters
+    num_layers = len(layers)
     blocks = [[evolve(p, name=f"{n}.{p.name}") for p in own] for n in range(times) for own in layers]
 
     def trace(spec: StepSpec, on_gpu: bool, grouped: bool) -> StepCosts:
@@ -181,11 +182,20 @@ def repeated_costs(few: SegmentCosts, times: int, world: int, rows: int) -> Segm
             else {"devices": 1}
         )
         found = few.traced(evolve(settings, micro_batches=1, **several), on_gpu=on_gpu, grouped=grouped)
-        first, *layers, last = found.costs
+        first, *layers, last = (_of_more(x, (times - 1) * num_layers, num_layers) for x in found.costs)
         return StepCosts([first, *layers * times, last], found.target_bytes, found.aux)
 
     tokens = rows // few.rows * few.tokens
     return SegmentCosts([first, *blocks, last], few.optimizer, rows, tokens, trace, world)
+
+
+def _of_more(cost: SegmentCost, more: int, layers: int) -> SegmentCost:
+    """`cost` of a segment of one repetition, which has so many `layers`, for a model of `more` layers: what the
+    first segment passes on to the last passes these, too."""
+    at = lambda n: n if n <= layers else n + more  # noqa: E731
+    origin = lambda x: evolve(x, origin=Origin(at(x.origin.first), x.origin.leaf, at(x.origin.last)))  # noqa: E731
+    names = ("shared", "passed_on", "passed_back")
+    return evolve(cost, **{name: tuple(map(origin, getattr(cost, name))) for name in names})
 
 
 @cache

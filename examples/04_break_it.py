@@ -94,7 +94,8 @@ print(f"\n{len(waits)} waits, {caught} deletions caught")
 def smuggle(program: Program, plan: Plan) -> None:
     special = specialize(program, batch)
     special = evolve(special, plan=plan, prepared=prepare_plan(plan, program.stages, program.device))
-    program.cache.specialized = dict.fromkeys(program.cache.specialized, special)
+    for shape in program.cache.specialized:
+        program.cache.specialized[shape] = special
 
 
 bad = compiled("Overlapped")
