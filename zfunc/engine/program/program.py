@@ -183,9 +183,8 @@ class ProgramCache:
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
     looks: dict[str, Look] = field(factory=dict)  # at the modules of segments, before the last step
-    compares_loss: bool | None = (
-        None  # whether the next step compares a loss with those of its halves; None: yet
-    )
+    # Whether the next step compares a loss with those of its halves; None: not decided yet.
+    compares_loss: bool | None = None
     said: set[Any] = field(factory=set)  # warnings that have been logged, each once, and of what
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     # By State, updates over its buffers and those of staging, which `release` drops.

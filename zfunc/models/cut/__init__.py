@@ -3,7 +3,6 @@
     modules      `segments`: a module's segments, and their traces for other shapes, dtypes and eval mode
     spans        where a graph is cut, and what is alive there
     pieces       the part of a graph between two cuts as a function
-    training_mode  whether eval mode may read what training does not
     vmap         a vmap in a graph as the operations that it makes
     gradients    whether a trace has the gradients of its module
     called       a module called with a batch, which returns its loss

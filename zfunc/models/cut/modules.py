@@ -81,7 +81,6 @@ from zfunc.models.cut.spans import (
     cut_graph,
     place_of,
 )
-from zfunc.models.cut.training_mode import changes_in_eval, training_reads
 from zfunc.models.cut.vmap import expand_vmaps
 from zfunc.models.hf.adapters import with_pure_adapters
 from zfunc.models.hf.attention import with_static_experts
@@ -165,11 +164,8 @@ def cuts(
     own = {id(p) for p in model.parameters()}
     others = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     if name := next((x for x, p in others if p.requires_grad and id(p) not in own), ""):
-        got, do = (
-            f"a {type(loss).__name__} that trains {name!r}",
-            "call it in forward",
-        )
-        refuse("loss", got, "one that trains the model's parameters alone", do)
+        got = f"a {type(loss).__name__} that trains {name!r}"
+        refuse("loss", got, "one that trains the model's parameters alone", "call it in forward")
     most = None if most is None else whole_number("most", most, least=1)
     if planned:  # a trace reads buffers
         buffers = {id(t): torch.zeros_like(t, device="cpu") for t in model.buffers() if t.is_meta}
@@ -204,9 +200,8 @@ def cuts(
             return
         else:
             break
-    if traces.mode_matters:
-        _find_late(traces, call, first)
-        first = traces.with_late(first, call)
+    _find_late(traces, call, first)
+    first = traces.with_late(first, call)
     if len(first.pieces) == 1:
         log.warning("model: one segment, because %s", first.whole)
     try:
@@ -308,9 +303,7 @@ class ModuleTrace:
     least: int  # elements of parameters of the largest part that cannot be cut
     places: list[str]  # where each piece first reads a parameter
     apart: bool = False
-    late: list[dict[str, str]] = field(
-        factory=list
-    )  # of the first trace, see with_late; by piece, as `short`
+    late: list[dict[str, str]] = field(factory=list)  # by piece, as `short`; of the first trace
 
     @property
     def read(self) -> set[str]:
@@ -354,7 +347,6 @@ class ModuleTraces:
     by_value: Mapping[str, bool]  # inputs on whose values a trace in training depends, as of `mark_values`
     in_eval: dict[str, bool]  # the same, in eval mode
     late: set[str] = field(factory=set)  # names of what eval mode alone reads
-    mode_matters: bool = True  # whether eval mode may read what training does not
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
     lock: Any = field(factory=threading.RLock)
@@ -437,7 +429,7 @@ class ModuleTraces:
             module.by_value = bool(self.in_eval)
         # 2. Its graph, cut.
         drawn = _generator_states()
-        with alone(), _quiet(), warnings.catch_warnings(), training_reads(module.own[0]) as reads:
+        with alone(), _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
                 exported = torch.export.export(module, (inputs,), strict=False)
@@ -475,8 +467,6 @@ class ModuleTraces:
             changed={*self.changing},
         )
         # 3. Whether the graph has the module's own gradients.
-        if training and self.first is None:
-            self.mode_matters = reads.matter or changes_in_eval(module.own[0])
         if training:
             with alone(), mode, _compiling_state_context():
                 self._compare(cut_in(set(), starts=frozenset(), most=self.most), fakes, inputs, dtype)
