@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from attrs import Factory, evolve, field, frozen, validators
 
@@ -64,7 +64,8 @@ class PassCost:
         return evolve(self, workspace=max(0, self.workspace - nbytes))
 
 
-class Origin(NamedTuple):
+@frozen
+class Origin:
     """Where a tensor, or its memory, comes from: leaf `leaf` of the input of segment `first`, from where segments
     pass it on unchanged to the inputs up to that of `last`. So backward passes on gradients, to lower numbers."""
 
