@@ -13,6 +13,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import cycle
 from math import exp, log
 from pathlib import Path
 from statistics import median
@@ -382,13 +383,12 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
     fig, (left, right) = figure(2, title="Published steps, planned as their systems work")
     palette = [*COLORS.values(), *MORE]
     systems = dict.fromkeys(x["system"] for x in results)
-    colors = {system: palette[n % len(palette)] for n, system in enumerate(systems)}
-    for system, color in colors.items():
+    for system, color, marker in zip(systems, cycle(palette), cycle("os^Dv"), strict=False):
         of = [x for x in results if x["system"] == system]
         left.scatter(
             [x["published"] / x["gpus"] for x in of],
             [x["planned"] / x["gpus"] for x in of],
-            s=14, color=color, label=system, zorder=3,
+            s=14, color=color, marker=marker, label=system, zorder=3,
         )  # fmt: skip
     values = [v / x["gpus"] for x in results for v in (x["published"], x["planned"])]
     ends = (min(values) / 1.3, max(values) * 1.3)
@@ -397,7 +397,7 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
     left.set(
         xscale="log", yscale="log", xlabel="published tokens/s a GPU", ylabel="planned", xlim=ends, ylim=ends
     )
-    left.legend(frameon=False, fontsize=6, loc="upper left")
+    left.legend(frameon=False, fontsize=5.5, labelspacing=0.2, loc="upper left")
     errors = sorted(x["planned"] / x["published"] for x in results)
     right.step(
         errors, [(n + 1) / len(errors) for n in range(len(errors))], where="post", color=COLORS["fp32"]

@@ -138,12 +138,7 @@ PLACES: dict[str, dict[str, Any]] = {  # settings of a step, by what is said of 
         "swap": ("x",),
     },
 }
-CARD, LABEL, ROW, GIB = (
-    24e9 / 2**30,
-    212.0,
-    38.0,
-    3.5,
-)  # GiB of the card; px of the labels, of a row, of a GiB
+CARD, LABEL, ROW, GIB = 24e9 / 2**30, 232.0, 38.0, 3.5  # GiB of the card; px of labels, of a row, of a GiB
 
 
 def planned_bytes(settings: dict[str, Any]) -> dict[str, float]:

@@ -66,7 +66,7 @@ BUDGETS = {
     "tests": 52_001,
     "course": 5_289,
     "benchmarks": 5_235,
-    "docs": 1_791,
+    "docs": 1_786,
 }
 
 
