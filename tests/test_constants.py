@@ -89,7 +89,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "core.graph EVERY",
         "core.simulator WAKING",
         "core.layout LEFT",
-        "models.cut.modules IN_EVAL",
+        "models.cut.module_traces IN_EVAL",
         "core.regions SUM_PARTS BF16 FP32 FP64",
         "optim.adafactor FP32_EPS",
     ],

@@ -21,7 +21,8 @@ from zfunc.core.settings import StepSettings
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace.batches import unpacked
 from zfunc.errors import RankError
-from zfunc.models.cut.modules import ModuleTraces, cuts
+from zfunc.models.cut.module_traces import ModuleTraces
+from zfunc.models.cut.modules import cuts
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.traced_costs import traced_costs
 

@@ -1,11 +1,14 @@
 """Any `nn.Module` as segments: traced, and cut between its blocks; tensors alive at a cut are passed on.
 
-    modules      `segments`: a module's segments, and their traces for other shapes, dtypes and eval mode
-    spans        where a graph is cut, and what is alive there
-    pieces       the part of a graph between two cuts as a function
-    vmap         a vmap in a graph as the operations that it makes
-    gradients    whether a trace has the gradients of its module
-    called       a module called with a batch, which returns its loss
+    modules        `segments`: a module's segments, each a piece of the trace for a batch's shapes
+    module_traces  a module's traces, for other shapes, dtypes and eval mode, in the pieces of the first
+    module_export  a module's graph by torch.export, or why there is none that computes what the module does
+    spans          where a graph is cut, and what is alive there
+    pieces         the part of a graph between two cuts as a function
+    vmap           a vmap in a graph as the operations that it makes
+    gradients      whether a trace has the gradients of its module
+    called         a module called with a batch, which returns its loss
+    known          what a model computes from the values of a few inputs, beside its trace
 
 The way in is `zfunc.compile(model, example=batch)`, or `zfunc.segments(model, batch)`.
 """

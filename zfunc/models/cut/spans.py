@@ -79,6 +79,12 @@ class CutGraph:
     starts: frozenset[str]  # parameters before whose first read a block is cut
     least: int  # elements of parameters of the largest part that cannot be cut
 
+    @property
+    def given(self) -> list[int]:
+        """The indices of the graph's input leaves that the first span gets."""
+        given = [n for n in self.exported.graph.nodes if n.op == "placeholder" and n.name not in self.sources]
+        return [given.index(x) for x in self.alive[0]]
+
 
 def blocks_of(model: nn.Module) -> set[str]:
     """Names of a model's blocks: children of ModuleLists and Sequentials of two or more, none in another."""

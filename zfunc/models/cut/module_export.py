@@ -1,0 +1,362 @@
+"""The graph of a module by torch.export, of a copy without memory: what forward computes for inputs of some shapes.
+
+Whatever a graph would lack or keep wrongly raises: a branch on a value, a gradient hook, numbers drawn outside
+torch, a backward of the module's own. So a graph that is returned has the module's results and gradients.
+"""
+
+import contextvars
+import logging
+import os
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zfunc.core.layout import Parameter
+from zfunc.engine.trace.batches import unmarked
+from zfunc.engine.trace.facts import Facts, first_change, held
+from zfunc.engine.trace.graph_cuts import alone
+from zfunc.engine.trace.purity import SEEDED
+from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tensors_held
+from zfunc.errors import SettingError, refuse, setting
+from zfunc.models.cut.called import BatchCall, lacks_targets, takes_inputs_alone
+from zfunc.models.cut.gradients import gradient_graphs
+from zfunc.models.cut.pieces import module_piece
+from zfunc.models.cut.spans import (
+    BRANCH,
+    BuffersWrittenError,
+    CutGraph,
+    NotCutError,
+    ValueBranchError,
+    cut_graph,
+)
+from zfunc.models.cut.vmap import expand_vmaps
+
+BRANCHES = (
+    "DataDependentOutput",
+    "GuardOnDataDependent",
+    "Unbacked",
+    "unbacked",
+    "data-dependent",
+    "_local_scalar_dense",
+    "but got FakeTensor",
+)
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "concurrent")
+_LOUD = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace"
+
+
+class _HooksRefused(TorchFunctionMode):
+    """A mode in which a gradient hook on a tensor, which a trace would lose, raises NotCutError."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            raise NotCutError("forward registers a gradient hook on a tensor, which a trace would lose")
+        return func(*args, **(kwargs or {}))
+
+
+class _TensorsRead(TorchFunctionMode):
+    """A mode that notes in `read` the first names of the parameters and buffers of `module` that functions get."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        own = (*module.named_parameters(), *module.named_buffers())
+        self.names, self.read = {id(t): name for name, t in own}, set[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.read |= {self.names[id(t)] for t in tree_leaves((args, kwargs)) if id(t) in self.names}
+        return func(*args, **(kwargs or {}))
+
+
+@frozen(eq=False)
+class ModuleExport:
+    """What exports the graphs of the module in the segment `whole`. `changing` are the names of the buffers that
+    forward writes; `types` maps names of tensors that take their dtype from another to that one's name."""
+
+    whole: Segment
+    changing: tuple[str, ...]
+    types: dict[str, str]
+
+    def graph(
+        self, x: Any, dtype: torch.dtype, *, training: bool, by_value: bool | None, given: str
+    ) -> Callable[..., CutGraph]:
+        """Export the module's graph for inputs like `x`, which an error calls `given`, and weights in `dtype`.
+        `by_value` says whether a trace knows the values of inputs in ByValue; None: as the module does. Returns a
+        partial of `cut_graph` that lacks `blocks`, `most` and `starts`."""
+        # 1. The module with weights that have no memory, on an input without any.
+        mode, fakes, inputs = self._fake_tensors(x, dtype)
+        trained = {p.name for p in self.whole.parameters if p.trainable}
+        buffers = self._buffers(dtype)
+        module = _with_tensors(self.whole, fakes, buffers)
+        if not training:
+            module.eval()
+        if by_value is not None:
+            module.by_value = by_value
+        # 2. Its graph, cut.
+        drawn = _generator_states()
+        with alone(), _quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of attributes that are views of parameters
+            try:
+                exported = torch.export.export(module, (inputs,), strict=False)
+            except Exception as error:
+                if reason := data_dependent(error):
+                    raise ValueBranchError(
+                        f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
+                    ) from error
+                with mode:
+                    self._try(fakes | buffers, inputs, dtype, given)
+                reason = str(error).strip().partition("\n")[0][:300]
+                if found := re.search(r"Found <class '(\S+)'> in output", reason):
+                    do = "return a dict or a tuple, or, for a dataclass, call torch.export.register_dataclass"
+                    raise NotCutError(
+                        f"it returns a {found[1]}, of which torch knows no tensors: {do}"
+                    ) from error
+                raise NotCutError(
+                    f"torch.export cannot trace it ({type(error).__name__}: {reason})"
+                ) from error
+        if _generator_states() != drawn:
+            raise ValueError(
+                f"model: got random numbers from Python's random module or numpy.random, expected torch's: {SEEDED}"
+            )
+        specs = exported.graph_signature.output_specs
+        if assigned := {x.target for x in specs if x.kind.name == "BUFFER_MUTATION"} - {*self.changing}:
+            raise BuffersWrittenError(assigned)
+        if {x.kind.name for x in specs} != {"USER_OUTPUT"}:
+            raise NotCutError("forward assigns to a buffer: write into it in place (copy_)")
+        expand_vmaps(exported)
+        cut_in = partial(
+            cut_graph,
+            exported,
+            names=_first_names(module),
+            trained=trained,
+            changed={*self.changing},
+        )
+        # 3. Whether the graph has the module's own gradients.
+        if training:
+            with alone(), mode, _compiling_state_context():
+                self._compare(cut_in(set(), starts=frozenset(), most=0), fakes, inputs, dtype)
+        return cut_in
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, without the loss."""
+        assert self.whole.module is not None
+        return self.whole.module.own[0]
+
+    def _fake_tensors(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
+        """Make a mode of fake tensors (shapes without memory), and in it the module's parameters in `dtype`
+        by short name, and inputs like `x`."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        buffers = {**self.whole.constants, **self.whole.buffers}
+        types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
+        with mode:
+            fakes = {
+                x: torch.empty(p.shape, dtype=types.get(x, dtype), device="cpu") for x, p in self._by_short()
+            }
+            inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), x)
+        return mode, fakes, inputs
+
+    def _buffers(self, dtype: torch.dtype) -> Values:
+        """The module's buffers by name; a buffer that takes its dtype from a parameter is in `dtype`."""
+        own = {**self.whole.constants, **self.whole.buffers}
+        return {x: t if self.types.get(x, x) in own else t.to(dtype) for x, t in own.items()}
+
+    def read_by(
+        self, x: Any, *, training: bool, by_value: bool
+    ) -> tuple[dict[str, str], dict[str, str], set[str]]:
+        """For inputs `x`, of which those in BySample are known if `by_value`, in training or eval mode: two dicts
+        from name to text "at file:line", of inputs whose values forward reads, and of inputs that it uses as
+        masks; and the names of the parameters and buffers that it reads. Raises ValueBranchError for a branch on
+        any other value."""
+        return in_thread(self._read_by, x, training, by_value)
+
+    def _read_by(self, x: Any, training: bool, by_value: bool) -> Any:
+        mode, fakes, inputs = self._fake_tensors(x, torch.float32)
+        buffers = {x: t.clone() for x, t in self._buffers(torch.float32).items()}  # which forward may write
+        module = _with_tensors(self.whole, fakes, buffers)
+        if not training:
+            module.eval()
+        module.by_value, found = by_value, (dict[str, str](), dict[str, str]())
+        module.read = lambda name, count: found[count].setdefault(name, _place_in(traceback.extract_stack()))
+        # A check of values, which no trace keeps, reads none.
+        checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
+        with alone(), mode, _compiling_state_context(), _quiet(), ExitStack() as stack:
+            for check in checks:
+                stack.enter_context(check)
+            try:
+                with _TensorsRead(module) as tensors:
+                    module(inputs)
+            except Exception as error:
+                if reason := data_dependent(error):
+                    raise ValueBranchError(
+                        f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
+                    ) from error
+                got = f"values that do not fit the model ({type(error).__name__} {_place(error)}: {error})"
+                refuse("example", got, "a real batch", "the model branches on values", cause=error)
+        return *found, tensors.read
+
+    def _try(self, params: Values, inputs: Any, dtype: torch.dtype, given: str) -> None:
+        """Run the module with `params`, of `dtype`, on `inputs`. If this fails, raises ValueError for the inputs,
+        which it calls `given`, or for the model in `dtype`."""
+        try:
+            self.whole.function(params, inputs, skeleton=_uncalled(self.whole))
+        except Exception as error:
+            assert self.whole.module is not None
+            model, loss = self.whole.module.own
+            if loss is None and takes_inputs_alone(model, inputs):
+                got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
+                refuse("loss", got, *NO_LOSS, cause=error)
+            if isinstance(error, SettingError) and error.names == ("loss",):
+                raise
+            said = f"{type(error).__name__} {_place(error)}: {error}"
+            if dtype != torch.float32:  # the example's trace was
+                kind = str(dtype).removeprefix("torch.")
+                got = f"an error of its parameters and inputs in {kind} ({said}); buffers keep their dtype"
+                do = f"cast what meets them (x.to(weight.dtype)), or pass {setting('precision', 'fp32')}"
+                refuse("model", got, f"code that runs in {kind}", do, cause=error)
+            if loss is not None and lacks_targets(loss, inputs):
+                got = f"no targets for {getattr(loss, '__name__', 'the loss')}, a loss of (output, targets)"
+                refuse(
+                    given, got, "(inputs, targets)", "pass both, or a loss of the output alone", cause=error
+                )
+            got, expected = f"one that does not fit the model ({said})", "a batch that it takes"
+            refuse(given, got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
+
+    def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any, dtype: torch.dtype) -> None:
+        """Raise NotCutError if the autograd graph of the module has nodes that the traced graph `uncut` lacks."""
+        piece, buffers = module_piece(uncut, 0), self._buffers(dtype)
+        leaves = [tree_leaves(inputs)[i] for i in uncut.given]
+        params = {
+            p.name: fakes[x].detach().requires_grad_(p.trainable) for x, p in self._by_short()
+        } | buffers
+
+        def graph(params: Values, _: Any) -> Tensor:
+            tensors = {**params, **{x: params[x].clone() for x in self.changing}}
+            return piece.run(torch.device("cpu"), *(tensors[x] for x in piece.short.values()), *leaves)[0]
+
+        called = _uncalled(self.whole)
+
+        def module(params: Values, x: Any) -> Tensor:
+            with _HooksRefused():
+                y = self.whole.function(params, x, skeleton=called)
+            return y[0] if self.changing else y
+
+        def facts() -> Facts:
+            return held(called.own[0], tensors=False, by=type)
+
+        before = facts()
+        own, others = (gradient_graphs(f, params, inputs) for f in (module, graph))
+        if first_change(before, after := facts()):  # a first call may initialize
+            module(params, inputs)
+            if change := first_change(after, facts()):
+                raise ValueError(
+                    f"model: got {change}, which changes from call to call and would stay as in the trace, "
+                    "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
+                )
+        different = next((node for digest, node in own.items() if digest not in others), None)
+        if different is None:
+            return
+        kind = getattr(type(different), "_forward_cls", Function)
+        if kind is not Function and kind.setup_context is Function.setup_context:
+            got = f"{kind.__qualname__} of {kind.__module__}, a torch.autograd.Function without setup_context"
+            refuse("model", got, "what torch.func differentiates", "give it setup_context, or leave it out")
+        raise NotCutError(f"its trace by torch.export has no {different.name()} where the module has one")
+
+    def _by_short(self) -> list[tuple[str, Parameter]]:
+        return [*zip(self.whole.short, self.whole.parameters, strict=True)]
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns in a thread of its own, which has none of this thread's modes and autograd graphs."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, function, *arguments).result()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which torch neither logs nor prints about a failed trace; the error raised has the reason."""
+    loggers = [logging.getLogger(x) for x in _LOUD]
+    levels = [x.level for x in loggers]
+    with patch("torch.export._trace.print", lambda *_, **__: None, create=True):
+        try:
+            for x in loggers:
+                x.setLevel(logging.CRITICAL + 1)
+            yield
+        finally:
+            for x, level in zip(loggers, levels, strict=True):
+                x.setLevel(level)
+
+
+def _generator_states() -> str:
+    """The states of Python's and NumPy's generators as text, which numbers drawn from them change."""
+    return repr((random.getstate(), np.random.get_bit_generator().state))
+
+
+def without_values(call: BatchCall) -> Any:
+    """`call` with floating-point tensors as the model computes with them, on the meta device, as traces get it."""
+    return unmarked(tree_map_only(Tensor, _as_computed, call))
+
+
+def _as_computed(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype, device="meta")
+
+
+def _with_tensors(whole: Segment, fakes: Values, buffers: Values) -> Any:
+    """A copy of the module of segment `whole` with the tensors `fakes` as parameters, and `buffers`."""
+    module: Any = whole.module
+    memo: dict[int, Any] = {
+        id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in module.named_parameters()
+    }
+    memo |= {id(t): buffers[x] for x, t in module.named_buffers()}
+    return deep_copy(module, memo)
+
+
+def _uncalled(whole: Segment) -> Any:
+    """A copy of the module of segment `whole`, with its tensors, to be called: forward may keep fake ones (a mask,
+    Qwen3-VL's rope_deltas), which the next trace is not to find."""
+    assert whole.module is not None
+    return deep_copy(whole.module, {id(t): t for t in tensors_held(whole.module)})
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """The first name of every parameter and buffer of a module, by each of its names (tied ones have several)."""
+    first = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+    every = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+    return {name: first[id(t)] for name, t in every}
+
+
+def data_dependent(error: Exception) -> str:
+    """The file and line where traced code branched on a tensor's value, if `error` says so; else ""."""
+    text = f"{type(error).__name__}: {error}"
+    return _place(error) if any(x in text for x in BRANCHES) else ""
+
+
+def _place(error: Exception) -> str:
+    """The file and line of the user's code, neither torch's nor zfunc's, that raised `error`, as text."""
+    return _place_in(traceback.extract_tb(error.__traceback__))
+
+
+def _place_in(stack: traceback.StackSummary) -> str:
+    frames = [f for f in stack if not any(x in f.filename for x in _LIBRARIES)]
+    return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else "in forward"
