@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_787,
     "optim": 3_217,
     "checkpoint": 4_413,
-    "engine": 11_171,
+    "engine": 11_180,
     "viz": 1_238,
     "planner": 3_772,
     "models": 6_204,

@@ -128,9 +128,9 @@ class RankGroup:
                 "the other ranks could not be told that this one leaves: %s; they notice by themselves", lost
             )
 
-    def own_slice(self, bucket: Bucket, flat: Tensor) -> Tensor:
-        """This rank's slice of the bucket's buffer `flat` [bucket.numel]; `flat` itself if it is the slice."""
-        return flat if flat.numel() < bucket.numel else flat[slice(*bucket.slice_of(self.rank, self.world))]
+    def shard(self, bucket: Bucket) -> slice:
+        """This rank's elements of `bucket`, relative to the start of the bucket."""
+        return slice(*bucket.slice_of(self.rank, self.world))
 
     def reduce_scatter(self, mine: Tensor, full: Tensor) -> None:
         """Sum `full` [world * mine.numel()] over the ranks, and write this rank's slice of the sum to `mine`.

@@ -118,8 +118,7 @@ class Program:
     @cached_property
     def shards(self) -> tuple[slice, ...]:
         """This rank's elements of each bucket, relative to the start of the bucket."""
-        own = self.ranks.rank, self.ranks.world
-        return tuple(slice(*x.slice_of(*own)) for x in self.layout.all_buckets)
+        return tuple(map(self.ranks.shard, self.layout.all_buckets))
 
     @property
     def swap_folders(self) -> list[Path]:

@@ -25,7 +25,7 @@ from zfunc.engine.rows.tile_attention import Attended, Keys, View, attend_tile, 
 from zfunc.engine.trace.graph_cuts import Paths
 from zfunc.engine.trace.host_keys import WAIT
 from zfunc.engine.trace.segment_vjp import Cotangents, Grads, Inputs, Residuals, SegmentVJP, SegmentWeights
-from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, layouts
+from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, fills_storage, layouts
 from zfunc.engine.trace.vjp import paths_of, pull_of
 from zfunc.errors import Message, marked, refuse, setting
 from zfunc.runtime.rng import seeded_part
@@ -233,7 +233,7 @@ def _memory_for(x: Tensor, cotangents: Cotangents) -> Tensor:
     its own gradient is written."""
     c = cotangents[0]
     alike = (c.shape, c.stride(), c.dtype) == (x.shape, x.stride(), x.dtype)
-    whole = c.is_contiguous() and c.untyped_storage().nbytes() == c.numel() * c.itemsize
+    whole = c.is_contiguous() and fills_storage(c)
     return c if len(cotangents) == 1 and alike and whole else torch.empty_like(x)
 
 

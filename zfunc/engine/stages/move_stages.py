@@ -27,6 +27,7 @@ from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs
 from zfunc.engine.state.memory import ActivationSlot, Flat, StateOnDisk, copy_tree
+from zfunc.engine.trace.tensor_memory import own_part
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -148,7 +149,7 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
     values, into = mem[source], mem[target]
     if source.role == "paged":
         values = values.views["master_high"]
-    into = step.own_slice(b, into.flat) if target.role == "params" else into[:numel]
+    into = own_part(shard, into.flat) if target.role == "params" else into[:numel]
     into.copy_(values[shard] if source.role == "grad" else values[:numel], non_blocking=True)
 
 

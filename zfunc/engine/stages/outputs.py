@@ -88,12 +88,6 @@ def outputs_of_rows(aux: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: x for name, x in aux.items() if isinstance(x, Tensor) and x.dim()}
 
 
-def in_own_memory(t: Tensor) -> Tensor:
-    """The output `t`, or a copy of `t` if `t` lies in memory of more bytes, as the result of `F.mse_loss` and
-    views do: an output is kept for the rest of the step, and alone is planned."""
-    return t if t.untyped_storage().nbytes() <= t.nbytes else t.clone()
-
-
 def described(rows: Mapping[str, Tensor]) -> tuple[RowsOutput, ...]:
     """Descriptions (name, shape, dtype, bytes) of `rows`, the auxiliary outputs of one micro-batch that have
     one entry per row."""

@@ -74,10 +74,6 @@ class StepContext:
         scale = factor / self.loss_scale
         return StepDecision(skip, scale, self.number, self.factors, loss, named, self.spec.unused)
 
-    def own_slice(self, b: int, flat: Tensor) -> Tensor:
-        """This rank's slice of bucket `b`'s buffer `flat`; `flat` itself if it is the slice."""
-        return self.ranks.own_slice(self.spec.layout.all_buckets[b], flat)
-
 
 Stage = Callable[[Op, Memory, StepContext], None]
 

@@ -22,7 +22,7 @@ from zfunc.core.optimizer_state import EMA, FROZEN
 from zfunc.core.regions import SUM_PARTS
 from zfunc.engine.stages.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.stages.move_stages import MOVE_STAGES, weights_in_page
-from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, in_own_memory, loss_and_aux
+from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, loss_and_aux
 from zfunc.engine.stages.stage_context import (
     CompiledSegment,
     Memory,
@@ -36,6 +36,7 @@ from zfunc.engine.state.memory import ActivationSlot, Squares
 from zfunc.engine.trace.host_keys import HostMemory, keys_in
 from zfunc.engine.trace.module_buffers import buffer_views, clone_buffers, copy_buffers
 from zfunc.engine.trace.segment_vjp import SegmentWeights
+from zfunc.engine.trace.tensor_memory import in_own_memory, own_part
 from zfunc.optim.updates import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator
 
@@ -262,7 +263,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
     state = state_of(op, mem)
     if op.touches("frozen"):
-        state[FROZEN] = step.own_slice(b, mem[op.read("frozen")].flat)
+        state[FROZEN] = own_part(step.shards[b], mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
         state[FROZEN] = weights_in_page(mem[op.read("weight_page")], step.spec.places[b])
     if op.touches("ema"):

@@ -19,6 +19,7 @@ from zfunc.core.layout import LEFT, Bucket
 from zfunc.core.optimizer_state import GRADIENT, HIGH_HALF, PARAMS, state_slice
 from zfunc.engine.stages.stage_context import Memory, StepContext, gaps, named_like_verbs
 from zfunc.engine.state.memory import Flat
+from zfunc.engine.trace.tensor_memory import own_part
 from zfunc.optim.base import gathers_calls
 from zfunc.optim.formats import master_weights, unpack_weights
 from zfunc.optim.updates import CheckedState, KernelCalls, average_
@@ -48,7 +49,7 @@ def update_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     else:
         _update_once(op, mem, step, decision, None)
         # As `to_device` would send it.
-        step.own_slice(op.index[0], params).copy_(high)
+        own_part(step.shards[op.index[0]], params).copy_(high)
 
 
 def average(op: Op, mem: Memory, step: StepContext) -> None:
@@ -227,8 +228,7 @@ def _params(op: Op, mem: Memory) -> Tensor | None:
 
 def _own(op: Op, step: StepContext, out: Tensor) -> Tensor:
     """This rank's slice of `out` if `op` writes whole parameters; `out` itself if it is the slice."""
-    whole = op.touches("params")
-    return step.own_slice(op.index[0], out) if whole else out
+    return own_part(step.shards[op.index[0]], out) if op.touches("params") else out
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:

@@ -14,6 +14,7 @@ from zfunc.core.optimizer_state import EMA, FROZEN, HIGH_HALF, MASTER, PARAMS, s
 from zfunc.core.spec import StepSpec
 from zfunc.engine.state.memory import Flat
 from zfunc.engine.state.state import Buffers
+from zfunc.engine.trace.tensor_memory import own_part
 from zfunc.optim.formats import initial_state, master_weights, split_to_even
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -67,7 +68,7 @@ def averaged(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor | Non
     average = buffers.ema(bucket.index)
     if average is None or bucket.index not in buffers.averages:
         return average
-    weights = ranks.own_slice(bucket, _kept_weights(buffers, bucket, ranks))
+    weights = own_part(ranks.shard(bucket), _kept_weights(buffers, bucket, ranks))
     return torch.lerp(weights, average, buffers.averages_left)  # to the bit where both are equal
 
 
@@ -164,7 +165,7 @@ def send_weights(buffers: Buffers, buckets: Iterable[Bucket], ranks: RankGroup) 
         if on_disk and params is high:
             continue
         same = high if high is not None and params.dtype == high.dtype else state.get(MASTER)
-        shard = ranks.own_slice(bucket, params)
+        shard = own_part(ranks.shard(bucket), params)
         for first in range(0, size, PART):  # joining a split master allocates: a part at a time
             last = min(first + PART, size)
             weights = master_weights(state, first, last) if same is None else same[first:last]
@@ -188,7 +189,7 @@ def begin_averages(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
     for bucket in layout.all_buckets:
         average = buffers.ema(bucket.index)
         if average is not None and bucket.index in buffers.averages:
-            average.copy_(ranks.own_slice(bucket, _kept_weights(buffers, bucket, ranks)))
+            average.copy_(own_part(ranks.shard(bucket), _kept_weights(buffers, bucket, ranks)))
         elif average is not None:
             state = buffers.state(bucket.index)
             for first in range(0, average.numel(), PART):
@@ -217,7 +218,7 @@ def _gathered(
     if not spec.places[bucket.index].sharded:
         return params
     flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
-    own = ranks.own_slice(bucket, flat)
+    own = own_part(ranks.shard(bucket), flat)
     own.copy_(params.flat)
     ranks.all_gather(flat, own)
     ranks.settle()  # before the caller copies anything between host and device

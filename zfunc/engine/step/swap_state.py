@@ -21,6 +21,7 @@ from zfunc.core.spec import StepSpec
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.move_stages import commit_on_all
 from zfunc.engine.state.state import Buffers, State
+from zfunc.engine.trace.tensor_memory import own_part
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import alloc_host
@@ -125,7 +126,7 @@ def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
     """A bucket's optimizer state in memory, by buffer name; of a frozen bucket this rank's parameters."""
     if FROZEN in buffers.on_disk[bucket.index].in_memory:
-        return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
+        return {FROZEN: own_part(ranks.shard(bucket), buffers.weights[bucket.index].flat)}
     return buffers.state_in_memory(bucket.index)
 
 

@@ -112,6 +112,22 @@ def extent(t: Tensor) -> int:
     )
 
 
+def own_part(shard: slice, flat: Tensor) -> Tensor:
+    """The elements `shard`, a rank's, of a bucket's buffer `flat`; `flat` itself if it has these alone."""
+    return flat if flat.numel() == shard.stop - shard.start else flat[shard]
+
+
+def fills_storage(t: Tensor) -> bool:
+    """Whether the elements of `t` take as many bytes as its storage has, so that `t` alone keeps no more."""
+    return t.untyped_storage().nbytes() <= t.nbytes
+
+
+def in_own_memory(t: Tensor) -> Tensor:
+    """The output `t`, or a copy of `t` if `t` lies in memory of more bytes, as the result of `F.mse_loss` and
+    views do: an output is kept for the rest of the step, and alone is planned."""
+    return t if fills_storage(t) else t.clone()
+
+
 def byte_range(t: Tensor) -> tuple[int, int]:
     """The byte offsets in its storage where `t` begins, and where `t` ends (the one after its last byte)."""
     start = t.storage_offset() * t.element_size()
