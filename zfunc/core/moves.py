@@ -12,8 +12,9 @@ from attrs import frozen
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Kind, Op, Region, Tier
 from zfunc.core.optimizer_state import GRADIENT, PARAMS
+from zfunc.core.pipeline import B, F
 from zfunc.core.places import BucketPlaces
-from zfunc.core.regions import BF16, Regions, left_bytes
+from zfunc.core.regions import BF16, FLOWS, Regions, left_bytes
 from zfunc.core.spec import StepSpec
 
 
@@ -119,13 +120,17 @@ def _staged_bytes(x: Item) -> int:
     return sum(nbytes for name, nbytes in x.place.staged_bytes.items() if name != stays)
 
 
-def _made_and_sent(buffer: str, regions: Callable[..., tuple[Region, ...]]) -> dict[Tier, Place]:
-    """Where a `buffer` is that one device makes and another reads, by tier: in the memory of both devices,
-    `regions` of `Regions`, and on its way between them in pinned memory."""
-    return {
-        "device": Place(otherwise=lambda x: regions(x.at, x.m, x.b, sent=x.to != "device")),
-        "pinned": Place((f"{buffer}_hop",), lambda x: (x.at(f"{buffer}_wire", x.m, x.b),)),
-    }
+def _between_devices(way: str) -> Thing:
+    """A segment's input (`way` F) or the gradient of that (B), which one device makes and another takes: in the
+    memory of both devices, and on its way between them in pinned memory."""
+    flow = FLOWS[way]
+    return Thing(
+        lambda x: flow.size(x.spec.costs[x.b]),
+        {
+            "device": Place(otherwise=lambda x: x.at.between(way, x.m, x.b, sent=x.to != "device")),
+            "pinned": Place((f"{flow.own}_hop",), lambda x: (x.at(f"{flow.own}_wire", x.m, x.b),)),
+        },
+    )
 
 
 def _offloaded_bytes(x: Item) -> int:
@@ -175,10 +180,8 @@ THINGS: dict[str, Thing] = {
         lambda x: left_bytes(x.spec, x.b),
         {"device": Place(("act_slot",)), "pinned": Place(("act_page",), _stash("pinned"), beside=True)},
     ),
-    "input": Thing(lambda x: x.spec.costs[x.b].input_bytes, _made_and_sent("act", Regions.input)),
-    "gradient of input": Thing(
-        lambda x: x.spec.costs[x.b].gradient_bytes, _made_and_sent("grad_act", Regions.gradient_of_input)
-    ),
+    "input": _between_devices(F),
+    "gradient of input": _between_devices(B),
     # On the host in a slot, if it is applied or added at once, or else where it waits for its update: in memory, or
     # in a page that is spilled. One that is added and then spilled takes both, and arrives in the slot.
     "gradient": Thing(

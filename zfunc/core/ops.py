@@ -62,7 +62,7 @@ class OpBuilder:
         """Copy a micro-batch from the host to the device of segment `s`: the inputs for the first segment,
         the targets for the last, in one operation if both segments are on one device."""
         device, last = self.spec.mesh.device_of(F, m, 0), self.spec.num_segments - 1
-        inputs = self.at.input(m, 0) if s == 0 else ()
+        inputs = self.at.between(F, m, 0) if s == 0 else ()
         targets = (
             (self.at("targets", m),) if s == last or self.spec.mesh.device_of(F, m, last) == device else ()
         )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from attrs import asdict
 
 from zfunc.core.graph import Op, Region
-from zfunc.core.pipeline import PASSES, F, R
+from zfunc.core.pipeline import PASSES, B, F, R
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION
 
@@ -35,12 +35,12 @@ def _kept(at: Regions, m: int, s: int) -> tuple[Region, ...]:
 
 OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     "weights": _weights,  # of backward, too, which may not recompute: the pullback holds them
-    "input": lambda at, m, s: at.input(m, s),
+    "input": lambda at, m, s: at.between(F, m, s),
     "targets": lambda at, m, s: (at("targets", m),) if at.spec.is_last(s) else (),
     # What forward changes, as the micro-batch before left it; what it read of that is a residual.
     "buffers": lambda at, m, s: at.buffers(s, new=m > 0),
     "changed": lambda at, _, s: at.buffers(s, new=True),
-    "output": lambda at, m, s: at.losses(m) if at.spec.is_last(s) else at.output(m, s),
+    "output": lambda at, m, s: at.losses(m) if at.spec.is_last(s) else at.made_between(F, m, s + 1),
     "residuals": lambda at, m, s: at.residuals(m, s),  # unless backward recomputes them
     # Of rows in tiles what waits for its copy is as large as all that is computed: the loss lets it go first.
     "room": lambda at, _, s: at.act_room(s - (at.spec.is_last(s) and at.spec.settings.tiles != 1)),
@@ -48,15 +48,15 @@ OPERANDS: dict[str, Callable[[Regions, int, int], tuple[Region, ...]]] = {
     "recomputed": lambda at, m, s: (at("recomputed", m, s),),
     "kept": _kept,
     # The gradient of the output, or what that of the loss is made of.
-    "above": lambda at, m, s: (at("targets", m),) if at.spec.is_last(s) else at.gradient_of_input(m, s + 1),
-    "below": lambda at, m, s: at.gradient_below(m, s) if s > at.spec.layout.first_trainable else (),
+    "above": lambda at, m, s: (at("targets", m),) if at.spec.is_last(s) else at.between(B, m, s + 1),
+    "below": lambda at, m, s: at.made_between(B, m, s) if s > at.spec.layout.first_trainable else (),
     "grads": lambda at, m, s: (at("grads", m, s),) if at.spec.layout.buckets_of(s) else (),
     "pending": lambda at, m, s: (
         at("pending", m, s),
     ),  # for W: the input, weights and residuals are free then
     # Rows in tiles have the gradient of the input in the memory of that of the output.
     "reused": lambda at, m, s: (
-        at.gradient_of_input(m, s + 1) if at.spec.settings.tiles != 1 and not at.spec.is_last(s) else ()
+        at.between(B, m, s + 1) if at.spec.settings.tiles != 1 and not at.spec.is_last(s) else ()
     ),
     "keys": lambda at, _, s: at.keys(s),  # of rows in tiles, on the host
 }

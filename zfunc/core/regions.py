@@ -15,7 +15,7 @@ from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import EMA, HIGH_HALF, MASTER, StateBuffer
 from zfunc.core.pipeline import B, F, W
 from zfunc.core.slots import ALIKE, Ring
-from zfunc.core.spec import ALLOCATION, StepSpec
+from zfunc.core.spec import ALLOCATION, PassedOn, SegmentCost, StepSpec
 
 BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
@@ -44,52 +44,80 @@ def _for(value: Any, spec: StepSpec, index: Index) -> Any:
     return value(spec, index) if callable(value) else value
 
 
-def _input_bytes(spec: StepSpec, i: Index) -> int:
-    return spec.costs[i[-1]].input_bytes
+@frozen
+class Flow:
+    """What passes from segment to segment in passes of kind `way`: of forward, number `s` is the input of segment
+    `s`; of backward, the gradient of that input. The pass that takes number `s` is through segment `s - back`.
+
+    A region `own` has what no other number has, a region `common` what several numbers in a row have (`passed`),
+    which has the size `made` where a pass makes it.
+    """
+
+    way: str
+    own: str
+    common: str
+    back: int
+    later: Callable[[int, int], int]  # of two numbers, that to which passes come later
+    size: Callable[[SegmentCost], int]
+    passed: Callable[[SegmentCost], tuple[PassedOn, ...]]
+    made: Callable[[PassedOn], int]
+
+    def taker(self, spec: StepSpec, i: Index) -> int:
+        """The device of the pass of micro-batch `i[0]` that takes number `i[1]`."""
+        return spec.mesh.device_of(self.way, i[0], i[1] - self.back)
+
+    def maker(self, spec: StepSpec, i: Index) -> int:
+        """The device of the pass of micro-batch `i[0]` that makes number `i[1]`."""
+        return spec.mesh.device_of(self.way, i[0], i[1] - 1 + self.back)
+
+    def nbytes(self, spec: StepSpec, i: Index) -> int:
+        """Bytes of number `i[-1]`."""
+        return self.size(spec.costs[i[-1]])
+
+    def own_bytes(self, spec: StepSpec, i: Index) -> int:
+        """Bytes of number `i[-1]` without memory that other numbers have, too."""
+        return self.nbytes(spec, i) - sum(x.nbytes for x in self.passed(spec.costs[i[-1]]))
+
+    def made_bytes(self, spec: StepSpec, i: Index) -> int:
+        """Bytes of number `i[-1]` that the pass before makes: not those that it passes on."""
+        new = (x for x in self.passed(spec.costs[i[-1]]) if x.origin.first == i[-1])
+        return self.own_bytes(spec, i) + sum(map(self.made, new))
+
+    def common_bytes(self, spec: StepSpec, i: Index) -> int:
+        """Bytes of the memory that numbers `i[1]` to `i[2]` have in common, on the device of the pass of
+        micro-batch `i[0]` that takes number `i[1]`: it was made there, or came from another device."""
+        m, begin, end = i
+        came = spec.mesh.run_of(self.way, m, begin - self.back) == begin - self.back
+        passed = [x for x in self.passed(spec.costs[begin]) if x.origin.last == end]
+        return sum(x.nbytes if came else self.made(x) for x in passed if came or x.origin.first == begin)
+
+    def rows(self) -> dict[str, Row]:
+        """The fields, by buffer, of the regions of what passes."""
+        return {
+            self.own: Row(self.own_bytes),
+            self.common: Row(self.common_bytes, of=self.taker),  # from, to
+            # on another device, which makes it, until it is copied
+            f"sent_{self.own}": Row(self.made_bytes, of=self.maker),
+            # on its way to another rank, which has it
+            f"{self.own}_wire": Row(self.nbytes, "pinned", of=self.taker),
+        }
 
 
-def _gradient_bytes(spec: StepSpec, i: Index) -> int:
-    return spec.costs[i[-1]].gradient_bytes
-
-
-def _lone_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of a segment's input without memory that is in inputs of other segments, too."""
-    return _input_bytes(spec, i) - sum(x.nbytes for x in spec.costs[i[-1]].passed_on)
-
-
-def _lone_gradient_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of the gradient of a segment's input without memory that is in gradients of other inputs, too."""
-    return _gradient_bytes(spec, i) - sum(x.nbytes for x in spec.costs[i[-1]].passed_back)
-
-
-def _made_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of a segment's input that the segment before makes: not those that it passes on."""
-    passed = (x for x in spec.costs[i[-1]].passed_on if x.origin.first < i[-1])
-    return _input_bytes(spec, i) - sum(x.nbytes for x in passed)
-
-
-def _made_gradient_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of the gradient of a segment's input that its backward makes: not those that it passes on."""
-    made = (x for x in spec.costs[i[-1]].passed_back if x.origin.first == i[-1])
-    return _lone_gradient_bytes(spec, i) + sum(x.most for x in made)
-
-
-def _passed_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of the memory that inputs of the segments from `i[1]` to `i[2]` have in common, on the device that
-    makes forward of micro-batch `i[0]` through `i[1]`: it was made there, or came from another device."""
-    m, begin, end = i
-    came = spec.mesh.run_of(F, m, begin) == begin
-    passed = (x for x in spec.costs[begin].passed_on if x.origin.last == end)
-    return sum(x.nbytes for x in passed if came or x.origin.first == begin)
-
-
-def _passed_back_bytes(spec: StepSpec, i: Index) -> int:
-    """Bytes of the memory that gradients of the inputs of segments from `i[1]` down to `i[2]` have in common, on
-    the device that makes backward of micro-batch `i[0]` through the segment below `i[1]`."""
-    m, begin, end = i
-    came = spec.mesh.run_of(B, m, begin - 1) == begin - 1
-    passed = [x for x in spec.costs[begin].passed_back if x.origin.last == end]
-    return sum(x.nbytes if came else x.most for x in passed if came or x.origin.first == begin)
+FLOWS = {
+    F: Flow(
+        *(F, "act", "passed", 0, max),
+        size=lambda x: x.input_bytes,
+        passed=lambda x: x.passed_on,
+        made=lambda x: x.nbytes,
+    ),
+    B: Flow(
+        *(B, "grad_act", "passed_grad", 1, min),
+        size=lambda x: x.gradient_bytes,
+        passed=lambda x: x.passed_back,
+        made=lambda x: x.most,
+    ),
+}
+"""What passes from segment to segment, by the letter of the passes that make it."""
 
 
 def _buffer_bytes(spec: StepSpec, i: Index) -> int:
@@ -180,20 +208,7 @@ REGIONS: dict[str, Row] = {
     "aux": Row(lambda spec, _: round_up(4 * len(spec.aux), ALLOCATION), role="aux"),  # auxiliary outputs
     "aux_rows": Row(lambda spec, _: sum(round_up(x.nbytes, ALLOCATION) for x in spec.aux_rows)),  # of rows
     # of a micro-batch and a segment
-    "act": Row(_lone_bytes),  # its input, which the segment before it made
-    # what inputs of several segments in a row have in common, on one device: from, to
-    "passed": Row(_passed_bytes, of=lambda spec, i: spec.mesh.device_of(F, *i[:2])),
-    "grad_act": Row(_lone_gradient_bytes),  # the gradient of that
-    # what gradients of inputs in a row have in common: from, down to
-    "passed_grad": Row(_passed_back_bytes, of=lambda spec, i: spec.mesh.device_of(B, i[0], i[1] - 1)),
-    # they, made on another device, which has them until they are copied
-    "sent_act": Row(_made_bytes, of=lambda spec, i: spec.mesh.device_of(F, i[0], i[1] - 1)),
-    "sent_grad_act": Row(_made_gradient_bytes, of=lambda spec, i: spec.mesh.device_of(B, *i)),
-    # they, on their way to another rank, which has them
-    "act_wire": Row(_input_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(F, *i)),
-    "grad_act_wire": Row(
-        _gradient_bytes, "pinned", of=lambda spec, i: spec.mesh.device_of(B, i[0], i[1] - 1)
-    ),
+    **{buffer: row for flow in FLOWS.values() for buffer, row in flow.rows().items()},
     "residuals": Row(lambda spec, i: spec.costs[i[-1]].residual_bytes),
     "recomputed": Row(_recomputed_bytes),  # they, made ahead of backward
     # kept by one half of backward for the other
@@ -348,49 +363,25 @@ class Regions:
         """The region of the model's constants (unchanging buffers) on this device, in a tuple; () if none."""
         return self.some("constants", *([self.device] if self.device else []))
 
-    def input(self, m: int, s: int, *, sent: bool = False) -> tuple[Region, ...]:
-        """The regions of segment `s`'s input on its device: what no other input has, and what others have, too.
-        `sent`: on the device that makes the input, to be copied from there."""
-        own, there = ("sent_act", s - 1) if sent else ("act", s)
-        return (self(own, m, s), *self._passed(m, s, there))
+    def between(self, way: str, m: int, s: int, *, sent: bool = False) -> tuple[Region, ...]:
+        """The regions of segment `s`'s input (`way` F), or of the gradient of that (B), on the device of the pass
+        that takes it: what no other input or gradient has, and what others have, too. `sent`: on the device of the
+        pass that makes it, to be copied from there."""
+        flow = FLOWS[way]
+        number = s if not sent else s + 1 if flow.back else s - 1  # which the pass there takes
+        begin = self.spec.mesh.run_of(way, m, number - flow.back) + flow.back
+        origins = (x.origin for x in flow.passed(self.spec.costs[s]))
+        there = (x for x in origins if flow.later(x.first, number) == number)
+        spans = {(flow.later(x.first, begin), x.last) for x in there}
+        own = self(f"sent_{flow.own}" if sent else flow.own, m, s)
+        return (own, *(self(flow.common, m, *span) for span in sorted(spans)))
 
-    def gradient_of_input(self, m: int, s: int, *, sent: bool = False) -> tuple[Region, ...]:
-        """The regions of the gradient of segment `s`'s input on the device of the segment before: what no other
-        gradient has, and what others have, too. `sent`: on the device that makes it, to be copied from there."""
-        own, there = ("sent_grad_act", s) if sent else ("grad_act", s - 1)
-        return (self(own, m, s), *self._passed_back(m, s, there))
-
-    def output(self, m: int, s: int) -> tuple[Region, ...]:
-        """The regions of the input of the segment after `s`, as far as forward of `s` writes them on its device,
-        without those that it passes on."""
-        own, *passed = self.input(m, s + 1, sent=self._elsewhere(F, m, s + 1))
-        return (own, *(r for r in passed if r.index[1] > s))
-
-    def gradient_below(self, m: int, s: int) -> tuple[Region, ...]:
-        """The regions of the gradient of segment `s`'s input, as far as its backward writes them on its device,
-        without those that it passes on."""
-        own, *passed = self.gradient_of_input(m, s, sent=self._elsewhere(B, m, s - 1))
-        return (own, *(r for r in passed if r.index[1] == s))
-
-    def _elsewhere(self, way: str, m: int, s: int) -> bool:
-        """Whether another device than the current one makes the pass of kind `way` through segment `s`."""
-        return self.spec.mesh.device_of(way, m, s) != self.device
-
-    def _passed(self, m: int, s: int, there: int) -> tuple[Region, ...]:
-        """The regions of what segment `s`'s input has in common with others, on the device of forward of segment
-        `there`, `s` or the one before: of what is in an input no later than that of `there`."""
-        begin = self.spec.mesh.run_of(F, m, there)
-        origins = (x.origin for x in self.spec.costs[s].passed_on)
-        spans = {(max(x.first, begin), x.last) for x in origins if x.first <= there}
-        return tuple(self("passed", m, *span) for span in sorted(spans))
-
-    def _passed_back(self, m: int, s: int, there: int) -> tuple[Region, ...]:
-        """The regions of what the gradient of segment `s`'s input has in common with others, on the device of
-        backward of segment `there`, `s` or the one before: of what came there, or was made by one above."""
-        begin = self.spec.mesh.run_of(B, m, there) + 1
-        origins = (x.origin for x in self.spec.costs[s].passed_back)
-        spans = {(min(x.first, begin), x.last) for x in origins if x.first > there}
-        return tuple(self("passed_grad", m, *span) for span in sorted(spans))
+    def made_between(self, way: str, m: int, s: int) -> tuple[Region, ...]:
+        """The regions of segment `s`'s input (`way` F), or of the gradient of that (B), as far as the pass that
+        makes it writes them on its device: without those that this pass only passes on."""
+        elsewhere = FLOWS[way].taker(self.spec, (m, s)) != self.device
+        own, *common = self.between(way, m, s, sent=elsewhere)
+        return (own, *(r for r in common if r.index[1] == s))
 
     def losses(self, m: int) -> tuple[Region, ...]:
         """The regions of micro-batch `m`'s loss and of the last segment's auxiliary outputs, if any."""
@@ -475,8 +466,8 @@ class Regions:
         output if residuals share tensors with it."""
         kept = self.residuals(m, s)
         output = kept and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
-        made = self.output(m, s) if output else ()
-        return (*self.input(m, s), *kept, *made, *self.act_room(s))
+        made = self.made_between(F, m, s + 1) if output else ()
+        return (*self.between(F, m, s), *kept, *made, *self.act_room(s))
 
     def sum(self, b: int, d: int) -> Region:
         """The region of the sum, over micro-batches, of bucket `b`'s gradients from delivery `d` (tied
@@ -703,7 +694,7 @@ def rings(at: Regions, device: int) -> Iterator[Ring]:
     yield passing("act_page", kept, in_turn, slots)
 
     # What a pass makes that another device reads: each way into a segment has a slot of its own.
-    for buffer, way, nbytes in (("act_hop", F, _input_bytes), ("grad_act_hop", B, _gradient_bytes)):
+    for way, flow in FLOWS.items():
         into = off_device((), spec.mesh.hops(way))
-        hops = {s: round_up(nbytes(spec, (s,)), ALLOCATION) for s in into}
-        yield reused(buffer, hops, [[*hops]], 1)
+        hops = {s: round_up(flow.size(spec.costs[s]), ALLOCATION) for s in into}
+        yield reused(f"{flow.own}_hop", hops, [[*hops]], 1)
