@@ -66,7 +66,8 @@ class Buffers:
                 self.weights[r.index[0]] = x
 
     def drop(self, regions: Iterable[Region]) -> None:
-        """Drop the references to the memory of `regions`, which were copied off the device, to free it."""
+        """Let go of the device memory of `regions`, which are in host memory or can be made from what is: the
+        memory is free unless other tensors are views of it."""
         for r in regions:
             self.memory[r] = None
             if r.role == "params":

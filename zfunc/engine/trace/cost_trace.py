@@ -107,7 +107,7 @@ class AllocationTracker(TorchDispatchMode):
         self.launches += times * is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
         for t in allocated_by(func, out):
-            self._count(t, losses_bytes(args, t) if func._overloadpacket in REDUCED_IN_PLACE else 0)
+            self._count(t, memory_bytes(func, args, t))
         if is_launched(func):
             before = self._traffic.nbytes
             self._move(func, (args, kwargs), out)
@@ -134,14 +134,13 @@ class AllocationTracker(TorchDispatchMode):
             reads[0] = (reads[0][0], min(reads[0][1], writes[0][1]))
         self._traffic.add(reads, writes, fusable=formula(packet) is None and packet not in UNFUSED)
 
-    def _count(self, t: Tensor, least: int) -> None:
-        """Count the memory of the new tensor `t`, which has at `least` so many bytes."""
+    def _count(self, t: Tensor, nbytes: int) -> None:
+        """Count the memory of the new tensor `t`, which has `nbytes` bytes."""
         storage = t.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
-        size = round_up(max(storage.nbytes(), least), ALLOCATION)
-        self._sizes[key] = size
+        self._sizes[key] = size = round_up(nbytes, ALLOCATION)
         self.live += size
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._forget, key)
@@ -159,11 +158,13 @@ class AllocationTracker(TorchDispatchMode):
         return sum(self._sizes[key] for key in {t.untyped_storage()._cdata for t in tensors})
 
 
-def losses_bytes(args: Any, loss: Tensor) -> int:
-    """Bytes of the losses of all elements, of which `loss` is the mean or sum, as an operation of
-    REDUCED_IN_PLACE makes it of `args`, predictions and targets first."""
+def memory_bytes(func: Any, args: Any, made: Tensor) -> int:
+    """Bytes of the memory that operation `func` of `args` allocates for `made`, one of its results: its storage;
+    if the operation is one of REDUCED_IN_PLACE, the losses of all elements of predictions and targets."""
+    if func._overloadpacket not in REDUCED_IN_PLACE:
+        return made.untyped_storage().nbytes()
     predictions, targets = args[:2]
-    return math.prod(torch.broadcast_shapes(predictions.shape, targets.shape)) * loss.itemsize
+    return math.prod(torch.broadcast_shapes(predictions.shape, targets.shape)) * made.itemsize
 
 
 def allocated_by(func: Any, out: Any) -> list[Tensor]:
