@@ -51,11 +51,11 @@ def _shareable(segment: Segment) -> bool:
 
 
 def _shared_calls(
-    segments: Any, options: Any, spec: StepSpec, devices: Any, _joints: Any = None
+    segments: Any, options: Any, spec: StepSpec, _joints: Any = None
 ) -> tuple[CompiledSegment, ...]:
     settings = spec.settings
-    way = settings.compile_segments, settings.deterministic, devices[0], accelerator._GROUPED.get()
-    return _calls([_with_earliest(x, way) for x in segments], options, spec, devices)
+    way = settings.compile_segments, settings.deterministic, accelerator._GROUPED.get()
+    return _calls([_with_earliest(x, way) for x in segments], options, spec)
 
 
 def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:
@@ -117,13 +117,14 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
     segment, call = owner.segments[s], owner.calls[s]
     if not _shareable(segment):
         return _trace_one(owner, s, inputs, of_accelerator)
-    leaves, structure = tree_flatten((call.trained, inputs, call.constants, call.buffers))
+    leaves, structure = tree_flatten((call.trained, inputs, segment.constants, call.buffers))
     shapes = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else None for t in leaves)
     pulled = s >= owner.layout.first_trainable
     key = (
         id(call.passes),
         traced_spec._dtypes(owner, s),
         owner.dtype,
+        owner.device,
         pulled,
         structure,
         shapes,

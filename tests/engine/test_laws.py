@@ -352,6 +352,22 @@ def test_a_state_begun_after_a_release_is_as_any_other(begin: str, tmp_path: Pat
     assert zfunc.evaluate(program, other, batch(2)) == zfunc.evaluate(program, state, batch(2))
 
 
+def test_a_program_with_another_schedule_goes_on_after_a_release_of_either() -> None:
+    """Both have the constants of their segments in one memory."""
+    program, batch = trained.compiled("odd sizes")
+    both = program, rescheduled(program, schedules.Serial())
+    assert any(x.constants for x in program.segments)
+    _, first = trained.steps(program, zfunc.init(program, seed=1), batch, 0, 5)
+    state, told = zfunc.init(program, seed=1), []
+    for n, (released, used) in enumerate([(0, 1), (0, 0), (1, 0), (1, 1)]):
+        zfunc.release(both[released], state)
+        zfunc.evaluate(both[used], state, batch(n))
+        zfunc.release(both[released], state)
+        state, own = trained.steps(both[used], state, batch, n, n + 1)
+        told += own
+    assert told == first[:4]
+
+
 @pytest.mark.parametrize("row", [*SOURCES[1::3], *RELEASED[-4:]], ids=str)
 def test_weights_are_what_the_device_computes_with_or_the_masters(row: Row, tmp_path: Path) -> None:
     """On every rank, each parameter once, released before or not, with one bucket at a time beside the State; those

@@ -25,15 +25,17 @@ def segment(n: int) -> tuple[Any, tuple[Bucket, ...]]:
     names = {f"w{i}": f"w{i}" for i in range(n)}
     layout = make_layout([[Parameter(name, (1,)) for name in names]], bucket_size=64)
     assert len(layout.buckets) == n
-    call = SimpleNamespace(trained=names, fixed={}, constants_on={0: {}}, name="s")
-    return SimpleNamespace(spec=SimpleNamespace(layout=layout), calls=[call]), layout.buckets
+    call = SimpleNamespace(trained=names, fixed={}, name="s")
+    return SimpleNamespace(
+        spec=SimpleNamespace(layout=layout), calls=[call], constants={(0, 0): {}}
+    ), layout.buckets
 
 
 def reading_weights(n: int) -> Callable[[], Any]:
     step, buckets = segment(n)
     mem: Any = {Region("params", (x.index,)): Flat.of(torch.zeros(x.numel), x) for x in buckets}
-    op: Any = SimpleNamespace(operands=lambda _: mem, device=0)  # pyright: ignore
-    return lambda: _weights(op, mem, step.calls[0], {})
+    op: Any = SimpleNamespace(operands=lambda _: mem, device=0, index=(0, 0))  # pyright: ignore
+    return lambda: _weights(op, mem, step, {})
 
 
 def packing(n: int) -> Callable[[], Any]:

@@ -68,9 +68,9 @@ def gradients(program: Program, inputs: Any, targets: Any) -> tuple[Tensor, dict
     """Through the passes a step runs, each segment's backward traced."""
     values = {name: t.to(program.dtype) for s in program.segments for name, t in s.initial(0).items()}
     x, kept = inputs, []
-    for call in program.calls:
+    for call, segment in zip(program.calls, program.segments, strict=True):
         trained, fixed = ({k: values[v] for k, v in names.items()} for names in (call.trained, call.fixed))
-        weights = SegmentWeights(trained, {**fixed, **call.constants})
+        weights = SegmentWeights(trained, {**fixed, **segment.constants})
         given = (x, targets) if call is program.calls[-1] else (x,)
         x, residuals = call.passes.forward(weights, given)
         kept.append((call, weights, given, residuals))

@@ -158,7 +158,7 @@ def compile(
     default_threads()  # chosen and logged before any lane runs
     program = Program(
         segments=segments,
-        calls=segment_calls(segments, pass_options(spec), spec, devices),
+        calls=segment_calls(segments, pass_options(spec), spec),
         optimizer=optimizer,
         schedule=schedule,
         devices=devices,

@@ -46,7 +46,7 @@ def traced_costs(
         if (key := (kernels, options)) not in programs:
             known = (program for other, program in programs.items() if other[0] == kernels)
             base = next(known, None) or compile(segments, schedule="Serial", device="cpu")
-            calls = segment_calls(base.segments, options, base.spec, base.devices, base.cache.joints)
+            calls = segment_calls(base.segments, options, base.spec, base.cache.joints)
             programs[key] = evolve(base, calls=calls)
         return programs[key]
 

@@ -8,7 +8,6 @@ import torch
 from attrs import evolve
 from torch import Tensor, nn
 
-from zfunc.core.pipeline import B, F
 from zfunc.core.spec import StepSpec
 from zfunc.engine.rows.tiled_vjp import evaluated_in_tiles, tiled_vjp
 from zfunc.engine.stages.outputs import loss_and_aux, outputs_of_rows
@@ -23,7 +22,6 @@ def segment_calls(
     segments: Sequence[Segment],
     options: Sequence[PassOptions],
     spec: StepSpec,
-    devices: Sequence[torch.device],
     joints: dict[str, Joints] | None = None,
 ) -> tuple[CompiledSegment, ...]:
     """For each segment, the functions that a step calls: forward and backward made with the segment's
@@ -32,7 +30,7 @@ def segment_calls(
     trainable = {span.name for span in spec.layout.spans}
     pairs: list[tuple[Segment, PassOptions, tuple[SegmentVJP, SegmentVJP, Callable[..., Any]]]] = []
     calls: list[CompiledSegment] = []
-    for s, (segment, own) in enumerate(zip(segments, options, strict=True)):
+    for segment, own in zip(segments, options, strict=True):
         function = checked(segment, own.last)
         pair = next((p for other, same, p in pairs if same == own and segment.like(other)), None)
         if pair is None:
@@ -49,7 +47,6 @@ def segment_calls(
             pair = make(own) if own.compiled else eager, eager, evaluate
             pairs.append((segment, own, pair))
         names = segment.by_short
-        used = [n for n in range(len(devices)) if spec.mesh.over_ranks or s in spec.mesh.segments_on(n, F, B)]
         calls.append(
             CompiledSegment(
                 segment.name,
@@ -59,7 +56,6 @@ def segment_calls(
                 own,
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},
-                {n: {short: t.to(devices[n]) for short, t in segment.constants.items()} for n in used},
                 {short: t.to("meta") for short, t in segment.buffers.items()},
             )
         )

@@ -26,6 +26,7 @@ from zfunc.core.graph import Graph, Region, Tier, of_stage
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
 from zfunc.core.methods import in_notebook
+from zfunc.core.pipeline import B, F
 from zfunc.core.plan import Plan, project
 from zfunc.core.recipes import Recipe, flush_recipe, zero_offload
 from zfunc.core.setting_values import TIERS_OF, Schedule
@@ -189,7 +190,9 @@ class ProgramCache:
     # By State, updates over its buffers and those of staging, which `release` drops.
     prepared: WeakKeyDictionary[Buffers, dict[Any, Any]] = field(factory=WeakKeyDictionary[Buffers, Any])
     slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
-    released: tuple[Region, ...] | None = None  # what of it `release` has freed, with all constants
+    released: tuple[Region, ...] = ()  # what of it `release` has freed
+    # Of segments, by device and segment number: those of all or, at first and after `release`, of none.
+    constants: dict[tuple[int, int], dict[str, Tensor]] = field(factory=dict)
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
@@ -238,12 +241,13 @@ def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
 
 
 def rescheduled(program: Program, schedule: Schedule) -> Program:
-    """The program with another schedule, for the same States; the traces of its segments are kept."""
+    """The program with another schedule, for the same States; both share traces, and the memory of constants."""
+    cache = program.cache
     return evolve(
         program,
         schedule=schedule,
         plan=project(make_plan(program.spec, schedule, program.recipe), program.spec.stage),
-        cache=ProgramCache(costs=program.cache.costs, facts=program.cache.facts),
+        cache=ProgramCache(costs=cache.costs, facts=cache.facts, constants=cache.constants),
     )
 
 
@@ -256,7 +260,8 @@ def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
 def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> dict[Region, Any]:
     """The memory of regions whose content lives for one step, by region: slots, gradient sums, sums of
     squares. Allocated at the first call and kept; activation slots are allocated anew if the plan of `shaped`
-    needs larger ones. What `release` has freed, the constants of segments too, is brought back.
+    needs larger ones. What `release` has freed is brought back, and constants of segments are
+    copied to the devices that use them, unless they are there.
 
     A collective if some of the buffers are on the disk.
     """
@@ -268,12 +273,11 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
         of_all = (r for recipe in recipes for r in Graph(recipe(spec)).regions)
         regions = dict.fromkeys(of_stage(of_all, spec.stage))
         staging.update(allocate(r for r in regions if r.lifetime == "program" and r.role != "act"))
-    if program.cache.released is not None:
-        for call, segment in zip(program.calls, program.segments, strict=True):
-            for n, constants in call.constants_on.items():
-                constants.update({x: t.to(program.devices[n]) for x, t in segment.constants.items()})
+    if program.cache.released:
         staging.update(allocate(program.cache.released))
-        program.cache.released = None
+        program.cache.released = ()
+    if not program.cache.constants:
+        program.cache.constants.update(_constants(program))
     if shaped is not None and _lacks_slots(program, shaped):
         for r in [r for r in staging if r.role == "act"]:  # before the new ones are allocated
             del staging[r]
@@ -281,6 +285,16 @@ def staging_buffers(program: Program, shaped: ShapedProgram | None = None) -> di
         staging.update(allocate_on_all(program, partial(allocate, activation_slots(shaped.plan))))
         program.cache.slots |= {r: r.nbytes for r in shaped.slots}
     return staging
+
+
+def _constants(program: Program) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """The constants of segments, by device and segment number, on the devices that use them."""
+    every, mesh = range(len(program.segments)), program.spec.mesh
+    return {
+        (n, s): {x: t.to(device) for x, t in program.segments[s].constants.items()}
+        for n, device in enumerate(program.devices)
+        for s in (every if mesh.over_ranks else mesh.segments_on(n, F, B))
+    }
 
 
 def module_buffers(program: Program, buffers: Buffers, s: int) -> dict[str, Tensor]:

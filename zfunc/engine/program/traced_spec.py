@@ -223,7 +223,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         short: torch.empty(p.shape, dtype=dtype, device="meta")
         for short, p, dtype in zip(segment.short, segment.parameters, dtypes, strict=True)
     }
-    fixed = {**{short: values[short] for short in call.fixed}, **call.constants, **call.buffers}
+    fixed = {**{short: values[short] for short in call.fixed}, **segment.constants, **call.buffers}
     weights = SegmentWeights({short: values[short] for short in call.trained}, fixed)
 
     def output(weights: SegmentWeights, inputs: tuple[Any, ...]) -> Any:

@@ -22,8 +22,8 @@ Memory = MutableMapping[Region, Any]
 
 @frozen(eq=False)
 class CompiledSegment:
-    """A segment as operations of a step call it: forward, backward and their variants, its constants on each
-    device, and the full names of its parameters by short name."""
+    """A segment as operations of a step call it: forward, backward and their variants, and the full names of
+    its parameters by short name."""
 
     name: str
     function: Callable[..., Any]  # its own, with checked outputs
@@ -33,13 +33,7 @@ class CompiledSegment:
     options: PassOptions
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
-    constants_on: dict[int, dict[str, Tensor]]  # by the number of the device
     buffers: dict[str, Tensor]  # on the meta device, of those that forward changes
-
-    @property
-    def constants(self) -> dict[str, Tensor]:
-        """The segment's constants, by short name, on the first of the devices that run the segment."""
-        return self.constants_on[min(self.constants_on)]
 
 
 @frozen(eq=False)
@@ -49,6 +43,7 @@ class StepContext:
 
     spec: StepSpec
     calls: tuple[CompiledSegment, ...]
+    constants: Mapping[tuple[int, int], dict[str, Tensor]]  # by device and segment, then by short name
     optimizer: Optimizer
     number: int  # of the update with this step's gradient, from 1
     factors: Mapping[str, Any]  # of the optimizer, for that update

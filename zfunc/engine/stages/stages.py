@@ -24,7 +24,6 @@ from zfunc.engine.stages.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.stages.move_stages import MOVE_STAGES, weights_in_page
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, loss_and_aux
 from zfunc.engine.stages.stage_context import (
-    CompiledSegment,
     Memory,
     Stage,
     StepContext,
@@ -67,7 +66,7 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
         before = (
             clone_buffers(buffer_views(mem[op.read("module_buffers")], call.buffers)) if call.buffers else {}
         )
-        weights = _weights(op, mem, call, before)
+        weights = _weights(op, mem, step, before)
         y, residuals = call.passes.forward(weights, _with_targets(x, op, mem))
         if call.buffers:
             y, after = y
@@ -93,7 +92,7 @@ def _compare_loss(op: Op, mem: Memory, step: StepContext, warn: Callable[[str], 
     micro-batches then changes the result. Takes no more memory than the last segment's forward."""
     call, inputs = step.calls[op.index[1]], _with_targets(mem[_input(op)], op, mem)
     buffers = buffer_views(mem[op.read("module_buffers")], call.buffers) if call.buffers else {}
-    weights = _weights(op, mem, call, buffers)
+    weights = _weights(op, mem, step, buffers)
     rows = max((len(t) for t in tree_leaves(inputs[1:]) if isinstance(t, Tensor) and t.dim()), default=0)
 
     def loss_of(start: int, stop: int) -> Tensor:
@@ -124,7 +123,7 @@ def recompute(op: Op, mem: Memory, step: StepContext) -> None:
     random seed and module buffers of the first run."""
     call, (x, (_, before)) = step.calls[op.index[1]], _left_by_forward(op, mem)
     with step.randomness(*op.index):
-        residuals = call.passes.recompute(_weights(op, mem, call, before), (x,))
+        residuals = call.passes.recompute(_weights(op, mem, step, before), (x,))
     mem[op.write("recomputed")] = x, (residuals, before)
 
 
@@ -301,14 +300,15 @@ STAGES: dict[str, Stage] = {
 }
 
 
-def _weights(op: Op, mem: Memory, call: CompiledSegment, buffers: dict[str, Tensor]) -> SegmentWeights:
+def _weights(op: Op, mem: Memory, step: StepContext, buffers: dict[str, Tensor]) -> SegmentWeights:
+    call, constants = step.calls[op.index[1]], step.constants[op.device, op.index[1]]
     views, names = dict[str, Tensor](), {*call.trained.values(), *call.fixed.values()}
     for r in op.operands("params"):
         own = mem[r].views  # a bucket may have those of many segments, and a segment many buckets
         views.update((name, own[name]) for name in own.keys() & names)
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
-    return SegmentWeights(trained, {**fixed, **call.constants_on[op.device], **buffers}, call.name)
+    return SegmentWeights(trained, {**fixed, **constants, **buffers}, call.name)
 
 
 def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
@@ -359,7 +359,7 @@ def _pull(op: Op, mem: Memory, step: StepContext) -> Any:
     seed of its forward."""
     call = step.calls[op.index[1]]
     x, (residuals, before) = _left_by_forward(op, mem)
-    weights, inputs = _weights(op, mem, call, before), _with_targets(x, op, mem)
+    weights, inputs = _weights(op, mem, step, before), _with_targets(x, op, mem)
     with step.randomness(*op.index), _memory_of_rows(op, mem, step):
         return getattr(call.passes, op.verb)(weights, inputs, residuals, _cotangents(op, mem, step))
 

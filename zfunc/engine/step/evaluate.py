@@ -157,7 +157,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more], ema=ema):
         output = y  # only the last is kept
     owned = [x.flat for x in state.buffers.weights.values()]
-    owned += [t for c in program.calls for constants in c.constants_on.values() for t in constants.values()]
+    owned += [t for constants in program.cache.constants.values() for t in constants.values()]
     owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
     storages = {t.untyped_storage()._cdata for t in owned}
     return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)
@@ -197,7 +197,7 @@ def outputs(
             views = segment_weights(state.buffers, program.spec, s, device, program.ranks, ema=ema)
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
             kept = {x: t.to(device) for x, t in _module_buffers(program, state, s).items()}
-            x = call.evaluate({**weights, **call.constants_on[n], **kept}, x, *extra)
+            x = call.evaluate({**weights, **program.cache.constants[n, s], **kept}, x, *extra)
             del views, weights  # before the next segment's are there
         record_use(device, x)
         check_owner(program, state, "apply")  # a step of another thread would have changed weights meanwhile

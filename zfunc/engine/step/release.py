@@ -75,12 +75,10 @@ def _free(program: Program, buffers: Buffers) -> None:
     cache = program.cache
     cache.prepared.clear()  # it holds on to both
     buffers.drop(buffers.released)
-    cache.released = tuple({*(cache.released or ()), *(r for r in cache.staging if r.tier == "device")})
+    cache.released = tuple({*cache.released, *(r for r in cache.staging if r.tier == "device")})
     for r in cache.released:
         cache.staging.pop(r, None)
-    for call in program.calls:
-        for constants in call.constants_on.values():
-            constants.clear()
+    cache.constants.clear()
     if on_accelerator(program.device):
         torch.accelerator.empty_cache()
 

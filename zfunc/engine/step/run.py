@@ -24,7 +24,7 @@ def check_state(program: Any, state: Any, action: str) -> None:
     A released State is brought back to the device; if it does not fit, OutOfMemory is raised and it stays released.
     """
     check_owner(program, state, action)
-    if state.buffers.released or program.cache.released is not None:
+    if state.buffers.released or program.cache.released or not program.cache.constants:
         take_back(program, state, action)
 
 
@@ -81,6 +81,7 @@ def step_on(
     context = StepContext(
         spec=shaped.spec,
         calls=program.calls,
+        constants=program.cache.constants,
         optimizer=program.optimizer,
         number=number,
         factors=program.optimizer.factors(number),
