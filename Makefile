@@ -95,8 +95,10 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.streaming
 
 # What `make test` leaves to the night: the rows that repeat what others say of any two settings, hypothesis with all
-# its examples, all soaks, 300 random models and 1,200 segments in tiles, and a sample of mutants.
+# its examples, kernels as CUDA's compiler makes them, all soaks, 300 random models and 1,200 segments in tiles, and a
+# sample of mutants.
 nightly: $(TOOLS) soak
+	$(BIN)/pip install --quiet --constraint constraints.txt nvidia-cuda-nvrtc
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile night -m "slow or hypothesis"
 	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device -m slow
 	$(BIN)/python tests/fuzz.py --cases 300 --seed 0

@@ -1,6 +1,6 @@
 """The CUDA kernel of an update, without a GPU: its very text, compiled by g++ behind a header, over all threads.
 
-That NVRTC compiles it, and to the same bits, is `make gpu ONLY=updates`.
+So is the PTX that NVRTC makes of it, where that is installed: with a torch for CUDA, or by `make nightly`.
 """
 
 import ctypes
@@ -8,9 +8,11 @@ import logging
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import ptx_on_host
 import pytest
 import torch
 from torch import Tensor
@@ -20,26 +22,44 @@ import zfunc
 from benchmarks.handoffs import Dispatches
 from zfunc.core.decision import StepDecision
 from zfunc.optim import formats, rules_in_cuda
+from zfunc.runtime import accelerator, nvrtc
 from zfunc.runtime.accelerator import VENDORS, Vendor
 
 SHIM = Path(__file__).with_name("on_host.h")
-FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-w", "-shared", "-fPIC")
+FLAGS = ("-x", "c++", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-w", "-shared", "-fPIC")
+NVRTC = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*"))
 
 
-def on_host(folder: Path, launched: list[int]) -> Callable[[str, str, Sequence[str]], Callable[..., None]]:
-    """A compiler as torch's: `launched` gets the elements of each launch."""
+def of_text(source: str, name: str, options: Sequence[str]) -> str:
+    """C++ with a function that runs a CUDA kernel: its text, in a loop over all threads."""
+    assert "--fmad=false" in options
+    (arguments,) = re.findall(rf"__global__ void {name}\(\s*(.*)\) {{", source)
+    names = ", ".join(x.split()[-1].lstrip("*") for x in arguments.split(", "))
+    loop = (
+        f'extern "C" void run(unsigned grid, unsigned block, {arguments}) {{ blockDim.x = block;\n'
+        "for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)\n"
+        f"for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) {name}({names}); }}"
+    )
+    return f'#include "{SHIM}"\n{source}\n{loop}\n'
+
+
+def of_ptx(source: str, name: str, options: Sequence[str]) -> str:
+    """The same of what NVRTC makes of the text; it makes machine code for two GPUs, too."""
+    library = ctypes.CDLL(str(NVRTC[-1]))
+    for architecture in ("sm_80", "sm_90"):
+        assert nvrtc.machine_code(library, source, architecture, options).startswith(b"\x7fELF")
+    ptx = nvrtc.machine_code(library, source, "sm_90", options, "PTX").rstrip(bytes(1)).decode()
+    return ptx_on_host.on_host(ptx, name)
+
+
+def on_host(
+    folder: Path, launched: list[int], of: Callable[[str, str, Sequence[str]], str]
+) -> Callable[[str, str, Sequence[str]], Callable[..., None]]:
+    """A compiler as torch's, which runs the C++ that `of` makes; `launched` gets the elements of each launch."""
 
     def compiled(source: str, name: str, options: Sequence[str]) -> Callable[..., None]:
-        assert "--fmad=false" in options
-        (arguments,) = re.findall(rf"__global__ void {name}\(\s*(.*)\) {{", source)
-        names = ", ".join(x.split()[-1].lstrip("*") for x in arguments.split(", "))
-        loop = (
-            f'extern "C" void run(unsigned grid, unsigned block, {arguments}) {{ blockDim.x = block;\n'
-            "for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++)\n"
-            f"for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) {name}({names}); }}"
-        )
         text, library = folder / f"{len([*folder.iterdir()])}.cu", folder / f"{len([*folder.iterdir()])}.so"
-        text.write_text(f'#include "{SHIM}"\n{source}\n{loop}\n')
+        text.write_text(of(source, name, options))
         subprocess.run(["g++", *FLAGS, str(text), "-o", str(library)], check=True)
         run = ctypes.CDLL(str(library)).run
 
@@ -59,11 +79,14 @@ def on_host(folder: Path, launched: list[int]) -> Callable[[str, str, Sequence[s
     return compiled
 
 
-@pytest.fixture
-def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+NEEDS_NVRTC = pytest.mark.skipif(not NVRTC, reason="no NVRTC: pip install nvidia-cuda-nvrtc")
+
+
+@pytest.fixture(params=[of_text, pytest.param(of_ptx, marks=[pytest.mark.slow, NEEDS_NVRTC])])
+def launched(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Updates in torch's operations are the kernel's instead; the elements of each launch."""
     launched = list[int]()
-    compiler = on_host(tmp_path, launched)
+    compiler = on_host(tmp_path, launched, request.param)
     rules_in_cuda._compiled.cache_clear()
     monkeypatch.setitem(VENDORS, "cpu", Vendor(compile_kernel=lambda _: compiler))
     monkeypatch.setattr(rules_in_cuda, "LONGEST", 640)
@@ -127,6 +150,27 @@ def test_where_it_does_not_compile_torch_makes_the_update(
     for n in (63, 130):
         check(ROWS["AdamW, fp32"], fresh(n, "fp32"), gradient(n, torch.float32), isas=[0])
     assert "".join(caplog.messages).count("Updates of adamw on cpu are torch operations: no NVRTC here") == 1
+
+
+@pytest.mark.slow
+@NEEDS_NVRTC
+def test_no_toolkit_of_cuda_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    def loaded(code: bytes, names: list[str]) -> dict[str, bytes]:
+        return dict.fromkeys(names, code)
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda._utils, "_get_nvrtc_library", lambda: ctypes.CDLL(str(NVRTC[-1])))
+    monkeypatch.setattr(torch.cuda._utils, "_cuda_load_module", loaded)
+    compiler = accelerator.compiler_of(torch.device("cuda", 0))
+    assert compiler is not None
+    found: Any = compiler('extern "C" __global__ void nothing() {}', "nothing", ["--fmad=false"])
+    assert found.startswith(b"\x7fELF")
+    with pytest.raises(RuntimeError, match='NVRTC refuses it: .*"everything" is undefined'):
+        compiler("__global__ void nothing() { everything; }", "nothing", [])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from zfunc.optim.rules import Factors, Rule, RuleStep, first_dither
 from zfunc.optim.rules_in_c import RULES_H, header
 from zfunc.runtime.accelerator import compiler_of
 
-OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
+# A compiler may not contract, approximate or flush; nor warn of the formats' functions that a rule leaves out.
+OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--disable-warnings")
 THREADS = 256  # of a block
 LONGEST = 1 << 30  # elements of a launch, whose arguments are 32-bit
 TYPES = ("", "float", "uint16_t", "uint16_t")  # by the kernel's number of a dtype

@@ -3,6 +3,7 @@
     prepared_plan       what each thread of a plan issues, with all that is known before a step
     executor            a plan's lanes as threads and streams
     accelerator         the device that computes: which one, waiting for it, its memory
+    nvrtc               machine code of CUDA source
     access_guard        debug mode: operations touch only the regions they declare
     fault_injection     failures on purpose, at a rank, step and operation; random delays
     rng                 random numbers as a function of key, pass and draw

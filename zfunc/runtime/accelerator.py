@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from zfunc.core.dtypes import Precision
 from zfunc.errors import LaneTimeout, did_you_mean, refuse, setting
 from zfunc.options import AUTO
+from zfunc.runtime import nvrtc
 
 log = logging.getLogger("zfunc")
 
@@ -404,15 +405,14 @@ def delay_stream(device: torch.device, seconds: float) -> None:
 
 
 def _compiler_cuda(device: torch.device) -> Compile | None:
-    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)  # from torch 2.9 on
-    if compile_kernel is None or torch.version.hip:
-        return None
-
     def compiled(source: str, name: str, options: Sequence[str]) -> Callable[..., None]:
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        of_torch: Any = torch.cuda._utils
+        code = nvrtc.machine_code(of_torch._get_nvrtc_library(), source, architecture, options)
         with torch.cuda.device(device):
-            return compile_kernel(source, name, nvcc_options=[*options])
+            return of_torch._cuda_load_module(code, [name])[name]
 
-    return compiled
+    return None if torch.version.hip else compiled
 
 
 def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], object]:
