@@ -362,6 +362,20 @@ def test_a_deepspeed_file_goes_on_to_config(monkeypatch: pytest.MonkeyPatch) -> 
     assert idle in startup_notes(found, extras.config, 1, rate)
 
 
+def test_what_yaml_reads_as_another_type_is_what_its_author_means() -> None:
+    """YAML 1.1 reads 1e-6 as a text, and no as false, also inside of an object."""
+    text = """
+    learning_rate: 1e-3
+    eval_strategy: no
+    lr_scheduler_type: cosine_with_min_lr
+    lr_scheduler_kwargs: {min_lr: 1e-6, num_cycles: 5e-1}
+    """
+    found = settings(text, dump=str, name="args.yaml")
+    assert (found.lr, found.eval_every) == (1e-3, 0)
+    rate: Any = extras_of(found).learning_rate(20)
+    assert rate.params == {"min_lr": 1e-6, "min_lr_rate": None, "num_cycles": 0.5}
+
+
 @pytest.mark.parametrize(
     ("file", "flags", "reason"),
     [

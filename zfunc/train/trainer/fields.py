@@ -24,13 +24,16 @@ OTHERS: Mapping[str, Mapping[str, str]] = {
 
 
 def read_field(kind: str | list[Any], value: Any) -> Any:
-    """`value` converted to `kind`, the type of a field; None for another type. YAML reads 1e-4 as a text.
+    """`value` converted to `kind`, the type of a field; None for another type. YAML reads 1e-4 as a text, and no
+    as False.
 
-    >>> read_field("float 0..", "1e-4"), read_field("any", ["wandb"]), read_field("int 1..", "many")
-    (0.0001, ['wandb'], None)
+    >>> read_field("float 0..", "1e-4"), read_field("any", ["wandb"]), read_field(["no", "steps"], False)
+    (0.0001, ['wandb'], 'no')
     """
     if kind == "any":
         return value
+    if value is False and isinstance(kind, list) and "no" in kind:
+        return "no"
     if isinstance(value, str) and isinstance(kind, str) and kind.startswith(("int", "float")):
         try:
             value = float(value)

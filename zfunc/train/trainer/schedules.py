@@ -11,6 +11,7 @@ from typing import Any
 from attrs import field, frozen
 
 from zfunc.errors import did_you_mean
+from zfunc.train.trainer.fields import read_field
 
 WARMUPS, DECAYS = ("linear", "cosine", "1-sqrt"), ("linear", "cosine", "1-sqrt")
 
@@ -41,19 +42,19 @@ class TrainerSchedule:
 
 def check_params(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of schedule `kind`, defaults included. Raises ValueError for a wrong or missing parameter."""
-    known = SCHEDULES[kind][1]
+    known, both = SCHEDULES[kind][1], dict(SCHEDULES[kind][1])
     for name, value in params.items():
         if name not in known:
             hint = did_you_mean(name, [*known])
             names = ", ".join(known) or "none"
             raise ValueError(f"got {name!r} for {kind}, expected {names}{hint}: correct lr_scheduler_kwargs")
         words = {"warmup_type": WARMUPS, "decay_type": DECAYS}.get(name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if value is not None and not (value in words if words else number):
+        plain = read_field([*words] if words else "float", value)
+        if value is not None and plain is None:
             raise ValueError(
                 f"got {name} {value!r}, expected {', '.join(words or ['a number'])}: correct lr_scheduler_kwargs"
             )
-    both = {**known, **{name: value for name, value in params.items() if value is not None}}
+        both[name] = known[name] if value is None else plain
     if "min_lr" in known and (both["min_lr"] is None) == (both["min_lr_rate"] is None):
         raise ValueError(f"got {kind}, expected min_lr or min_lr_rate, one of them, in lr_scheduler_kwargs")
     if "num_decay_steps" in known and both["num_decay_steps"] is None:
