@@ -78,7 +78,7 @@ def test_a_run_is_what_the_file_says(capsys: pytest.CaptureFixture[str]) -> None
     for words in (
         "zero_optimization.cpu_offload is the old name of",
         "no effect: zero_optimization.overlap_comm: ",
-        "train_batch_size: 8 = 4 x 2 micro-batches x 1 ranks",
+        "train_batch_size: 8 = 4 x 2 micro-batches x 1 rank",
         "scheduler: WarmupDecayLR: warmup_min_lr 0.0, warmup_max_lr 0.002",
     ):
         assert out.count(f"ds.json: {words}") == 1, words

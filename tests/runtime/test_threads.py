@@ -22,6 +22,7 @@ from small_models import MODELS
 import zfunc
 import zfunc.runtime.thread_budget as threads
 from benchmarks import handoffs
+from zfunc.core.display import counted
 from zfunc.optim import updates as sweeps
 from zfunc.optim.updates import square_sum
 from zfunc.runtime.thread_budget import (
@@ -44,15 +45,15 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
 NO_NUMBER = "OMP_NUM_THREADS={} is no number of threads, and does not count"
 BUDGETS: list[tuple[dict[str, str], dict[str, Any], int, str]] = [
     # variables, quota or accelerator; threads of a machine with four cores, and the end of what is said
-    ({"LOCAL_WORLD_SIZE": "1"}, {}, 4, "quota none, 1 local ranks"),
+    ({"LOCAL_WORLD_SIZE": "1"}, {}, 4, "quota none, 1 local rank"),
     ({"LOCAL_WORLD_SIZE": "2"}, {}, 2, "quota none, 2 local ranks"),
     ({"LOCAL_WORLD_SIZE": "16"}, {}, 1, "quota none, 16 local ranks"),
-    ({"LOCAL_WORLD_SIZE": "1"}, {"quota": "250000"}, 2, "quota 2.5, 1 local ranks"),
-    ({"LOCAL_WORLD_SIZE": "1"}, {"on_accelerator": True}, 3, "1 local ranks, one core left for launching"),
+    ({"LOCAL_WORLD_SIZE": "1"}, {"quota": "250000"}, 2, "quota 2.5, 1 local rank"),
+    ({"LOCAL_WORLD_SIZE": "1"}, {"on_accelerator": True}, 3, "1 local rank, one core left for launching"),
     ({"LOCAL_WORLD_SIZE": "2"}, {"on_accelerator": True}, 1, "2 local ranks, one core left for launching"),
     ({"LOCAL_WORLD_SIZE": "4"}, {"on_accelerator": True}, 1, "4 local ranks"),  # each has but one
     # OMP_NUM_THREADS is followed if a person may have set it: torchrun sets 1 where it starts several processes.
-    ({"OMP_NUM_THREADS": " "}, {}, 4, "1 local ranks"),
+    ({"OMP_NUM_THREADS": " "}, {}, 4, "1 local rank"),
     ({"OMP_NUM_THREADS": "3"}, {}, 3, "; OMP_NUM_THREADS=3 is followed"),
     ({"OMP_NUM_THREADS": "1", **TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, {}, 1, "; OMP_NUM_THREADS=1 is followed"),
     ({"OMP_NUM_THREADS": "1", **TORCHRUN}, {}, 2, "; OMP_NUM_THREADS=1 is torchrun's, and does not count"),
@@ -75,7 +76,7 @@ def test_threads_are_physical_cores_up_to_the_quota_over_the_local_ranks(
     )
     budget = choose_threads(environment, frozenset(range(8)), root, **more)
     assert budget.threads == expected
-    assert str(budget).startswith(f"{expected} threads: 4 physical cores of 8 CPUs, quota ")
+    assert str(budget).startswith(f"{counted(expected, 'thread')}: 4 physical cores of 8 CPUs, quota ")
     assert str(budget).endswith(said)
 
 
@@ -119,7 +120,7 @@ def test_torchrun_gets_one_line_and_the_full_team() -> None:
     expected = choose_threads({"LOCAL_WORLD_SIZE": "2"}, frozenset(CPUS)).threads
     assert done.stdout.split() == ["team", str(expected), "compute", "1"], done.stderr
     (line,) = (x for x in done.stderr.splitlines() if "host Adam" in x)
-    assert line.startswith(f"host Adam uses {expected} threads: ")
+    assert line.startswith(f"host Adam uses {counted(expected, 'thread')}: ")
     assert expected == 1 or line.endswith("OMP_NUM_THREADS=1 is torchrun's, and does not count")
 
 

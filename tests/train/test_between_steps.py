@@ -140,4 +140,4 @@ def test_the_summary_is_written_before_the_sample(
     assert train("--steps", 1, "--out", "run") == 130
     assert summary("run") == before[0]
     assert before[0]["ended"] == "steps"
-    assert "all steps done: 1 steps" in capsys.readouterr().out
+    assert "all steps done: 1 step in" in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_the_tokens_are_the_templates_and_the_assistants_turns_are_learned(name:
         assert ids[-1] != own.eos_token_id or name == "inst", "no end token but the template's"
     stops = {"chatml": "<|im_end|>", "headers": "<|eot|>"}.get(name, "</s>")
     assert own.convert_tokens_to_ids(stops) in tokenizer.stops
-    assert f"learned: {sum(loss_mask_of(corpus))} of {len(ids)}, in 1 documents not all" in str(corpus)
+    assert f"learned: {sum(loss_mask_of(corpus))} of {len(ids)}, in 1 document not all" in str(corpus)
 
 
 def test_a_template_that_writes_earlier_turns_otherwise_gives_a_document_a_turn(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_template_that_writes_earlier_turns_otherwise_gives_a_document_a_turn(
     tokenizer, corpus = corpus_of(tmp_path, {"messages": messages(3)})
     answers = [f"<think>\n</think>\n{answer}<|im_end|>" for _, answer in TURNS]
     assert learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) == answers
-    assert "1 files, 3 documents" in str(corpus)
+    assert "1 file, 3 documents" in str(corpus)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -255,7 +255,7 @@ def test_the_text_of_a_format_is_that_of_transformers(name: str, tmp_path: Path)
     assert tokens_of(corpus) == own.apply_chat_template(chat, tools=tools)["input_ids"]
     written = own.apply_chat_template(chat, tools=tools, tokenize=False).rpartition("assistant\n")[2]
     assert learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus)) == [written.removesuffix("\n")]
-    assert ("left out: 1 messages after" in str(corpus)) == (name == "the user's last turn")
+    assert ("left out: 1 message after" in str(corpus)) == (name == "the user's last turn")
 
 
 def test_of_messages_as_a_prompt_nothing_is_learned(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_epochs_on_all_of_the_data_with_other_data_to_evaluate_on(capsys: Out) -
     out = capsys.readouterr().out
     left_out = "400 tokens, of which each pass leaves out some at its ends, others each time"
     assert f"epochs: 0.5 of 32 sequences each ({left_out}): 4 steps" in out
-    assert "held out:\n    eval.jsonl: 1 files, 9 documents, 36 tokens" in out
+    assert "held out:\n    eval.jsonl: 1 file, 9 documents, 36 tokens" in out
     assert "step 4/4  epoch 0.50  loss" in out
     settings = config("run")["settings"]
     assert (settings["epochs"], settings["steps"], settings["seconds"]) == (0.5, 4, None)

@@ -222,7 +222,7 @@ def test_data_of_the_other_loss_is_refused(loss: str, line: str, capsys: Out) ->
         (("--stream",), "--loss: got dpo with --stream, expected tokens: leave one out"),
         (
             ("--batch-size", "6", "--micro-batches", "2"),
-            "got 6 for 1 ranks with 2 micro-batches each of pairs",
+            "got 6 for 1 rank with 2 micro-batches each of pairs",
         ),
         (("--data", "text.txt"), "got 'a text' with --loss dpo"),
         ((), "got 'texts' with --loss dpo"),

@@ -32,6 +32,7 @@ from zfunc.checkpoint.swap_file import (
     swap_file_name,
 )
 from zfunc.checkpoint.swap_space import in_use, swap_files
+from zfunc.core.display import counted
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.extents import SUMMED
 from zfunc.core.layout import Bucket, Layout, Span
@@ -161,7 +162,7 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     frozen |= dict.fromkeys((b for b in buckets if b in in_fp32 or layout.all_buckets[b].in_fp32), "fp32")
     frozen |= dict.fromkeys((b for b in identity.in_bytes or () if b in frozen), "uint8")
     if len(headers) % (pp := identity.pp or 1):
-        disk.reject(where, f"{pp} stages of {len(headers)} ranks", "a number that divides them")
+        disk.reject(where, f"{pp} stages of {counted(len(headers), 'rank')}", "a number that divides them")
     homes = {b: x.rank * pp // x.world for x in headers for b in x.extents} if pp > 1 else {}
     kinds = stored_kinds(layout, frozen)
     snapshot = Snapshot(layout, kinds, said.position, said.optimizer, homes=homes, pp=pp)

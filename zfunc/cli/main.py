@@ -28,6 +28,7 @@ from zfunc.cli.parser import (
     make_parser,
 )
 from zfunc.cli.terminal import printable
+from zfunc.core.display import counted
 from zfunc.errors import SETTING_ERRORS, did_you_mean, marked, refuse, setting
 from zfunc.runtime.memory_limits import address_limit
 from zfunc.runtime.thread_budget import world_size
@@ -191,7 +192,8 @@ def _print_error(args: argparse.Namespace, message: str, code: int) -> int:
     if not args.debug:
         lines = [line if len(line) <= MAX_LETTERS else f"{line[:MAX_LETTERS]}..." for line in lines]
         if len(lines) > MAX_LINES:
-            lines = [*lines[:MAX_LINES], f"... and {len(lines) - MAX_LINES} lines more, with --debug"]
+            more = counted(len(lines) - MAX_LINES, "line")
+            lines = [*lines[:MAX_LINES], f"... and {more} more, with --debug"]
     rank = f": rank {os.environ['RANK']}" if "RANK" in os.environ else ""
     level = "" if code == EXIT_INTERRUPTED else "error: "
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import evolve, frozen
 
+from zfunc.core.display import counted
 from zfunc.core.hardware import Hardware
 from zfunc.core.setting_values import tile_counts
 from zfunc.errors import CheckpointError, SettingError, about, refuse
@@ -88,7 +89,7 @@ class SimulatedModel:
     @property
     def name(self) -> str:
         """The model in words, such as "GPT of 4 layers x 128: 1,000 parameters"."""
-        size = f"{self.num_layers} layers x {self.hidden_size:,}"
+        size = f"{counted(self.num_layers, 'layer')} x {self.hidden_size:,}"
         return f"{self.architecture} of {size}: {format_parameters(self.parameters, self.trained)}"
 
     def cost_model(

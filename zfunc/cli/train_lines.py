@@ -83,7 +83,7 @@ class TrainingOutput:
                 yield f"{self.counted_step(event.step)}  saved {os.path.relpath(path)}"
             case Finished():
                 yield ""
-                yield f"{ENDINGS[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
+                yield f"{ENDINGS[event.ended]}: {counted(event.steps, 'step')} in {format_clock(event.seconds)}"
                 for name, value in summary_lines(event, self.run):
                     yield f"  {name:<12}  {value}"
             case Sampled():
@@ -131,9 +131,10 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
     yield from (f"  {text}" for text in more)
     size, layout = attrs.asdict(s) | job.sizes, job.program.layout
     source = f" of {s.hf}:" if s.hf is not None else " of"
+    blocks, heads = counted(size["num_layers"], "block"), counted(size["num_attention_heads"], "head")
     yield (
-        f"model: {job.architecture or 'GPT'}{source} {size['num_layers']} blocks of {size['hidden_size']} "
-        f"features with {size['num_attention_heads']} heads, sequences of {s.seq_length} {job.corpus.unit}s: "
+        f"model: {job.architecture or 'GPT'}{source} {blocks} of {size['hidden_size']} "
+        f"features with {heads}, sequences of {counted(s.seq_length, job.corpus.unit)}: "
         f"{format_parameters(layout.num_parameters, layout.num_trainable)}"
     )
     planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in job.planned_bytes.items() if n)

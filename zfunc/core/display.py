@@ -34,10 +34,10 @@ def _cut(text: str, most: int) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things as text: the number and the noun, in the plural unless the number is 1.
 
-    >>> counted(1, "lane"), counted(2500, "operation")
-    ('1 lane', '2,500 operations')
+    >>> counted(1, "lane"), counted(2500, "operation"), counted(2, "micro-batch")
+    ('1 lane', '2,500 operations', '2 micro-batches')
     """
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def html_table(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zfunc.core.display import counted
 from zfunc.errors import RankError, refuse
 from zfunc.runtime.collectives import SETTLE, RankGroup, timed_out
 from zfunc.runtime.failure_detection import LONGEST_TIMEOUT, FailureDetector, Symptom
@@ -35,7 +36,7 @@ _new_group: Any = dist.new_group  # pyright: ignore[reportUnknownVariableType, r
 def ranks_of_stage(ranks: RankGroup, pp: int) -> RankGroup:
     """The ranks of this rank's pipeline stage, of `pp` stages. Raises ValueError unless `pp` divides the ranks."""
     if ranks.world % pp:
-        got = f"{pp} stages for {ranks.world} rank{'s' if ranks.world > 1 else ''}"
+        got = f"{pp} stages for {counted(ranks.world, 'rank')}"
         do = "start as many with torchrun, or pass `devices` for a pipeline in one process"
         refuse("pp", got, "a number that divides them", do)
     return ranks if pp == 1 else StageRanks.of_stage(ranks, pp)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from attrs import frozen
 
+from zfunc.core.display import counted
 from zfunc.runtime import system_calls
 
 ROOT = Path("/")
@@ -30,7 +31,7 @@ class ThreadBudget:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.threads} threads: {self.why}"
+        return f"{counted(self.threads, 'thread')}: {self.why}"
 
 
 def choose_threads(
@@ -48,7 +49,8 @@ def choose_threads(
     available = max(1, int(min(cores, quota)) // ranks)
     threads = available - (launching := on_accelerator and available > 1)
     limit = "none" if math.isinf(quota) else f"{quota:g}"
-    why = f"{cores} physical cores of {len(cpus)} CPUs, quota {limit}, {ranks} local ranks"
+    why = f"{counted(cores, 'physical core')} of {counted(len(cpus), 'CPU')}, quota {limit}, "
+    why += counted(ranks, "local rank")
     why += ", one core left for launching" * launching
     said = environment.get("OMP_NUM_THREADS", "").strip()
     first = said.partition(",")[0]  # of nested teams the outer one

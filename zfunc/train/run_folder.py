@@ -34,6 +34,7 @@ from attrs import define, field
 
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.checkpoint.strict_json import MAX_INT
+from zfunc.core.display import counted
 from zfunc.errors import refuse
 from zfunc.train.events import AT_ONCE, Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.run_history import (
@@ -200,7 +201,7 @@ class RunFolder:
 
     def _title(self, event: Traced) -> str:
         s, machine = self._config["settings"], self._config["machine"]
-        where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
+        where = machine["gpu"] or f"{counted(machine['cores'], 'core')} of {machine['cpu']}"
         model = f"{s['num_layers']} x {s['hidden_size']} {self._config['architecture']}, {s['precision']}"
         return f"{s['schedule']}: step {event.step} of a {model}{words_of_stage(s)}, measured on {where}"
 

@@ -15,6 +15,7 @@ import attrs
 from attrs import evolve, frozen
 
 from zfunc import schedules
+from zfunc.core.display import counted
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.setting_values import BY_DEVICE, DISK, TIERS_OF
 from zfunc.core.settings import StepSettings
@@ -620,7 +621,7 @@ def check_rows(batch_size: int, world: int, micro_batches: int, rows: int = 1) -
         each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
         each += " of pairs" if rows > 1 else ""
         do = f"try {setting('batch_size', max(parts, batch_size // parts * parts))}"
-        refuse("batch_size", f"{batch_size} for {world} ranks{each}", f"a multiple of {parts}", do)
+        refuse("batch_size", f"{batch_size} for {counted(world, 'rank')}{each}", f"a multiple of {parts}", do)
 
 
 def step_settings(flags: Any, **changes: Any) -> StepSettings:

@@ -18,6 +18,7 @@ from attrs import evolve, field, frozen
 
 from zfunc._version import __version__
 from zfunc.core.bucketing import default_bucket_size
+from zfunc.core.display import counted
 from zfunc.core.setting_values import schedule_for
 from zfunc.engine.compile import compile
 from zfunc.engine.program.program import Program
@@ -214,12 +215,12 @@ def _settled(
     settings = evolve(settings, **dict.fromkeys(by_pass, math.ceil(sequences / settings.batch_size)))
     if settings.epochs is not None:
         settings = evolve(settings, steps=math.ceil(settings.epochs * sequences / settings.batch_size))
-        stream, of = corpus.train, f"{sequences:,} sequences each"
+        stream, of = corpus.train, f"{counted(sequences, 'sequence')} each"
         if stream.firsts is None and (len(stream) - 1) // settings.seq_length > sequences:
             of += (
                 f" ({len(stream):,} tokens, of which each pass leaves out some at its ends, others each time)"
             )
-        say("epochs: %g of %s: %s", settings.epochs, of, f"{settings.steps:,} steps")
+        say("epochs: %g of %s: %s", settings.epochs, of, counted(settings.steps, "step"))
     return evolve(settings, vocab_size=own or found if model is None else model.vocab_size)
 
 

@@ -8,6 +8,7 @@ from attrs import NOTHING, frozen
 
 from zfunc.cli.parser import EXIT_OK, Command, with_flags
 from zfunc.cli.terminal import logged
+from zfunc.core.display import counted
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.errors import refuse
 from zfunc.options import one_of, option, path
@@ -98,7 +99,7 @@ def run_export(settings: ExportSettings) -> int:
 
 
 def _written(x: "ExportedWeights") -> str:
-    what = f"{x.parameters} parameters of step {x.step} as {x.dtype}, {format_bytes(x.bytes)}"
+    what = f"{counted(x.parameters, 'parameter')} of step {x.step} as {x.dtype}, {format_bytes(x.bytes)}"
     return f"written: {x.path}: {what}"
 
 

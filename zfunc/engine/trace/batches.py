@@ -17,6 +17,7 @@ from torch.utils._pytree import (
     tree_map_only,
 )
 
+from zfunc.core.display import counted
 from zfunc.engine.trace.segment import Segment
 
 LABELS = "labels"
@@ -179,7 +180,7 @@ def split_batch(batch: Batch, micro_batches: int) -> list[Batch]:
     rows = rows_in(batch)
     if rows % micro_batches:
         raise ValueError(
-            f"batch: got {rows} rows for {micro_batches} micro-batches, expected a multiple: give "
+            f"batch: got {counted(rows, 'row')} for {micro_batches} micro-batches, expected a multiple: give "
             f"{rows - rows % micro_batches or micro_batches} rows, or another micro_batches"
         )
     size = rows // micro_batches

@@ -16,6 +16,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from zfunc.core.display import counted
 from zfunc.errors import refuse, setting
 from zfunc.models.loss import IGNORE_INDEX, Preferences, weighted_batch
 from zfunc.runtime.collectives import RankGroup
@@ -88,7 +89,7 @@ class TokenStream:
         fits = ends - starts <= seq_length
         if long == "refuse" and not fits.all():
             got = (
-                f"{np.count_nonzero(~fits):,} of {len(ends):,} documents longer than "
+                f"{np.count_nonzero(~fits):,} of {counted(len(ends), 'document')} longer than "
                 f"{setting('seq_length', seq_length)} (the longest has {(ends - starts).max():,} tokens)"
             )
             refuse(self.name, got, "none", "raise `seq_length`, or let `long_documents` drop or cut them")
@@ -145,7 +146,7 @@ class TokenStream:
         if self.firsts is not None:
             return len(self.firsts) - 1
         if len(self) <= seq_length:
-            got = f"{len(self):,} tokens for {setting('seq_length', seq_length)}"
+            got = f"{counted(len(self), 'token')} for {setting('seq_length', seq_length)}"
             expected = f"at least {seq_length + 1:,} (inputs and targets are one apart)"
             refuse(self.name, got, expected, "use more data or shorter sequences")
         return max(1, (len(self) - seq_length) // seq_length)

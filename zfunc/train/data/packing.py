@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from zfunc.checkpoint.durable_files import sync
+from zfunc.core.display import counted
 from zfunc.errors import refuse, setting
 from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.planner.kept_costs import code_digest
@@ -211,12 +212,12 @@ def _short_hash(values: tuple[Any, ...]) -> str:
 def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> list[str]:
     """Log lines on how documents (`ends`: token offsets) fill sequences. Raises ValueError if none is filled."""
     count, used = stream.num_sequences(seq_length), 0 if stream.bounds is None else int(stream.bounds[-1])
-    longer = np.count_nonzero(np.diff(ends, prepend=0) > seq_length)
+    longer, of_all = np.count_nonzero(np.diff(ends, prepend=0) > seq_length), counted(len(ends), "document")
     if not count:
         got = (
-            f"{len(ends):,} documents, {longer:,} of them longer than {setting('seq_length', seq_length)}, "
-            "and none with a label in a sequence"
+            f"{of_all}, {longer:,} of them longer than {setting('seq_length', seq_length)}, and none with a "
         )
+        got += "label in a sequence"
         refuse((), got, "one at least", "raise `seq_length`" if longer else "give it a label")
     what = {
         "drop": "dropped",
@@ -229,9 +230,9 @@ def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> 
         f"sequences: {count:,} of {seq_length} tokens, of whole documents, "
         f"{1 - used / (count * seq_length):.0%} padding"
     ]
-    lines += [f"longer than that: {longer:,} of {len(ends):,} documents: {what[long]}"] if longer else []
+    lines += [f"longer than that: {longer:,} of {of_all}: {what[long]}"] if longer else []
     left_out = len(stream) - used
-    return [*lines, f"left out: {left_out:,} tokens that no label needs"] if left_out else lines
+    return [*lines, f"left out: {counted(left_out, 'token')} that no label needs"] if left_out else lines
 
 
 def _write(
@@ -296,22 +297,22 @@ def _write(
                 train = int(ends[max(1, min(at, len(ends) - 2))])  # whole pairs, the last of several held out
             elif not of_bytes and end <= train + min(total // 20, 1 << 20):
                 train = end
-    pairs, turns = counts["pairs"], counts["turns"]
+    pairs, turns, read = counts["pairs"], counts["turns"], len(source.files) - empty - binary
     keys, files_of = (
         named(sorted(x.removeprefix(kind) for x in counts if x.startswith(kind)))
         for kind in ("key ", "file ")
     )
     said = (
-        (pairs, f"learned: {counts['learned']:,} of {total:,}, in {pairs:,} documents not all"),
+        (pairs, f"learned: {counts['learned']:,} of {total:,}, in {counted(pairs, 'document')} not all"),
         (
             empty + binary,
             f"left out: {empty:,} empty and {binary:,} binary files{files_of and ': ' + files_of}",
         ),
         (keys, f"left out: keys of records that are not read: {keys}"),
-        (turns, f"left out: {turns:,} messages after the last turn of the assistant"),
+        (turns, f"left out: {counted(turns, 'message')} after the last turn of the assistant"),
     )
     meta = {
-        "counted": f"{len(source.files) - empty - binary:,} files, {counts['documents']:,} documents",
+        "counted": f"{counted(read, 'file')}, {counted(counts['documents'], 'document')}",
         "lines": [line for count, line in said if count],
         **{"held_out": where, "train": train, "masked": pairs > 0},
     }

@@ -15,6 +15,7 @@ import numpy as np
 from attrs import asdict, define, evolve, field, frozen
 
 from zfunc.checkpoint.strict_json import Count, JsonNode
+from zfunc.core.display import counted
 from zfunc.train.data.corpus import Corpus, TokenStream, permute
 from zfunc.train.data.documents import TABLES, File, named, stream_files, table_rows
 from zfunc.train.data.formats import lines_after, parsed
@@ -122,7 +123,8 @@ def open_stream(
     begin = TokenStream(ids, None if (first >= 0).all() else first >= 0, str(path))
     keys = named(sorted(x.removeprefix("key ") for x in counts if x.startswith("key ")))
     size = sum(x.stat().st_size for _, x in files)
-    lines = [f"{path}: a stream of {len(files):,} files, {size:,} bytes: {named(x for x, _ in files)}"]
+    all_files = counted(len(files), "file")
+    lines = [f"{path}: a stream of {all_files}, {size:,} bytes: {named(x for x, _ in files)}"]
     lines += [f"left out: {named(left_out)}"] if left_out else []
     lines += [f"left out: keys of records that are not read: {keys}"] if keys else []
     packed = PackedStream(source(), tokens, seq_length=seq_length, batch_size=batch_size)

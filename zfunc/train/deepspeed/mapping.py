@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 from attrs import evolve, field, frozen
 
+from zfunc.core.display import counted
 from zfunc.core.setting_values import DISK
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import two_tiers
@@ -268,7 +269,7 @@ def batch_sizes(
         steps = max(1, train // (micro * world)) if train and micro else 1
     if micro is None:
         micro = max(1, (train or 1) // (steps * world))
-    product = f"{micro} x {steps} micro-batches x {world} ranks"
+    product = f"{micro} x {counted(steps, 'micro-batch')} x {counted(world, 'rank')}"
     if train not in (None, micro * steps * world):
         raise ValueError(
             f"{values.source}: got {TRAIN} {train}, expected {product} = {micro * steps * world}: correct {TRAIN}, "
