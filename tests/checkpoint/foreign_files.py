@@ -112,13 +112,14 @@ def save_trainer(folder: Path, model: Small, optimizer: Any) -> None:
     dcp.save({"optimizer": moments}, checkpoint_id=folder / "optimizer_0", no_dist=True)
 
 
-def save_by_number(folder: Path, model: Small, optimizer: Any) -> None:
-    """What a Trainer of one process writes."""
+def save_by_number(folder: Path, model: Small, optimizer: Any, *, zipped: bool = True) -> None:
+    """What a Trainer of one process writes; before torch 1.6 in files that are not `zipped`."""
     folder.mkdir()
     save_file(
         {x: t for x, t in model.state_dict().items() if x != "head.weight"}, folder / "model.safetensors"
     )
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    given: dict[str, Any] = {"_use_new_zipfile_serialization": zipped}
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt", **given)
 
 
 def save_by_name(folder: Path, model: Small, optimizer: Any) -> None:
@@ -197,6 +198,13 @@ def save_deepspeed(
             )
 
 
+def save_zero_steps(folder: Path, model: nn.Module, optimizer: Any) -> None:
+    """A folder of steps of DeepSpeed, without its file `latest`, of which the last is not the last by name."""
+    for step, ranks in ((9, 1), (10, 2)):
+        save_deepspeed(folder / f"global_step{step}", model, optimizer, stage=2, ranks=ranks)
+    (folder / "global_step9" / "mp_rank_00_model_states.pt").unlink()
+
+
 def zero_states(
     kinds: Any, groups: Any, rank: int, ranks: int, value: Callable[..., Any], *, third: bool
 ) -> dict[str, Any]:
@@ -247,6 +255,8 @@ SAVED: dict[str, Callable[[Path, Small, Any], None]] = {
     "trainer": save_trainer,
     "trainer, one process": save_by_number,
     "trainer, full state": save_by_name,
+    "trainer, torch before 1.6": lambda *given: save_by_number(*given, zipped=False),
+    "zero 2, without its pointer": save_zero_steps,
     "universal": lambda *given: save_deepspeed(*given, stage=0),
     **{f"zero {n}": lambda *given, n=n: save_deepspeed(*given, stage=n) for n in (1, 2, 3)},
 }

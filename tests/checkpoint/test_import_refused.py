@@ -178,12 +178,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
     "one rank of two": (
         "zero 2",
         lambda x: (x / RANK_1).unlink(),
-        "states of 1 ranks, expected those of 2: copy",
+        "states of 1 rank, expected those of 2: copy",
     ),
     "one rank of two, 3": (
         "zero 3",
         lambda x: (x / RANK_1).unlink(),
-        "states of 1 ranks, expected those of 2: copy",
+        "states of 1 rank, expected those of 2: copy",
     ),
     "no moment of a parameter": (
         "universal",
@@ -219,6 +219,21 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         ),
         r"theirs: got records that have another form \(TypeError: .*\), expected those that its.*: copy",
     ),
+    "a place of no number": (
+        "zero 2",
+        lambda x: edit(
+            x / RANK_1,
+            lambda saved: vars(
+                saved["optimizer_state_dict"]["param_slice_mappings"][0]["embed.weight"]
+            ).update(numel=None),
+        ),
+        r"theirs: got records that have another form \(TypeError: .*NoneType.*\), expected those",
+    ),
+    "ties in another form": (
+        "zero 2",
+        lambda x: edit(x / MODEL, lambda saved: saved.update(shared_params=torch.ones(2))),
+        r"theirs: got records that have another form \(AttributeError: .*\), expected those",
+    ),
     "code in ZeRO": (
         "zero 1",
         lambda x: edit(x / MODEL, lambda saved: saved.update(client=Runs())),
@@ -244,6 +259,21 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda x: torn(x / "optimizer.pt"),
         "optimizer.pt: got no readable tensors",
     ),
+    "empty optimizer": (
+        "trainer, one process",
+        lambda x: (x / "optimizer.pt").write_bytes(b""),
+        "optimizer.pt: got an empty file, expected one that torch.save wrote: copy the checkpoint again",
+    ),
+    "a pointer of git lfs": (
+        "trainer, one process",
+        lambda x: (x / "optimizer.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1"),
+        "optimizer.pt: got a file that begins with b'version https://', expected one that torch.save wrote",
+    ),
+    "code in an old file": (
+        "trainer, one process",
+        lambda x: torch.save({"state": Runs()}, x / "optimizer.pt", _use_new_zipfile_serialization=False),
+        "got a pickle of .*print.*: if you trust .*`allow_pickle`",
+    ),
     "torn weights": (
         "trainer, one process",
         lambda x: torn(x / "model.safetensors"),
@@ -267,7 +297,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
     "a step in words": (
         "trainer, one process",
         lambda x: edit(x / "optimizer.pt", lambda saved: saved["state"][0].update(step="three")),
-        r"theirs: got records that have another form \(ValueError: .*three.*\), expected those that its.*: copy",
+        "theirs: got step 'three' of 'embed.weight', expected a number of updates: copy",
     ),
     "Adam in 8 bits": (
         "trainer, one process",
@@ -332,6 +362,46 @@ def test_what_cannot_be_taken_up_is_refused_with_what_to_do(
         import_run(source, out, segments=segments(), groups=GROUPS)
     assert "executed" not in capsys.readouterr().out
     assert not out.exists() or not [*out.glob("step-*")]
+
+
+def test_a_quantized_model_of_a_run_without_adapters_is_refused_with_what_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """zfunc import has no option for adapters: their configuration is in the run's folder."""
+    transformers = pytest.importorskip("transformers")
+    model, theirs = tmp_path / "model", tmp_path / "theirs"
+    small: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+    }
+    config = transformers.LlamaConfig(**small, num_attention_heads=2, num_key_value_heads=2)
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    config.save_pretrained(model)
+    save_by_number(theirs, *trained())
+    capsys.readouterr()
+    assert main(["import", str(theirs), "--hf", str(model), "--out", str(tmp_path / "taken")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "which is quantized, for" in said
+    assert (
+        "without adapter_config.json, expected the model in 16 bits that training began with: name that"
+        in said
+    )
+    assert "lora" not in said
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("a bug")])
+def test_an_error_of_a_reader_is_none_of_the_files(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    SAVED["trainer, one process"](tmp_path / "theirs", *trained())
+    monkeypatch.setattr("zfunc.checkpoint.trainer_files._by_name", fails)
+    with pytest.raises(type(error), match="^a bug$"):
+        import_run(tmp_path / "theirs", tmp_path / "taken", segments=segments(), groups=GROUPS)
 
 
 def test_pickles_are_run_where_that_is_asked_for_by_name(

@@ -7,6 +7,7 @@ neighbours as complex numbers in a Llama and halves of a head in Qwen3.
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -159,7 +160,7 @@ def test_a_model_of_torchtitan_goes_on_as_that_of_transformers(kind: str, form: 
     model, optimizer = trained(kind, form != "older")
     save(tmp_path / "theirs", model, optimizer, fused="fused" in form)
     config, own = zfunc.hf.describe(theirs(kind))
-    taken = import_run(tmp_path / "theirs", tmp_path / "taken", segments=own, head_dim=HEAD_DIM[kind])
+    taken = import_run(tmp_path / "theirs", tmp_path / "taken", segments=own)
     program = zfunc.compile(own, precision="fp32", device="cpu", optimizer=zfunc.AdamW(**RATE))
     state = zfunc.load(taken.path.parent, program)
     assert (taken.step, state.step) == (3, 3)
@@ -181,15 +182,21 @@ def test_the_size_of_a_head_is_that_of_the_model_and_another_is_refused(
     transformers.LlamaForCausalLM(theirs("Llama")).save_pretrained(tmp_path / "model")
     command = ["import", str(tmp_path / "theirs"), "--hf", str(tmp_path / "model"), "--out"]
     assert main([*command, str(tmp_path / "taken"), "--head-dim", "16"]) == 2
-    assert "--head-dim: got 16, expected 8, as in" in capsys.readouterr().err
+    assert "--head-dim: got 16, expected 8, as the model has it: leave it out" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "taken")]) == 0
     assert "torchtitan's names of a llama3" in capsys.readouterr().out
     own = zfunc.hf.describe(theirs("Llama"))[1]
+    for wrong in (4, 16):  # which divide all rows
+        with pytest.raises(
+            ValueError, match=f"head_dim: got {wrong}, expected 8, as the model has it: leave"
+        ):
+            import_run(tmp_path / "theirs", tmp_path / "other", segments=own, head_dim=wrong)
+    silent = [attrs.evolve(x, module=None) for x in own]
     for wrong in (None, 1, 5):
         with pytest.raises(
             CheckpointError, match=r"for 'layers.0.*wq.weight', .* divides 32 rows: pass `head_dim`"
         ):
-            import_run(tmp_path / "theirs", tmp_path / "other", segments=own, head_dim=wrong)
+            import_run(tmp_path / "theirs", tmp_path / "other", segments=silent, head_dim=wrong)
 
 
 def test_moments_of_torchtitans_fused_queries_keys_and_values_are_divided_as_its_weights(

@@ -139,7 +139,7 @@ def open_dcp(folder: Path, *, head_dim: int | None = None) -> ForeignRun:
         reject(
             folder, f"{amsgrad!r} of AMSGrad", "Adam or AdamW without it", "train on without amsgrad first"
         )
-    steps = ((m["name"], float(places[key].read(key))) for key, m in found.items() if m["kind"] == "step")
+    steps = ((m["name"], places[key].read(key)) for key, m in found.items() if m["kind"] == "step")
     step = one_step(folder, steps)
     moments: dict[str, dict[str, ForeignTensor]] = {}
     for key, m in found.items():

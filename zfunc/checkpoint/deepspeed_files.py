@@ -29,6 +29,7 @@ from zfunc.checkpoint.foreign_run import (
     one_step,
     own_name,
 )
+from zfunc.core.display import counted
 
 FP32 = "fp32"  # beside MOMENTS: the master weights
 _RANK = re.compile(r"(?:bf16_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
@@ -53,7 +54,7 @@ class _Shard:
     """One rank's ZeRO partition: fp32 weights and moments, each a flat tensor for every parameter group."""
 
     flat: Mapping[str, Sequence[Tensor]]
-    steps: Sequence[float]
+    steps: Sequence[Any]
     places: Sequence[Mapping[str, Any]]  # of stages 1 and 2: where a parameter's elements are in each group
     ranks: int
 
@@ -76,7 +77,7 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
     )
     if (folder / "zero").is_dir():
         steps, parts = _universal(folder, shapes, allow_pickle)
-        steps = steps or [("the run", float(model["global_steps"] - model["skipped_steps"]))]
+        steps = steps or [("the run", model["global_steps"] - model["skipped_steps"])]
     else:
         steps, parts = _zero(folder, shapes, model.get("dp_world_size"), allow_pickle)
     kinds = {
@@ -87,7 +88,8 @@ def open_deepspeed(folder: Path, *, allow_pickle: bool = False) -> ForeignRun:
     for name in frozen:
         own = [([x["frozen_param_fragments"][name].flatten()], 0, prod(frozen[name])) for x in models]
         weights[own_name(name)] = _tensor(folder, name, frozen[name], own)
-    tied = {own_name(x): own_name(y) for x, y in dict(model.get("shared_params") or {}).items()}
+    shared: Any = {} if model.get("shared_params") is None else model["shared_params"]
+    tied = {own_name(x): own_name(y) for x, y in shared.items()}
     of_frozen, buffers = {*map(own_name, frozen)}, {*(model.get("buffer_names") or ())}
     for name, value in model["module"].items():  # stage 1 has frozen parameters here, stage 3 empty tensors
         own = own_name(name)
@@ -114,7 +116,8 @@ def _files(folder: Path, kind: str) -> list[Path]:
         )
     files = sorted(found, key=lambda x: int(found[x][1] or 0))
     if [int(found[x][1] or 0) for x in files] != [*range(len(files))]:
-        reject(folder, f"{len(files)} files up to {files[-1].name}", "those of all ranks", COPY_AGAIN)
+        got = f"{counted(len(files), 'file')} up to {files[-1].name}"
+        reject(folder, got, "those of all ranks", COPY_AGAIN)
     return files
 
 
@@ -125,7 +128,7 @@ def _load(file: Path, allow_pickle: bool, *kinds: type[Any]) -> Any:
 
 def _zero(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], world: int | None, allow_pickle: bool
-) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
+) -> tuple[list[tuple[str, Any]], dict[str, dict[str, Parts]]]:
     """Read the ZeRO files of `world` ranks (None: as many as the files say). Returns pairs ("rank N", step),
     for each parameter group of a rank; and the ranks' parts by kind of state ("exp_avg") and parameter."""
     files = _files(folder, "optim")
@@ -134,7 +137,7 @@ def _zero(
     if len(files) != world:
         reject(
             folder,
-            f"optimizer states of {len(files)} ranks",
+            f"optimizer states of {counted(len(files), 'rank')}",
             f"those of {world}",
             "copy the files of all ranks",
         )
@@ -155,7 +158,7 @@ def _zero(
 def _places(shard: _Shard, name: str) -> Iterator[tuple[int, int, int]]:
     for g, group in enumerate(shard.places):
         if (place := group.get(name)) is not None:
-            yield g, place.start, place.numel
+            yield g, index(place.start), index(place.numel)
 
 
 def _shard(file: Path, saved: Any) -> _Shard:
@@ -171,22 +174,20 @@ def _shard(file: Path, saved: Any) -> _Shard:
             do = "import takes up Adam and AdamW; begin others from their weights"
             reject(file, f"no {kind} of each group of parameters", f"{', '.join(MOMENTS)}", do)
     groups: list[Any] = inner.get("param_groups") or [{}]
-    steps = [
-        float(x.get("step", groups[min(n, len(groups) - 1)].get("step", -1))) for n, x in enumerate(states)
-    ]
+    steps = [x.get("step", groups[min(n, len(groups) - 1)].get("step", -1)) for n, x in enumerate(states)]
     ranks: Any = saved.get("partition_count", 1)
     flat = {FP32: weights, **{kind: [x[kind] for x in states] for kind in MOMENTS}}
     if other := [x for own in flat.values() for x in own if not isinstance(x, Tensor) or x.ndim != 1]:
         reject(file, f"a group of {type(other[0]).__name__}", "a flat tensor of each group", COPY_AGAIN)
-    return _Shard(flat, steps, places, int(ranks if isinstance(ranks, int) else ranks[0]))
+    return _Shard(flat, steps, [*places], index(ranks if isinstance(ranks, int) else ranks[0]))
 
 
 def _universal(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], allow_pickle: bool
-) -> tuple[list[tuple[str, float]], dict[str, dict[str, Parts]]]:
+) -> tuple[list[tuple[str, Any]], dict[str, dict[str, Parts]]]:
     """Read a universal checkpoint. Returns pairs (parameter name, step), one for each parameter with a step;
     and by kind of state ("exp_avg", say), then parameter name, the values, as a single part."""
-    steps: list[tuple[str, float]] = []
+    steps: list[tuple[str, Any]] = []
     parts: dict[str, dict[str, Parts]] = {kind: {} for kind in (FP32, *MOMENTS)}
     for name in shapes:
         for kind, own in parts.items():
@@ -198,7 +199,7 @@ def _universal(
             elif kind == FP32:
                 reject(file, "no such file", "the fp32 weights of each trained parameter", COPY_AGAIN)
         file = folder / "zero" / name / "step.pt"
-        steps += [(name, float(_load(file, allow_pickle, Tensor, int, float)))] if file.is_file() else []
+        steps += [(name, _load(file, allow_pickle, Tensor, int, float))] if file.is_file() else []
     return steps, parts
 
 

@@ -20,6 +20,10 @@ from zfunc.checkpoint.durable_files import os_errors_as, reject
 from zfunc.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_BEGINS = (
+    b"PK",
+    pickle.dumps(torch.serialization.MAGIC_NUMBER, 2),
+)  # files of torch.save: since 1.6, and before
 COPY_AGAIN = "copy the checkpoint again, or take an earlier one"
 NEW_MOMENTS = "begin with new moments: train from the weights, which `hf` or zfunc.init(params=...) take"
 _WRAPPERS = re.compile(
@@ -79,11 +83,16 @@ def own_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def one_step(place: Path, steps: Iterable[tuple[str, float]]) -> int:
-    """The step that all of `steps`, pairs (name, step), agree on. Raises CheckpointError if two differ or
-    there is none; errors name `place`."""
+def one_step(place: Path, steps: Iterable[tuple[str, Any]]) -> int:
+    """The step that all of `steps`, pairs (name, step), agree on. Raises CheckpointError if two differ, one is no
+    number or there is none; errors name `place`."""
     first: tuple[str, float] | None = None
-    for name, step in steps:
+    for name, saved in steps:
+        try:
+            step = float(saved)
+        except (RuntimeError, TypeError, ValueError):
+            got = f"step {saved!r:.99} of {name!r}"
+            reject(place, got, "a number of updates", COPY_AGAIN)
         first = first or (name, step)
         if step != first[1] or not step.is_integer():
             got = f"step {first[1]:g} of {first[0]!r} and {step:g} of {name!r}"
@@ -95,12 +104,11 @@ def one_step(place: Path, steps: Iterable[tuple[str, float]]) -> int:
 
 @contextmanager
 def reading_records(place: Path) -> Generator[None, None, None]:
-    """A context that turns errors of taking apart what `place` has saved into CheckpointError, with what to do."""
+    """A context that turns errors of taking apart what `place` has saved, by names, numbers and attributes that it
+    lacks, into CheckpointError, with what to do."""
     try:
         yield
-    except CheckpointError:
-        raise
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError) as error:
         got = f"records that have another form ({type(error).__name__}: {error!s:.200})"
         reject(place, got, "those that its program saves", COPY_AGAIN)
 
@@ -131,7 +139,13 @@ def load_pickle(
     CheckpointError for another object, and unless `allow_pickle` for a pickle of anything but tensors, numbers,
     texts and `classes`."""
     with reading_pickle(file), torch.serialization.safe_globals([] if allow_pickle else [*classes]):
-        found = torch.load(file, map_location="cpu", mmap=True, weights_only=not allow_pickle)
+        with file.open("rb") as opened:
+            first = opened.read(16)
+        if not first.startswith(_BEGINS):
+            got = f"a file that begins with {first!r}" if first else "an empty file"
+            reject(file, got, "one that torch.save wrote", COPY_AGAIN)
+        mmap = first.startswith(_BEGINS[0])  # files of torch before 1.6 are read whole
+        found = torch.load(file, map_location="cpu", mmap=mmap, weights_only=not allow_pickle)
     if not isinstance(found, (*kinds,)):
         expected = " or ".join(f"a {x.__name__}" for x in kinds)
         reject(file, f"a {type(found).__name__}", f"{expected}, as its program saves it", COPY_AGAIN)

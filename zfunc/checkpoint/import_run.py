@@ -34,7 +34,7 @@ from zfunc.checkpoint.foreign_run import (
 from zfunc.checkpoint.manifest import BUFFER, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo, create_shard, cut
 from zfunc.checkpoint.strict_json import MAX_INT
-from zfunc.checkpoint.torchtitan import EMBEDDING, as_transformers
+from zfunc.checkpoint.torchtitan import EMBEDDING, as_transformers, head_dim_of
 from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.display import counted
@@ -45,7 +45,8 @@ from zfunc.runtime.torch_dtypes import SAFETENSORS_TYPES
 from zfunc.values import whole
 
 _POINTERS = ("latest_universal", "latest")  # files of DeepSpeed with the name of the folder of the last step
-_STEP = re.compile(r"(?:step|checkpoint)-(\d+)")  # of torchtitan and Trainer: a folder with one step
+# A folder with one step: of torchtitan, of Trainer, and of DeepSpeed where its pointer was not copied.
+_STEP = re.compile(r"(?:step-|checkpoint-|global_step)(\d+)(?:_universal)?")
 _EXPECTED = "a DCP, or a checkpoint of DeepSpeed or Trainer"
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
 log = logging.getLogger("zfunc")
@@ -91,8 +92,8 @@ class FoundRun:
 
 def find_run(source: str | os.PathLike[str]) -> FoundRun:
     """Find the checkpoint of another program in folder `source`: a DCP, or one of DeepSpeed or Trainer. Of a
-    folder with folders such as step-500 (torchtitan) or checkpoint-500 (Trainer), the last that has a checkpoint
-    is taken. Raises CheckpointError, with what to do, if there is none."""
+    folder with folders such as step-500 (torchtitan), checkpoint-500 (Trainer) or global_step500 (DeepSpeed), the
+    last that has a checkpoint is taken. Raises CheckpointError, with what to do, if there is none."""
     source = Path(source)
     if source.is_file():
         do = "name the checkpoint's folder; save what torch.save wrote as a DCP"
@@ -167,23 +168,25 @@ def import_run(
     DeepSpeed's files call frozen. Of a folder of steps (step-500, checkpoint-500) the last is taken, as by
     `find_run`, whose result `source` may be. `groups`, which optimizer.pt needs, are the names of the parameters
     in each group of the optimizer, in its order (`zfunc.hf.trainer_groups`). `head_dim` is the size of an
-    attention head, which torchtitan's moments of queries, keys and values in one tensor need, and a Llama of
-    torchtitan that goes on as that of transformers. `sequences` is where the data goes on, by default what the
-    files say, or 0.
+    attention head, by default that of the modules of `segments`: torchtitan's moments of queries, keys and values
+    in one tensor need it, and a Llama of torchtitan that goes on as that of transformers. `sequences` is where the
+    data goes on, by default what the files say, or 0.
 
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
 
-    Raises ValueError if `out` holds anything or for a bad `sequences`, and CheckpointError, with what to do, for
-    files that are missing or torn, a parameter without moments, one of another shape, one that the model does not
-    have, and a pickle of more than tensors and numbers unless `allow_pickle`. Then `out` has no checkpoint.
+    Raises ValueError if `out` holds anything, for a bad `sequences` and for another `head_dim` than the model's;
+    CheckpointError, with what to do, for files that are missing or torn, a parameter without moments, one of
+    another shape, one that the model does not have, and a pickle of more than tensors and numbers unless
+    `allow_pickle`. Then `out` has no checkpoint.
     """
     if sequences is not None:
         whole("sequences", sequences, 0, MAX_INT)
     found, out = source if isinstance(source, FoundRun) else find_run(source), Path(out)
     check_new(out)
-    run = found.open(groups=groups, head_dim=head_dim, allow_pickle=allow_pickle)
     segments = [*segments]
+    head_dim = head_dim_of(segments, head_dim)
+    run = found.open(groups=groups, head_dim=head_dim, allow_pickle=allow_pickle)
     if run.adapters and not any(is_adapter(p.name) for s in segments for p in s.parameters):
         do = "write adapter_config.json into the folder that you name, by peft_config.save_pretrained(folder), and "
         do += "pass `hf`; in Python pass segments, of zfunc.hf.load(hf, lora=peft_config)"

@@ -5,16 +5,17 @@ As its own files models/*/state_dict_adapter.py have it. Moments of Adam have th
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from attrs import evolve, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.foreign_run import ForeignRun, ForeignTensor
+from zfunc.errors import refuse
 
 EMBEDDING = "tok_embeddings.weight"  # of torchtitan's models, and of no model of transformers
 _FUSED = re.compile(r"(.*\.)wqkv\.(weight|bias)")  # a parameter that torchtitan saves as three
@@ -43,6 +44,21 @@ FAMILIES = {  # a run is of the first that has all its names
     "llama3": Family(_LLAMA, ("self_attn.q_proj", "self_attn.k_proj")),
     "qwen3": Family({**_LLAMA, **{f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}}),
 }
+
+
+def head_dim_of(segments: Iterable[Any], given: int | None) -> int | None:
+    """The size of an attention head: `given`, else the `head_dim` of the modules of `segments`. Raises ValueError
+    for a `given` that no module has: it may divide all rows, and take them apart at wrong places."""
+    modules = (m for s in segments if s.module is not None for m in s.module.modules())
+    known = {x for m in modules if isinstance(x := getattr(m, "head_dim", None), int)}
+    if known and given not in (None, *known):
+        refuse(
+            "head_dim",
+            f"{given}",
+            f"{' or '.join(map(str, sorted(known)))}, as the model has it",
+            "leave it out",
+        )
+    return known.pop() if given is None and len(known) == 1 else given
 
 
 def as_transformers(run: ForeignRun, head_dim: int | None) -> ForeignRun:

@@ -61,7 +61,7 @@ def open_trainer(
         expected = f"{' and '.join(MOMENTS)}, as torch's Adam and AdamW have them"
         reject(file, f"{', '.join(map(str, first))} of a parameter", expected, NEW_MOMENTS)
     moments = {x: {k: foreign_tensor(own[k]) for k in MOMENTS if k in own} for x, own in state.items()}
-    step = one_step(folder, ((x, float(own["step"])) for x, own in state.items() if "step" in own))
+    step = one_step(folder, ((x, own["step"]) for x, own in state.items() if "step" in own))
     adapters = adapters_in(folder) is not None
     return ForeignRun(folder, step, _weights(folder, adapters, allow_pickle), moments)
 
@@ -70,7 +70,7 @@ def _is_state(saved: Any) -> bool:
     """Whether `saved` has the form of an optimizer's state dict whose moments are tensors."""
     try:
         states, lists = [*saved["state"].values()], [x["params"] for x in saved["param_groups"]]
-        moments = [own[k] for own in states for k in MOMENTS if k in own]
+        moments = [own.get(k) for own in states for k in {*MOMENTS} & {*own.keys()}]
     except (AttributeError, KeyError, TypeError):
         return False
     forms = (states, dict), (lists, list), (moments, Tensor)

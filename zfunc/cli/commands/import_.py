@@ -9,7 +9,7 @@ from attrs import NOTHING, frozen
 from zfunc.cli.parser import EXIT_OK, Command
 from zfunc.cli.terminal import logged
 from zfunc.core.display import counted
-from zfunc.errors import refuse
+from zfunc.errors import SettingError, refuse
 from zfunc.options import count, flag, option, path, zero_or_more
 from zfunc.runtime.memory_limits import check_addresses
 
@@ -82,7 +82,7 @@ def run_import(settings: ImportSettings) -> int:
         if settings.quantize is not None and lora is None:
             got = f"it for {found.folder}, which has no adapter_config.json"
             refuse("quantize", got, "a run of adapters", "name its folder, or leave it out")
-        segments, groups, head_dim = (), (), settings.head_dim
+        segments, groups = (), ()
         if settings.hf is not None:
             from zfunc.models import hf
             from zfunc.train.pretrained import names_in
@@ -92,22 +92,26 @@ def run_import(settings: ImportSettings) -> int:
                 "quantize": settings.quantize,
                 "quantize_parameters": names_in(settings.quantize_parameters),
             }
-            config, segments = hf.load(settings.hf, **given, **packed)
-            head_dim = getattr(config, "head_dim", None) or head_dim
-            if settings.head_dim not in (None, head_dim):
-                refuse("head_dim", f"{settings.head_dim}", f"{head_dim}, as in {settings.hf}", "leave it out")
+            try:
+                _, segments = hf.load(settings.hf, **given, **packed)
+            except SettingError as error:
+                if lora is not None or error.names != ("quantize",):
+                    raise
+                got = f"{settings.hf}, which is quantized, for {found.folder} without adapter_config.json"
+                do = "name that; of a run of adapters copy adapter_config.json there"
+                refuse("hf", got, "the model in 16 bits that training began with", do, cause=error)
             groups = hf.trainer_groups(settings.hf, **given) if "groups" in found.takes else ()
         x = import_run(
             found,
             settings.out,
             segments=segments,
             groups=groups,
-            head_dim=head_dim,
+            head_dim=settings.head_dim,
             sequences=settings.sequences,
             allow_pickle=settings.allow_pickle,
         )
     parameters = counted(x.parameters, "parameter")
-    print(f"written: {x.path}: {parameters} of step {x.step}, after {x.sequences:,} sequences")
+    print(f"written: {x.path}: {parameters} of step {x.step}, after {counted(x.sequences, 'sequence')}")
     if lora is not None and settings.hf is not None:
         print(f"adapters: {adapter_flags(lora)}")
     return EXIT_OK
