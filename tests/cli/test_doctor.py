@@ -49,7 +49,7 @@ def test_the_command_tells_everything(capsys: Out) -> None:
     assert [*lines][: len(NAMES)] == NAMES
     assert len(lines) > len(NAMES), "a line for the devices"
     for name, words in zip(
-        NAMES, ("torch", "kernel in", "local ranks", "may be pinned", "", "reads "), strict=True
+        NAMES, ("torch", "kernel in", "local rank", "may be pinned", "", "reads "), strict=True
     ):
         assert words in lines[name]
     swept = "50.0 GB/s over 1.0 GiB of memory; the Adam kernel reaches 30%"
