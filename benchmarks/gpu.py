@@ -57,6 +57,46 @@ ITEMS = (
         160,
     ),
     Item(
+        "calibrate",
+        "zfunc",
+        "calibrate --device {device} --out {profile} --folder {results}",
+        f"--num-layers 2 --precision bf16 --moments 8bit --turns 8 {WIDE}",
+        "--num-layers 1 --precision fp32 --turns 3 --vocab-size 64 --hidden-size 128 --seq-length 32",
+        120,
+    ),
+    Item(
+        "deepspeed-1.3b",
+        "benchmarks.side_by_side",
+        "--device {device} --json {results}",
+        "--size 1.3b",
+        '--size toy --steps 4 --warmup 1 --batch-size 2 --contestants "zfunc,FSDP2,torchao bf16"',
+        470,
+    ),
+    Item(
+        "planned",
+        "benchmarks.planned",
+        "--device {device} --hardware {profile} --json {results}",
+        "--set ten",
+        "--set toy --turns 1 --warmup 1",
+        470,
+    ),
+    Item(
+        "hf-8b",
+        "benchmarks.planned",
+        "--device {device} --hardware {profile} --json {results}",
+        "--set hf-8b --turns 3 --limit 150",
+        "--set hf-toy --turns 1 --warmup 1",
+        470,
+    ),
+    Item(
+        "deepspeed-largest",
+        "benchmarks.side_by_side",
+        "--size largest --device {device} --json {results}",
+        "--steps 4 --warmup 1",
+        f'{TOY_GPT} --vocab-size 64 --host-gb 0.0002 --steps 2 --warmup 1 --contestants "zfunc 8bit"',
+        470,
+    ),
+    Item(
         "attention",
         "benchmarks.experiments",
         "attention --device {device} --json {results}",
@@ -79,14 +119,6 @@ ITEMS = (
         "--num-layers 2",
         f"{TOY_GPT} --num-layers 1 --turns 2 --precision fp32",
         90,
-    ),
-    Item(
-        "calibrate",
-        "zfunc",
-        "calibrate --device {device} --out {profile} --folder {results}",
-        f"--num-layers 2 --precision bf16 --moments 8bit --turns 8 {WIDE}",
-        "--num-layers 1 --precision fp32 --turns 3 --vocab-size 64 --hidden-size 128 --seq-length 32",
-        120,
     ),
     Item(
         "small-steps",
@@ -137,6 +169,22 @@ ITEMS = (
         "--num-layers 1 --warmup 0 --precision fp32 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 "
         "--rows 64x1,64x4 --kernels default,deterministic",
         200,
+    ),
+    Item(
+        "deepspeed-2.7b",
+        "benchmarks.side_by_side",
+        "--device {device} --json {results}",
+        "--size 2.7b",
+        '--size toy --steps 2 --warmup 1 --batch-size 2 --contestants "zfunc defer"',
+        470,
+    ),
+    Item(
+        "long-rows-1m",
+        "benchmarks.long_rows",
+        "--device {device} --json {results} --warmup 0",
+        "--num-layers 1 --rows 1048576x256",
+        "--num-layers 1 --precision fp32 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --rows 64x8",
+        400,
     ),
     Item(
         "streaming",
@@ -290,15 +338,20 @@ NODE_ITEMS = (
 )
 
 
+# pytest and the processes that these start load the pretend device themselves.
+LOAD_IT = (
+    *("pytest", "benchmarks.launch", "benchmarks.node", "benchmarks.ranks"),
+    *("benchmarks.side_by_side", "benchmarks.planned"),
+)
+
+
 def command(item: Item, args: argparse.Namespace) -> list[str]:
     """The command line of `item`, as a list for `subprocess`."""
     profile = args.results / f"machine-{hardware_name()}-{date.today()}.toml"
     text = f"{item.shared} {item.toy if args.toy else item.full}"
     named = {"device": args.device, "results": args.results, "profile": profile, "gpus": args.gpus}
     arguments = shlex.split(text.format(**named))
-    # pytest and the processes that these start load the pretend device themselves.
-    loads_itself = item.module in ("pytest", "benchmarks.launch", "benchmarks.node", "benchmarks.ranks")
-    wrapper = ["benchmarks.on_pretend"] if args.device == "pretend" and not loads_itself else []
+    wrapper = ["benchmarks.on_pretend"] if args.device == "pretend" and item.module not in LOAD_IT else []
     launcher = ["torch.distributed.run", "--nproc-per-node", str(args.gpus), "-m"] if item.ranks else []
     return [sys.executable, "-m", *launcher, *wrapper, item.module, *arguments]
 
@@ -321,7 +374,12 @@ def run(item: Item, args: argparse.Namespace) -> dict[str, Any]:
     process = subprocess.Popen(
         line,
         cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **dict(x.split("=") for x in item.variables.split())},
+        env={
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # of ninja, which builds extensions
+            **dict(x.split("=") for x in item.variables.split()),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

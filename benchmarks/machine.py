@@ -57,14 +57,20 @@ def hardware_name() -> str:
     return (machine["accelerator"] or f"cpu{machine['cores']}").lower().replace(" ", "-")
 
 
+def result_path(json_path: str, name: str) -> Path:
+    """The file of results `name`: `json_path`, or in that folder one named by hardware and date."""
+    path = Path(json_path)
+    if path.is_dir() or not path.suffix:
+        path = path / f"{name}-{hardware_name()}-{date.today()}.json"
+    return path
+
+
 def write(json_path: str | None, name: str, results: Any) -> None:
     """Write `results` as JSON to the file `json_path`, or in that folder, named by hardware and date."""
     if json_path is None:
         return
-    path = Path(json_path)
-    if path.is_dir() or not path.suffix:
-        path.mkdir(parents=True, exist_ok=True)
-        path = path / f"{name}-{hardware_name()}-{date.today()}.json"
+    path = result_path(json_path, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": describe(), "results": results}, indent=2, default=str) + "\n")
     print(f"written: {path}")
 

@@ -23,6 +23,7 @@ import torch
 from attrs import asdict, evolve, field, fields, frozen
 
 from benchmarks.machine import make_parser, write
+from benchmarks.planned import own_steps
 from docs.markdown_table import table
 from zfunc.core.dtypes import Precision
 from zfunc.core.hardware import Measured
@@ -41,6 +42,7 @@ from zfunc.planner.profile import Profile, load_profile, replace_figures
 from zfunc.planner.traced_costs import traced_costs
 
 ROWS = Path(__file__).with_suffix(".toml")
+RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "published.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes from here -->", "<!-- to here -->"
 VOCABULARY = 50_257  # of a GPT
@@ -353,8 +355,9 @@ HEADS = ("row", "system", "model", "GPUs", "batch of a rank", "published", "plan
          "zfunc's best")  # fmt: skip
 
 
-def page(results: Sequence[dict[str, Any]], apart: dict[str, str]) -> str:
-    """The generated part of the page: summary, table, facts, sources, and what is not compared (`apart`)."""
+def page(results: Sequence[dict[str, Any]], apart: dict[str, str], own: str = "") -> str:
+    """The generated part of the page: summary, table, facts, our `own` steps, sources, and what is not compared
+    (`apart`)."""
     sources = dict.fromkeys((x["id"], x["system"], x["title"]) for x in results)
     return "\n\n".join(
         [
@@ -362,6 +365,7 @@ def page(results: Sequence[dict[str, Any]], apart: dict[str, str]) -> str:
             table(HEADS, table_rows(results)),
             "Facts of the rows:",
             "\n".join(f"{n}. {fact}" for n, fact in enumerate(facts(results), 1)),
+            *([own] if own else ()),
             "## Sources",
             table(("rows", "system", "where"), sources),
             "## Not compared",
@@ -439,7 +443,7 @@ def main() -> None:
     write(options.json, "published", results)
     print(summary(results))
     if options.page:
-        PAGE.write_text(with_page(page(results, apart)))
+        PAGE.write_text(with_page(page(results, apart, own_steps(RESULTS))))
         print(f"written: {PAGE}")
         plot(results, str(PAGE.with_suffix(".svg")))
 

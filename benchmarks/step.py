@@ -19,7 +19,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -33,6 +33,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zfunc
 from benchmarks.machine import SMALL_GPT, describe, make_parser, quarters, ratios, write
+from zfunc.core.optimizer_state import Moments
+from zfunc.engine.program.program import Program
+from zfunc.engine.trace.segment import Segment
 from zfunc.models.gpt import modules
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.runtime.accelerator import accelerator_type
@@ -40,6 +43,12 @@ from zfunc.runtime.accelerator import accelerator_type
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Contestant = Callable[[tuple[torch.Tensor, torch.Tensor]], float]
+ZERO_2 = {
+    "stage": 2,
+    "offload_optimizer": {"device": "cpu"},
+    "contiguous_gradients": True,
+    "overlap_comm": True,
+}
 
 
 def built(config: GPTConfig) -> list[tuple[str, torch.nn.Module]]:
@@ -47,19 +56,35 @@ def built(config: GPTConfig) -> list[tuple[str, torch.nn.Module]]:
     return list(modules(config))
 
 
-def with_zfunc(config: GPTConfig, args: argparse.Namespace, **settings: Any) -> Contestant:
-    """A contestant: a function that trains one step with zfunc under `settings`."""
-    tied = {"out.weight": "embed.tok.weight"}
-    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in built(config)]
-    program = zfunc.compile(
+def zfunc_program(
+    config: GPTConfig,
+    args: argparse.Namespace,
+    segments: Sequence[Segment] | None = None,
+    moments: Moments = "fp32",
+    **settings: Any,
+) -> Program:
+    """A program of zfunc under `settings`, of `segments`, or of the modules of `config`."""
+    if segments is None:
+        tied = {"out.weight": "embed.tok.weight"}
+        segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in built(config)]
+    return zfunc.compile(
         segments,
-        optimizer=zfunc.AdamW(lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY),
+        optimizer=zfunc.AdamW(lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, moments=moments),
         precision=args.precision,
         clip_norm=CLIP,
         micro_batches=args.micro_batches,
         device=args.device,
         **settings,
     )
+
+
+def with_zfunc(config: GPTConfig, args: argparse.Namespace, **settings: Any) -> Contestant:
+    """A contestant: a function that trains one step with zfunc under `settings`."""
+    return stepping(zfunc_program(config, args, **settings))
+
+
+def stepping(program: Program) -> Contestant:
+    """A contestant: a function that trains one step of `program`, from a new State on."""
     states = [zfunc.init(program)]
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
@@ -113,8 +138,14 @@ def with_torch(config: GPTConfig, args: argparse.Namespace, *, checkpointed: boo
     return step
 
 
-def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
-    """A contestant: one step of DeepSpeed stage 2 with the optimizer offloaded to the CPU."""
+def with_deepspeed(
+    config: GPTConfig,
+    args: argparse.Namespace,
+    model: torch.nn.Module | None = None,
+    zero: Mapping[str, Any] = ZERO_2,
+) -> Contestant:
+    """A contestant: one step of DeepSpeed on `model`, or on that of `config`, with its settings `zero`: stage 2
+    with the optimizer offloaded to the CPU."""
     import deepspeed
 
     settings = {
@@ -126,14 +157,9 @@ def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
             "type": "AdamW",
             "params": {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
         },
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu"},
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-        },
+        "zero_optimization": {**zero},
     }
-    engine, *_ = deepspeed.initialize(model=Whole(config), config=settings)
+    engine, *_ = deepspeed.initialize(model=model or Whole(config), config=settings)
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         total = 0.0

@@ -1,0 +1,156 @@
+"""Rows of a benchmark, each measured by a process of its own, started one after another.
+
+Peaks of device and host are then a row's own. A process that fails, runs over its time or would use up the host's
+memory is noted with its error, and the next runs. Results are written after each row, so a kill loses none.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+LEAST_FREE = 3 << 30  # bytes of the host that a process may not use: below, the kernel ends any process
+POLL = 0.05  # seconds
+SHOWN = 40  # last lines of a process that failed
+RESULT = "RESULT"  # a file: a variable of the process's environment
+
+Row = dict[str, Any]
+
+
+def run_apart(module: str, words: Sequence[str], *, device: str, limit: float) -> Row:
+    """The row that `python -m module words...` leaves by `leave`, or one with its "error"."""
+    wrapper = ["benchmarks.on_pretend"] if device == "pretend" else []
+    before, least = free_bytes(), free_bytes()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result, said = Path(folder, "row.json"), Path(folder, "said")
+        with said.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *wrapper, module, *words],
+                cwd=ROOT,
+                env={**os.environ, RESULT: str(result), "PYTHONUNBUFFERED": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that what it started ends with it
+            )
+            ended = ""
+            try:
+                while process.poll() is None and not ended:
+                    least = min(least, free_bytes())
+                    if time.monotonic() - start > limit:
+                        ended = f"stopped after {limit:.0f} s"
+                    elif least < min(LEAST_FREE, before // 2):
+                        ended = f"stopped, as {least / 1e9:.1f} GB of host memory were left"
+                    time.sleep(POLL)
+            finally:  # an interruption ends it too
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if result.exists():
+            return {
+                **json.loads(result.read_text()),
+                "host_used_bytes": before - least,
+                "whole_seconds": time.monotonic() - start,
+            }
+        lines = [x for x in said.read_text(errors="replace").splitlines() if x.strip()]
+        last = lines[-1].strip() if lines else f"exit code {process.returncode}"
+        return {"error": ended or last, "output": lines[-SHOWN:]}
+
+
+def leave(row: Row) -> None:
+    """Leave `row` to the process that started this one by `run_apart`, else print it."""
+    text = json.dumps(row, default=str)
+    if RESULT in os.environ:
+        Path(os.environ[RESULT]).write_text(text)
+    else:
+        print(text)
+
+
+def each_apart(
+    names: Sequence[str],
+    run: Callable[[str, float], Row],
+    *,
+    seconds: float,
+    limit: float,
+    keep: Callable[[Row], None],
+) -> None:
+    """Give `keep` the row of each of `names` in turn, of `run(name, its limit)`: `limit` seconds each at most,
+    and `seconds` in all; those for which no time is left have an "error" that says so."""
+    end = time.monotonic() + seconds
+    for name in names:
+        left = end - time.monotonic()
+        if left < min(20.0, limit / 2):
+            row: Row = {"error": f"not started: {seconds:.0f} s in all were given"}
+        else:
+            row = run(name, min(limit, left))
+        keep({"name": name, **row})
+
+
+def free_bytes() -> int:
+    """Bytes of host memory that processes can still take, by the kernel's estimate."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("got no MemAvailable in /proc/meminfo, expected it: it is there from Linux 3.14 on")
+
+
+def peaks(device: torch.device) -> Row:
+    """Peak bytes of this process: of the device since `reset_peaks`, of the host since its start.
+
+    What a driver page-locks itself may not count as resident: `pinned_bytes` is what torch's allocator took so,
+    and `host_used_bytes` of `run_apart` what the machine had less while the process ran.
+    """
+    status = Path("/proc/self/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    row: Row = {"host_resident_bytes": int(resident.split()[1]) * 1024}
+    if device.type != "cpu":
+        row["device_bytes"] = torch.accelerator.max_memory_allocated(device)
+        row["device_reserved_bytes"] = torch.accelerator.max_memory_reserved(device)
+    if device.type == "cuda":
+        row["pinned_bytes"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
+    return row
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Begin the peaks of the device anew, with nothing that only the start took in torch's cache."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def synchronized() -> float:
+    """Seconds of a clock, once the device's work is done."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def about() -> Row:
+    """What a result says of its machine: card, versions, the command."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    names = ("deepspeed", "torchao", "transformers", "peft")
+    return {
+        **describe(),
+        **{name: installed(name) for name in names},
+        "command": " ".join(sys.argv),
+        "host_free_bytes": free_bytes(),
+    }
