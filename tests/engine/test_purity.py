@@ -1,5 +1,6 @@
 """A segment is a function: what changes between two calls is refused by name, and so is what would be ignored."""
 
+import copy
 import itertools
 import logging
 import random
@@ -338,6 +339,26 @@ def test_a_change_after_the_first_step_is_logged_once(
                 assert not caplog.records
                 change(module)
     SETTINGS["warmth"], Warm.power = 1.0, 1
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert message.replace("\\", "") in warning
+
+
+@pytest.mark.parametrize(("replaced", "way"), [("kept", "an item of a dict"), ("drop", "an attribute")])
+def test_a_change_in_what_has_replaced_its_equal_is_logged(
+    replaced: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To replace it is no change, and a look sees that it was."""
+    module, (change, message) = Warm(), LATER[way]
+    program = program_of(module)
+    state, batch = zfunc.init(program), regression(4)(0)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        for i in range(5):
+            state, _ = zfunc.train_step(program, state, batch)
+            if i == 1:
+                setattr(module, replaced, copy.copy(getattr(module, replaced)))
+            if i == 2:
+                assert not caplog.records
+                change(module)
     (warning,) = [r.getMessage() for r in caplog.records]
     assert message.replace("\\", "") in warning
 

@@ -118,9 +118,10 @@ def _check_values(program: Program) -> None:
     """
     cache = program.cache
     for segment in program.segments:
-        before, look = cache.looks.get(segment.name), segment.watched.look()
-        if before is not None and cache.costs and before.same(look):
+        before = cache.looks.get(segment.name)
+        if before is not None and cache.costs and before.holds():
             continue
+        look = segment.look()  # at containers, modules and buffers that may have come
         if change := segment.changed() or (before and first_change(before.values, look.values)):
             warn_once(
                 program,

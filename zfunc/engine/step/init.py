@@ -85,7 +85,7 @@ def _initialized(
                 put_weights(buffers, layout, spans[name], values[name], program.ranks)
         del values  # before the next segment's are made
     begin_averages(buffers, layout, program.ranks)
-    program.cache.looks.update((x.name, x.watched.look()) for x in program.segments)
+    program.cache.looks.update((x.name, x.look()) for x in program.segments)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.owner.generation, loss_scale=scale, seed=seed)
 

@@ -157,16 +157,18 @@ def first_change(before: Facts, after: Facts) -> str:
 
 @frozen(eq=False)
 class Look:
-    """A snapshot of a module, cheap to make, to see whether it has changed. `shown`: attributes and values in
-    containers, compared by identity; `numbers`: flags, and how often buffers were written in place; `values`:
-    how often each parameter was, by description."""
+    """A snapshot of a module, cheap to make, to see whether it has changed, made by `of`. `shown`: attributes and
+    values in containers, compared by identity; `numbers`: flags, and how often buffers were written in place;
+    `values`: how often each parameter was, by description."""
 
+    of: "Watched"
     shown: list[Any]
     numbers: list[int]
     values: dict[str, int]
 
-    def same(self, other: "Look") -> bool:
-        """Whether this snapshot of a module and an `other` one show no change."""
+    def holds(self) -> bool:
+        """Whether another snapshot, taken now of the same, shows no change."""
+        other = self.of.look()
         alike = self.numbers == other.numbers and self.values == other.values
         return alike and len(self.shown) == len(other.shown) and all(map(is_, self.shown, other.shown))
 
@@ -186,14 +188,14 @@ class Watched:
         flags = [any(self.empty), *(p.requires_grad for p in self.parameters.values())]
         values = {f"the values of {x}": version_of(p) for x, p in self.parameters.items()}
         shown = [x for space in self.spaces for x in space()]
-        return Look(shown, [*flags, *map(version_of, self.buffers)], values)
+        return Look(self, shown, [*flags, *map(version_of, self.buffers)], values)
 
 
-def watch(module: nn.Module | None, parameters: Mapping[str, Tensor]) -> Watched:
-    """What looks at `module`, with `parameters` by full name, compare; nothing but these if it is None."""
+def look(module: nn.Module | None, parameters: Mapping[str, Tensor]) -> Look:
+    """A snapshot of `module`, with `parameters` by full name; of nothing but these if it is None."""
     modules = [] if module is None else [*module.modules()]
     inside = [x for m in modules for x in vars(m).values() if isinstance(x, dict | list)]
     full = [*map(vars, modules), *(x for x in inside if 0 < len(x) <= MOST)]
     spaces = [x.values if isinstance(x, dict) else x.__iter__ for x in full]
     buffers = [t for m in modules for t in m._buffers.values() if t is not None]
-    return Watched(spaces, [x for x in inside if not x], buffers, parameters)
+    return Watched(spaces, [x for x in inside if not x], buffers, parameters).look()

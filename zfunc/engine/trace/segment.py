@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.cost_trace import nbytes
-from zfunc.engine.trace.facts import Facts, Watched, first_change, held, watch
+from zfunc.engine.trace.facts import Facts, Look, first_change, held, look
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.tensor_memory import Values, byte_range, storage_of
 from zfunc.engine.trace.thread_modes import refuse_inference_mode
@@ -157,10 +157,9 @@ class Segment:
         module, facts = self._source
         return first_change(facts, held(module))
 
-    @cached_property
-    def watched(self) -> Watched:
-        """The source module, for looks at it; only if two looks differ need `changed` be called."""
-        return watch(None if self._source is None else self._source[0], self.origins)
+    def look(self) -> Look:
+        """A snapshot of the source module as it is now; only if it no longer holds need `changed` be called."""
+        return look(None if self._source is None else self._source[0], self.origins)
 
     @property
     def changed_tensors(self) -> dict[str, int]:

@@ -149,7 +149,9 @@ def empty_like_strided(tree: Tree, device: torch.device | str | None = None) -> 
 
 
 def layouts(leaves: Leaves) -> tuple[Any, ...]:
-    """The key of a trace: shape, strides, dtype and device of tensor leaves, type and value of other leaves."""
+    """The key of a trace: shape, strides, dtype and device of tensor leaves, type and value of other leaves. Not
+    which leaves share a storage: a trace has each in a storage of its own, and plans count storages between
+    segments, so they are never too low."""
     return tuple(
         [(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
     )
