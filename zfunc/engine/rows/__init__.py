@@ -6,6 +6,7 @@
     token_operations        which operations are known to keep tokens apart
     constants               what forward makes of no input: for the row, and a tile has its slice
     cut                     the forward of a segment, cut at attention; what cannot pass in tiles
+    expressions             whether two graphs return the same
     tiles                   the passes of a segment whose rows of tokens pass in tiles
     check                   what is not known to keep tokens apart is tried before it trains
     tiled_vjp               forward and backward of a segment in tiles; its evaluation

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.engine.rows.cut import Function, Half, Split, floats_of, forward_graph
+from zfunc.engine.rows.expressions import expression
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
 from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow, Tried
-from zfunc.engine.trace.expressions import expression
 from zfunc.engine.trace.joint_graph import cotangents_of, joint_graph
 from zfunc.engine.trace.segment_vjp import Cotangents, Inputs, SegmentVJP, SegmentWeights
 from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, Values, empty_like_strided

@@ -2,7 +2,6 @@
 
     tensor_memory           which part of a storage a tensor lies in
     graph_cuts              what backward recomputes: a joint graph, cut in two; pieces of any graph
-    expressions             whether two graphs return the same
     pass_options            what passes depend on beside their function: arguments, key and sharing
     segment_vjp             forward and backward of a segment as a value: what they take, return and leave
     joint_graph             forward and backward traced as one graph
