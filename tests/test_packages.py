@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_731,
+    "core": 7_726,
     "schedules and ground": 1_565,
     "runtime": 3_830,
     "optim": 3_218,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 6_204,
     "train": 6_526,
     "cli": 2_798,
-    "tests": 52_528,
+    "tests": 52_529,
     "course": 5_289,
     "benchmarks": 6_251,
     "docs": 1_786,

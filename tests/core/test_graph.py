@@ -365,7 +365,7 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
             assert op.verb != "forward" or updated.issuperset(spec.layout.buckets_of(op.index[1]))
         if not any(spec.places[b].matrices for b in spec.offloaded):
             assert updates == sorted(updates)
-        if not spec.matrix_buckets:
+        if not any(x.matrices for x in spec.places):
             assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
 
 

@@ -375,11 +375,6 @@ class StepSpec:
         return self.settings.defer and self.barrier
 
     @cached_property
-    def matrix_buckets(self) -> tuple[int, ...]:
-        """Ascending indices of the buckets whose updates need whole matrices."""
-        return tuple(x.index for x in self.places if x.matrices)
-
-    @cached_property
     def grad_bytes(self) -> tuple[int, ...]:
         """For each segment, the device bytes of its weights' gradients, as backward returns them: as
         tensors."""
