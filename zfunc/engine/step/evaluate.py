@@ -25,6 +25,7 @@ from zfunc.engine.step.flush import make_deferred_update
 from zfunc.engine.step.run import check_state
 from zfunc.engine.trace.batches import Batch, rows_in, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
+from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.engine.trace.thread_modes import refuse_global_modes
 from zfunc.errors import refuse, setting
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
@@ -159,8 +160,8 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     owned = [x.flat for x in state.buffers.weights.values()]
     owned += [t for constants in program.cache.constants.values() for t in constants.values()]
     owned += [x for r, x in state.buffers.memory.items() if r.role == "module_buffers"]
-    storages = {t.untyped_storage()._cdata for t in owned}
-    return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)
+    storages = {*map(storage_of, owned)}
+    return tree_map_only(Tensor, lambda t: t.clone() if storage_of(t) in storages else t, output)
 
 
 def outputs(

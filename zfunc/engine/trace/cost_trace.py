@@ -136,14 +136,12 @@ class AllocationTracker(TorchDispatchMode):
 
     def _count(self, t: Tensor, nbytes: int) -> None:
         """Count the memory of the new tensor `t`, which has `nbytes` bytes."""
-        storage = t.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes:
+        if (key := storage_of(t)) in self._sizes:
             return
         self._sizes[key] = size = round_up(nbytes, ALLOCATION)
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key)
+        weakref.finalize(t.untyped_storage(), self._forget, key)
 
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
@@ -151,11 +149,11 @@ class AllocationTracker(TorchDispatchMode):
 
     def holds(self, t: Tensor) -> bool:
         """Whether an operation under this tracker allocated the memory of `t`, which is still alive."""
-        return t.untyped_storage()._cdata in self._sizes
+        return storage_of(t) in self._sizes
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes that operations under this tracker allocated for `tensors`, which it all holds."""
-        return sum(self._sizes[key] for key in {t.untyped_storage()._cdata for t in tensors})
+        return sum(self._sizes[key] for key in {*map(storage_of, tensors)})
 
 
 def memory_bytes(func: Any, args: Any, made: Tensor) -> int:
@@ -456,13 +454,12 @@ def _view_of(t: Tensor) -> tuple[Any, ...]:
 
 def _moved(t: Tensor) -> tuple[int, int]:
     """(identity of the storage of `t`, bytes that a kernel moves for `t`, at most the storage's)."""
-    storage = t.untyped_storage()
-    return storage._cdata, min(t.numel() * t.dtype.itemsize, storage.nbytes())
+    return storage_of(t), min(t.numel() * t.dtype.itemsize, t.untyped_storage().nbytes())
 
 
 def _storage_bytes(tree: Tree) -> int:
-    held = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    storages = {storage._cdata: storage.nbytes() for storage in held}
+    held = (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+    storages = {storage_of(t): t.untyped_storage().nbytes() for t in held}
     return sum(round_up(n, ALLOCATION) for n in storages.values())
 
 

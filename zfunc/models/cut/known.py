@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_wit
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zfunc.engine.trace.batches import BySample, Values
+from zfunc.engine.trace.tensor_memory import storage_of
 
 LARGEST = 1 << 20
 """Elements of a tensor whose values are computed beside a trace, at most."""
@@ -207,7 +208,7 @@ class KnownValues(TorchFunctionMode):
     def _of(self, t: Tensor) -> Any:
         """The known values of `t` and the names of the inputs that they come from; None if unknown."""
         found = self.known.get(t)
-        return None if found is None or found[0].untyped_storage()._cdata in self.written else found
+        return None if found is None or storage_of(found[0]) in self.written else found
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
         """Put a copy of `value`, made of inputs `names`, into the trace as a constant; if small, it stays known."""
@@ -246,8 +247,7 @@ class KnownValues(TorchFunctionMode):
         in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
         for t in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):
             if isinstance(t, Tensor) and (found := self._of(t)):
-                storage = found[0].untyped_storage()
-                self.written[storage._cdata] = storage
+                self.written[storage_of(found[0])] = found[0].untyped_storage()
 
     def _note(self, names: frozenset[str], *, count: bool = False) -> None:
         for name in names if self.read else ():
