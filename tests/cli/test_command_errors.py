@@ -332,7 +332,7 @@ def test_a_model_that_was_not_trained_is_refused_by_the_flag(capsys: Out) -> Non
     Path("model/config.json").write_text(f'{{"model_type": "gpt2", {small}, "eos_token_id": 0}}')
     Path("empty/config.json").write_text("{}")
     for folder, words in (
-        ("model", "config: got one whose model has "),
+        ("model", "--hf: got model, whose model has no 'embed.tok.weight' (did"),
         ("empty", "config: empty: got what transformers"),
     ):
         capsys.readouterr()

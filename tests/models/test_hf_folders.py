@@ -148,6 +148,10 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").unlink(),
         r"neither model\.safetensors nor",
     ),
+    "pickled weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        r"neither model\.safetensors nor .*: let transformers read pytorch_model.bin, and save_pretrained",
+    ),
     "a lost shard": (a_shard(Path.unlink), "got no '"),
     "a short shard": (a_shard(lambda x: x.write_bytes(x.read_bytes()[:-8])), "cannot be read"),
 }
@@ -426,8 +430,8 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     new = tmp_path / "x"
     calls: dict[str, Callable[[], Any]] = {
         "which exists, expected a new folder": lambda: zfunc.hf.save(folder, program, state, config=folder),
-        "'lm_head.weight' of shape None.*pass the config that the segments": lambda: zfunc.hf.save(
-            new, program, state, config=other
+        "has no 'lm_head.weight'.*, expected it of shape .*: pass the config that the segments": lambda: (
+            zfunc.hf.save(new, program, state, config=other)
         ),
         "pass the config that the segments": lambda: zfunc.hf.export(checkpoint, new, config=other),
         r"got 'bf61', expected one of .* \(did you mean 'bf16'\?\)": lambda: zfunc.hf.export(

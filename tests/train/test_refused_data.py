@@ -29,12 +29,12 @@ REFUSED: dict[
 ] = {  # by the file: its content (of a.jsonl its second line), or columns
     "a.jsonl": [
         ('{"text": "a', rf"{LINE}: got invalid JSON \(Unterminated string starting at: line 1 column 10"),
-        (b'{"text": "\xff"}', f"{LINE}: got invalid JSON .*utf-8"),
-        ([1], rf"{LINE}: got \[1\], expected .*write one object a document"),
+        (b'{"text": "\xff"}', f"{LINE}: got invalid JSON .*utf-8.*: save it as UTF-8"),
+        ([1], rf"{LINE}: got \[1\], expected .*write one object a document, or name the file .json"),
         ({"txt": "a"}, f"{LINE}: got an object with txt, expected .*rename its keys"),
         ({"prompt": "a"}, f"{LINE}: got an object with prompt, expected"),
-        ({"text": 5}, f"{LINE}, 'text': got 5, expected a string"),
-        ({"prompt": None, "completion": ""}, "'prompt': got None, expected a string"),
+        ({"text": 5}, f"{LINE}, 'text': got 5, expected a string: write it as one"),
+        ({"prompt": None, "completion": ""}, "got None, expected a string: write a text, or leave"),
         ({"prompt": "a", "completion": [USER]}, "expected a string: write both of the pair as texts or as"),
         ('{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
         ({"text": "a\ud800"}, f"{LINE}: got invalid JSON .*surrogates"),
@@ -81,7 +81,8 @@ REFUSED: dict[
         ({"train": []}, r"a\.json, line 1: got an object with train"),
     ],
     "a.csv": [
-        (b"a,b\n1,2\n", "a.csv, line 2: got an object with a, b, expected"),
+        (b"a,b\n1,2\n", "a.csv: got the columns a, b, expected text, .*: name them in the first line"),
+        (b"id;text\n1;a\n", "a.csv: got the columns id;text, expected .*: separate them by ',', not ';'"),
         (b"text\n1,2\n", "a.csv, line 2: got 2 cells for the columns text, expected one each"),
         (b'text\n"1', "a.csv, which cannot be read after line 2 .unexpected end.*expected a table in UTF-8"),
         (
@@ -91,12 +92,12 @@ REFUSED: dict[
     ],
     "a.jsonl.gz": [(b'{"text": "a"}', r"a\.jsonl\.gz, which cannot be read \(Not a gzipped file")],
     "a.zip": [(b"PK\3\4", "a.zip, which is compressed, expected what is in it: unpack it")],
-    "in/a.csv": [(b"a,b\n1,2\n", "line 2: got an object with a, b, expected")],
+    "in/a.csv": [(b"a,b\n1,2\n", "a.csv: got the columns a, b, expected")],
     "in/data.jsonl.zst": [(b"\x28\xb5\x2f\xfd", r"got no text in .*0 empty and 1 binary")],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
     "empty.bin": [(b"", "empty.bin, which is empty; expected data")],
     "odd.bin": [(b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that")],
-    "in/.hidden": [(b"text", r"got no text in .*in \(0 empty and 0 binary files\), expected")],
+    "in/.hidden": [(b"text", r"got no text in .*in, expected at least one document")],
     "in/empty": [(b"", r"got no text in .*in \(1 empty and 0 binary files\), expected")],
     "in/binary": [(b"\0\1", r"got no text in .*in \(0 empty and 1 binary files\), expected")],
     "dataset": [

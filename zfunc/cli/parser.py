@@ -6,6 +6,7 @@ No command is known here, and no torch: help answers at once.
 import argparse
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -35,6 +36,7 @@ REWORDED = {  # argparse's errors, as got, expected, next action
     r"the following arguments are required: (.+)": r"got no \1, expected one: name it after the command",
     r"argument (\S+): (.+)": r"\1: \2",
 }
+QUOTES = "'", '"'  # around a text in a repr
 QUOTED = re.compile(r"`([a-z_]+)(?:=([^`\s]+))?`")
 """A setting in backquotes, alone or with a value: the mark of one in help, lines of the log and errors."""
 
@@ -237,15 +239,17 @@ def in_flags(text: str, options: Mapping[str, Option]) -> str:
     >>> from zfunc.options import anything
     >>> options = {x: Option("offload", "", anything) for x in ("swap", "state_on", "norms")}
     >>> error = SettingError("swap", f"norms=1 with {setting('state_on', 'disk')}", "one", "pass `swap`")
-    >>> in_flags(marked(error), options)
-    '--swap: got norms=1 with --state-on disk, expected one: pass --swap'
+    >>> in_flags(marked(error), options), in_flags(setting("swap", "a b"), options)
+    ('--swap: got norms=1 with --state-on disk, expected one: pass --swap', "--swap 'a b'")
     """
 
     def written(name: str, value: str | None) -> str:
         if name not in options:
             return name if value is None else f"{name}={value}"
         typed = options[name].metavar if options[name].positional else flag(name)
-        return typed if value in (None, "True") else f"{typed} {value.strip(chr(39))}"
+        if value in (None, "True"):
+            return typed
+        return f"{typed} {shlex.quote(value[1:-1]) if value[0] in QUOTES else value}"
 
     return with_flags(write(text, written), options)
 

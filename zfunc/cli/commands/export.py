@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from attrs import NOTHING, frozen
 
-from zfunc.cli.parser import EXIT_OK, Command, with_flags
+from zfunc.cli.parser import EXIT_OK, Command, in_flags
 from zfunc.cli.terminal import logged
 from zfunc.core.display import counted
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.errors import refuse
+from zfunc.errors import SettingError, refuse, setting
 from zfunc.options import one_of, option, path
 from zfunc.runtime.memory_limits import check_addresses
 from zfunc.units import format_bytes
@@ -81,10 +81,10 @@ def run_export(settings: ExportSettings) -> int:
         print(_written(x))
         return EXIT_OK
     if settings.hf is None and (began := trained.get("hf")):
-        like = f"add `hf={began}` for a folder like the Hugging Face model that training began with"
+        like = f"add {setting('hf', began)} for a folder like the Hugging Face model that training began with"
         if out.suffix != SUFFIX:
             refuse("out", str(out), f"a name that ends in {SUFFIX} for one file", like)
-        print(with_flags(f"one file: {like}", COMMAND.options))
+        print(in_flags(f"one file: {like}", COMMAND.options))
     with logged(COMMAND.options):
         if settings.hf is None:
             x = export_weights(source, out, **given)
@@ -93,7 +93,14 @@ def run_export(settings: ExportSettings) -> int:
             from zfunc.train.pretrained import adapters
 
             lora, alone = adapters(trained), settings.adapter_only
-            x = hf.export(source, out, config=settings.hf, lora=lora, adapter_only=alone, **given)
+            try:
+                x = hf.export(source, out, config=settings.hf, lora=lora, adapter_only=alone, **given)
+            except SettingError as error:
+                if error.names != ("config",):
+                    raise
+                do = f"name the model that training began with, {trained.get('hf') or 'or leave it out'}"
+                got = f"{settings.hf}, {error.got.removeprefix('one ')}"
+                refuse("hf", got, error.expected, do, cause=error)
     print(_written(x))
     return EXIT_OK
 

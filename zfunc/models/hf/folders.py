@@ -202,14 +202,16 @@ class _Contents:
         trained = {decoded_name(x)[0]: shape for x, shape in shapes}
         self.decoded = {x: trained[own] for x, (own, _) in self.encoded.items()}
         for name in (*trained, *expected):
-            if trained.get(name) != expected.get(name):
-                hint = "" if name in expected else did_you_mean(name, list(expected))
-                got = f"one whose model has {name!r} of shape {expected.get(name)}{hint}"
+            own, there = trained.get(name), expected.get(name)
+            if own != there:
+                has = f"{name!r} of shape {there}"
+                has = f"no {name!r}{did_you_mean(name, [*expected])}" if there is None else has
+                got = f"one whose model has {has}"
                 do = (
                     "pass the config that the segments were made from, or its folder, and lora where "
                     "adapters were trained, with their peft.LoraConfig"
                 )
-                refuse("config", got, str(trained.get(name)), do)
+                refuse("config", got, "one without it" if own is None else f"it of shape {own}", do)
 
     def _decoded_shape(self, name: str, shape: Shape, expected: dict[str, Shape]) -> Shape:
         """The shape of the weight that parameter `name` holds encoded, if the byte counts agree; else `shape`."""

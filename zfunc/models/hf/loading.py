@@ -451,7 +451,10 @@ def _stored_tensors(folder: Path) -> list[_StoredTensor]:
 
     files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob(SHARDS))
     if not files:
-        raise CheckpointError(f"{folder}: got neither {SINGLE} nor {SHARDS}, expected one of them: {NEXT}")
+        pickled = next(folder.glob("pytorch_model*.bin"), None)
+        do = f"let transformers read {pickled.name}, and save_pretrained write them" if pickled else NEXT
+        do = "name its folder" if folder.is_file() else do
+        raise CheckpointError(f"{folder}: got neither {SINGLE} nor {SHARDS}, expected one of them: {do}")
     tensors: list[_StoredTensor] = []
     for file in files:
         try:

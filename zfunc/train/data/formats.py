@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zfunc.checkpoint.strict_json import unique_keys
-from zfunc.train.data.records import EXPECTED, RECORDS, read_keys
+from zfunc.train.data.records import EXPECTED, PREFERENCES, RECORDS, read_keys
 
 Placed = Generator[tuple[str, Any]]
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -125,7 +125,8 @@ def parsed(content: bytes, where: str) -> Any:
         if b"\\ud" in content.lower():  # half a surrogate pair cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: got invalid JSON ({error}), {EXPECTED}: correct or delete it") from error
+        do = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "correct or delete it"
+        raise ValueError(f"{where}: got invalid JSON ({error}), {EXPECTED}: {do}") from error
     return value
 
 
@@ -136,6 +137,10 @@ def _table(path: Path, file: BinaryIO) -> Placed:
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         rows = _whole(path, reader)
         names = next(rows, [])
+        if names and not read_keys(names, (*RECORDS[1:], *PREFERENCES)):
+            other = next((x for x in ";\t|," if len(names) == 1 and x in names[0]), "")
+            do = f"separate them by {delimiter!r}, not {other!r}" if other else "name them in the first line"
+            raise ValueError(f"{path}: got the columns {', '.join(names):.200}, {EXPECTED}: {do}")
         for row in filter(None, rows):
             where = f"{path}, line {reader.line_num}"
             if len(row) != len(names) or len({*names}) != len(names):

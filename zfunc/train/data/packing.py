@@ -276,9 +276,9 @@ def _write(
         write_headers()
     total, empty, binary = lengths["tokens"], counts["empty"], counts["binary"]
     if not total:
+        left_out = f" ({empty} empty and {binary} binary files)" if empty or binary else ""
         raise ValueError(
-            f"got no text in {name} ({empty} empty and {binary} binary files), expected at "
-            "least one document: name other data, or a .bin of tokens"
+            f"got no text in {name}{left_out}, expected at least one document: name other data, or a .bin of tokens"
         )
     for path in paths.values():
         sync(path)
@@ -388,7 +388,8 @@ def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]
         for name, value in document.values.items():
             if not isinstance(value, str):
                 mixed = name != "text" and isinstance(value, list)
-                do = "write both of the pair as texts or as messages" if mixed else "put the text in quotes"
+                do = "write both of the pair as texts or as messages" if mixed else "write it as one"
+                do = "write a text, or leave the record out" if value is None else do
                 raise ValueError(f"{document.where}, {name!r}: got {value!r:.60}, expected a string: {do}")
     pairs = [("", *x.values.values())[-2:] for x in documents]  # a prompt, or none, and what follows it
     pairs = [pair for pair in pairs if any(pair)]

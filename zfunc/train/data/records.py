@@ -140,7 +140,8 @@ def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECO
     Raises ValueError, with the place `where`, for a record that is no document.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document")
+        array = ", or name the file .json" if isinstance(record, list) else ""
+        raise ValueError(f"{where}: got {record!r:.60}, {EXPECTED}: write one object a document{array}")
     refuse_preferences(record, where)
     if not (read := read_keys(record, kinds)):
         names = ", ".join(sorted(record)) or "nothing"
