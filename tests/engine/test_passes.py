@@ -27,7 +27,7 @@ from zfunc.engine.trace import tensor_memory, traced_passes
 from zfunc.engine.trace.cost_trace import trace
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment_vjp import SegmentWeights
-from zfunc.engine.trace.tensor_memory import FakeTensors, empty_like_strided
+from zfunc.engine.trace.tensor_memory import FakeMode, FakeTensors, empty_like_strided, keep_device_guard
 from zfunc.engine.trace.vjp import make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
@@ -564,3 +564,24 @@ def test_threads_trace_one_after_the_other(caplog: pytest.LogCaptureFixture) -> 
         sys.setswitchinterval(5e-3)
     assert all(x == loss and all(map(torch.equal, y, one)) for x, y in others)
     assert "without being traced" not in caplog.text
+
+
+def test_fake_tensors_of_a_thread_leave_nothing_that_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a torch for CUDA without a GPU. There a second cut of any module was a segmentation fault."""
+    keep_device_guard.cache_clear()
+    owners = list[threading.Thread]()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        torch._C, "_ensureCUDADeviceGuardSet", lambda: owners.append(threading.current_thread())
+    )
+
+    def enter() -> None:
+        with FakeMode():
+            pass
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert owners[0].is_alive()
+    assert owners[1] is thread

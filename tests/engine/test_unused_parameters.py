@@ -36,7 +36,8 @@ class Loss(nn.Module):
         self.out = nn.Linear(8, 1)
 
     def forward(self, x: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        return F.mse_loss(self.out(torch.tanh(x[0])), targets)
+        y = self.out(torch.tanh(x[0]))
+        return F.mse_loss(y, targets.to(y.dtype))  # of two types it has no gradient before torch 2.13
 
 
 class LossOfRows(Loss):

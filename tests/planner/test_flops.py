@@ -248,3 +248,45 @@ def test_backward_of_attention_counts_what_its_kernel_on_cuda_allocates(
     with accelerator.deterministic_kernels(deterministic):
         counted = cost_trace.cuda_kernel_bytes(run.default, (*given, sums, at, at))
     assert counted == sum(x.nbytes for x in (softmax_d, dq_accum, expanded, scattered))
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(3072, 50), (5000, 700), (5000, 9000)])
+def test_backward_of_an_embedding_counts_what_its_kernel_on_cuda_allocates(
+    tokens: int, vocabulary: int
+) -> None:
+    """The tensors of `embedding_backward_cuda_kernel` that are alive with the sums, in its words."""
+    max_segments = min(tokens, vocabulary)
+    max_partial_segment = tokens // 10 + max_segments
+    with torch.device("meta"):
+        grad_weight_per_segment = torch.empty(max_partial_segment, 48)
+        sorted_indices, orig_indices, segment_offsets = torch.empty(3, tokens, dtype=torch.int64)
+        partials_per_segment, partials_per_segment_offset = torch.empty(2, max_segments, dtype=torch.int64)
+        partial_segment_offset = torch.empty(max_partial_segment, dtype=torch.int64)
+        given = torch.empty(1, tokens, 48, dtype=torch.bfloat16)
+        indices = torch.empty(1, tokens, dtype=torch.int64)
+    allocated = [grad_weight_per_segment, sorted_indices, orig_indices, segment_offsets, partials_per_segment]
+    allocated += [partials_per_segment_offset, partial_segment_offset]
+    run = torch.ops.aten.embedding_dense_backward.default
+    counted = cost_trace.cuda_kernel_bytes(run, (given, indices, vocabulary, -1, False))
+    assert counted == (sum(x.nbytes for x in allocated) if tokens > 3072 else 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "tile"),
+    [
+        (32, torch.float32, (64, 64)),
+        (64, torch.bfloat16, (64, 64)),
+        (80, torch.bfloat16, (128, 128)),
+        (128, torch.float32, (128, 64)),
+        (256, torch.bfloat16, (128, 64)),
+    ],
+)
+def test_backward_of_memory_efficient_attention_counts_what_its_kernel_on_cuda_allocates(
+    size: int, dtype: torch.dtype, tile: tuple[int, int]
+) -> None:
+    """`workspace_elements_gq` of the kernels of cutlassB.h, each with a lock, a counter and a pad."""
+    q = torch.empty(2, 3, 200, size, dtype=dtype, device="meta")
+    num_blocks, num_cols = -(-200 // tile[0]), -(-size // tile[1])
+    elements = num_blocks * num_cols * (tile[0] * tile[1] + 4)
+    run = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    assert cost_trace.cuda_kernel_bytes(run, (q, q, q, q, None, q)) == 2 * 3 * 4 * elements

@@ -195,16 +195,31 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
 
 
 def cuda_kernel_bytes(func: Any, args: Any) -> int:
-    """Bytes of workspace that CUDA's kernel of an operation allocates beside its results; 0 except for
-    attention.
+    """Bytes of workspace that CUDA's kernel of an operation allocates beside its results; 0 except for the
+    backward of attention and of embeddings.
 
     In its backward, flash attention sums dq in fp32, padded to whole blocks of heads, and keeps one number
     for each row; a range of tokens has 128 rows more. Deterministic kernels make as many sums of dq as keep
     all multiprocessors busy. Where query heads share keys, flash attention and cuDNN make dk and dv for each
     query head. Flash attention also copies arguments that are not contiguous (`mha_bwd`, `mha_varlen_bwd` in
-    torch's flash_attn/flash_api.cpp).
+    torch's flash_attn/flash_api.cpp). Memory-efficient attention sums dq in fp32, in whole tiles of 64 or 128
+    (mem_eff_attention/kernel_backward.h).
+
+    The gradient of an embedding is summed in fp32, ten tokens of a kind at a time, once there are more than 3,072
+    (EmbeddingBackwardKernel.cu): a row for each such sum, at most, and indices of tokens and rows.
     """
-    if (packet := func._overloadpacket) not in ATTENTION_BACKWARDS:
+    if (packet := func._overloadpacket) is torch.ops.aten.embedding_dense_backward:
+        (*_, width), tokens = args[0].shape, args[1].numel()
+        kinds = min(tokens, args[2])
+        rows = tokens // 10 + kinds
+        indices = 8 * (3 * tokens + 2 * kinds + rows)
+        return rows * width * max(4, args[0].itemsize) + indices if tokens > 3072 else 0
+    if packet is torch.ops.aten._scaled_dot_product_efficient_attention_backward:
+        *batch, tokens, size = args[1].shape
+        tile = 64 if size <= 64 else 128, 128 if 64 < size <= 128 and args[1].itemsize == 2 else 64
+        tiles = math.prod(batch) * -(-tokens // tile[0]) * -(-size // tile[1])
+        return tiles * (4 * math.prod(tile) + 16)
+    if packet not in ATTENTION_BACKWARDS:
         return 0
     of_ranges = packet is torch.ops.aten._flash_attention_backward
     given, q, k, _, out = (x if of_ranges else x.transpose(1, 2) for x in args[:5])

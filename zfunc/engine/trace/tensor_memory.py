@@ -1,7 +1,9 @@
 """Where a tensor lies in memory: its storage, the range from its first element to its last, and its strides."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -65,7 +67,35 @@ def counted_times(items: Iterable[tuple[T, int]]) -> Iterator[T]:
         COUNTED.reset(before)
 
 
-class FakeTensors(FakeTensorMode):
+@cache
+def keep_device_guard() -> None:
+    """Have torch's stand-in for a missing GPU made by a thread that never ends.
+
+    A torch for CUDA that sees no GPU needs one for fake tensors. It belongs to the thread that first enters a mode
+    of them, and all threads read it, also when that one has ended.
+    """
+    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
+        return
+    made = threading.Event()
+
+    def stay() -> None:
+        torch._C._ensureCUDADeviceGuardSet()
+        made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="zfunc device guard", daemon=True).start()
+    made.wait()
+
+
+class FakeMode(FakeTensorMode):
+    """Torch's mode of fake tensors (tensors without data), entered in any thread."""
+
+    def __enter__(self) -> Any:
+        keep_device_guard()
+        return super().__enter__()
+
+
+class FakeTensors(FakeMode):
     """A mode of fake tensors (tensors without data) that have the strides and dtypes of real results where
     these are cheap to know: kernels of which torch's fake tensors get strides wrong run on zeros, if
     arguments are small."""

@@ -24,7 +24,6 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -36,6 +35,7 @@ from zfunc.engine.trace.facts import Facts, first_change, held
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.purity import SEEDED
 from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tensors_held
+from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import BatchCall, lacks_targets, takes_inputs_alone
 from zfunc.models.cut.gradients import gradient_graphs
@@ -164,10 +164,10 @@ class ModuleExport:
         assert self.whole.module is not None
         return self.whole.module.own[0]
 
-    def _fake_tensors(self, x: Any, dtype: torch.dtype) -> tuple[FakeTensorMode, Values, Any]:
+    def _fake_tensors(self, x: Any, dtype: torch.dtype) -> tuple[FakeMode, Values, Any]:
         """Make a mode of fake tensors (shapes without memory), and in it the module's parameters in `dtype`
         by short name, and inputs like `x`."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         buffers = {**self.whole.constants, **self.whole.buffers}
         types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
         with mode:

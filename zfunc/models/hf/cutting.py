@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.segment import Segment, Values, segment
+from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.models.hf.adapters import base_name, base_of, is_adapted, make_pure, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import compare
@@ -104,7 +104,7 @@ class _Cutter:
         self.model, self.implementation = model, implementation_for(model)
         self.buffers = _compute_buffers(model)
         self.configs: dict[int, AttentionSettings] = {}
-        with FakeTensorMode():
+        with FakeMode():
             fakes: dict[int, Any] = {}
             for t in (*model.parameters(), *model.buffers()):
                 fake = torch.empty(t.shape, dtype=t.dtype, device="cpu")

@@ -30,7 +30,7 @@ def run_all_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) ->
     y = _products(experts, x.expand(experts.num_experts, *x.shape), first)
     y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
     y = _products(experts, y, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # not there before transformers 5.23
         y = experts.post_expert_norm(y)
     each = weights.new_zeros(len(x), experts.num_experts).scatter(1, chosen, weights)
     return (y * each.T[..., None]).sum(0).to(x.dtype)
