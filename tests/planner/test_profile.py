@@ -415,6 +415,7 @@ def test_any_profile_is_written_as_it_reads_and_makes_hardware(profile: Profile,
     assert ("device" in on.memory) != profile.unified
 
 
+@pytest.mark.usefixtures("without_advice")
 @pytest.mark.parametrize(
     ("hardware", "said"),
     [
