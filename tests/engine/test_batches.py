@@ -18,6 +18,7 @@ from zfunc.core.plan import PlanError
 from zfunc.engine.program.program import Program
 from zfunc.engine.stages.metrics import Metrics
 from zfunc.engine.trace.batches import split_batch
+from zfunc.engine.trace.traced_passes import TracedPasses
 
 
 class Body(nn.Linear):
@@ -52,6 +53,18 @@ def loss_and_norm(batch: Any, **settings: Any) -> tuple[float, float]:
     _, metrics = zfunc.train_step(program, state, batch, debug=True)
     assert metrics.loss == pytest.approx(loss, rel=1e-6)
     return metrics.loss, metrics.grad_norm
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_longer_ones_are_traced_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tokens but the last of each row are: the step runs what was planned, also of one row, which is
+    contiguous in any strides."""
+    segments = [zfunc.segment("body", Body(4, 4)), zfunc.segment("head", Head(4, 1))]
+    longer = torch.linspace(-1, 1, 10 * rows).view(2 * rows, 5)
+    batch = {"rows": longer[:, :-1]}, TARGETS[: 2 * rows]
+    program = zfunc.compile(segments, micro_batches=2, precision="fp32", device="cpu", example=batch)
+    monkeypatch.setattr(TracedPasses, "_trace", lambda *_: pytest.fail("traced again"))
+    zfunc.train_step(program, zfunc.init(program), batch)
 
 
 @pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])

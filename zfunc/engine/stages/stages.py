@@ -46,7 +46,8 @@ def load(op: Op, mem: Memory, step: StepContext) -> None:
     def to_device(t: Tensor, *, cast: bool) -> Tensor:
         dtype = step.dtype if cast and t.is_floating_point() else t.dtype
         device = step.devices[op.device]
-        return t.to(device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
+        dense = t.to(device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
+        return dense.view(t.shape)  # of one row, too, which is contiguous in any strides
 
     inputs, *targets = mem[op.read("batch")]
     if op.touches("act"):
