@@ -171,6 +171,29 @@ class Widened(Block):
         return torch.lerp(x.float(), super().forward(x, table), 0.5)
 
 
+class Transcriber(nn.Linear):
+    """A model with a loss whose results have a size by its values."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scores = super().forward(x).log_softmax(-1).transpose(0, 1)
+        lengths = (torch.full((len(x),), t.shape[1]) for t in (x, targets))
+        return F.ctc_loss(scores, targets, *lengths)
+
+
+class Filter(nn.Module):
+    """A model that trains a complex tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(torch.fft.irfft(torch.fft.rfft(x) * self.kernel, n=x.shape[-1]), targets)
+
+
 class Packed(nn.GRU):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
@@ -256,6 +279,14 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.compile(Tied(block=Widened), example=batch(), precision="bf16", device="cpu"),
             r"parameters and inputs in bfloat16 \(.*test_any_model_refused.py:\d+.*precision='fp32'",
+        ),
+        (
+            lambda: zfunc.segments(Transcriber(), (torch.ones(2, 5, 4), torch.ones(2, 3, dtype=torch.long))),
+            r"a branch on the value of a tensor at .*test_any_model_refused.py:\d+.*expected what can be traced",
+        ),
+        (
+            lambda: zfunc.segments(Filter(), ONES),
+            "parameter 'kernel' of torch.complex64, expected floating point: train torch.view_as_real of it, and",
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
         (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore

@@ -232,10 +232,13 @@ def make_segment(
     check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
     for short, p in own.items():
         if not p.is_floating_point():
-            raise ValueError(
-                f"segment {name!r}: got parameter {short!r} of {p.dtype}, expected floating point: make it a "
-                "buffer (register_buffer), which is read and never trained"
+            do = "make it a buffer (register_buffer), which is read and never trained"
+            do = (
+                "train torch.view_as_real of it, and call view_as_complex in forward"
+                if p.is_complex()
+                else do
             )
+            refuse(f"segment {name!r}", f"parameter {short!r} of {p.dtype}", "floating point", do, ValueError)
     for short in share:
         if short not in own:
             raise ValueError(

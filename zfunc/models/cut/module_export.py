@@ -52,6 +52,7 @@ from zfunc.models.cut.vmap import expand_vmaps
 
 BRANCHES = (
     "DataDependentOutput",
+    "DynamicOutputShape",
     "GuardOnDataDependent",
     "Unbacked",
     "unbacked",
