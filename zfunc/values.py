@@ -99,4 +99,5 @@ def of_type(name: str, value: Any, kind: Any, expected: str) -> None:
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         expected, _, do = expected.partition(": ")
-        refuse(name, got, expected, do or "pass one", SettingTypeError)
+        called = f"call it, as {value.__name__}(...)" if isinstance(value, type) else "pass one"
+        refuse(name, got, expected, do or called, SettingTypeError)

@@ -183,6 +183,13 @@ class Transcriber(nn.Linear):
         return F.ctc_loss(scores, targets, *lengths)
 
 
+class Squared(nn.Linear):
+    """A model that returns its loss."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return F.mse_loss(super().forward(x), targets)
+
+
 class Filter(nn.Module):
     """A model that trains a complex tensor."""
 
@@ -240,6 +247,18 @@ def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptur
         (
             lambda: zfunc.compile(ALONE, example=ONES, loss=F.mse_loss),
             r"^loss: got an unknown setting, expected one of [^?]*: pass the segments of zfunc.segments\(",
+        ),
+        (
+            lambda: zfunc.compile(Tied, example=batch()),
+            r"^segments: got the class Tied, .*: call it, as Tied\(...\)",
+        ),
+        (
+            lambda: zfunc.segments(Tied, batch()),
+            r"^model: got the class Tied, expected an nn.Module: call it",
+        ),
+        (
+            lambda: zfunc.segments(ALONE, torch.utils.data.DataLoader([1])),
+            r"^example: got \['DataLoader'\] in it, expected tensors, .*: pass next\(iter\(loader\)\)$",
         ),
         (
             lambda: zfunc.plan(ALONE, ONES, F.mse_loss),
@@ -338,3 +357,11 @@ def test_what_cannot_be_traced_says_what_to_change(
         make()
     assert not caplog.messages
     assert capfd.readouterr() == ("", "")
+
+
+def test_batches_for_a_batch_are_blamed_and_not_the_loss_that_the_model_has() -> None:
+    given = torch.ones(2, 4), torch.ones(2, 1)
+    program = zfunc.compile(Squared(4, 1), example=given, precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    with pytest.raises(ValueError, match="batch: got one that does not fit the model .*4 were given"):
+        zfunc.evaluate(program, state, [given, given])

@@ -153,16 +153,22 @@ def layout_of_leaves(batch: Batch) -> Any:
     return structure, tuple((t.shape, t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves)
 
 
+def check_leaves(name: str, batch: Any) -> list[Any]:
+    """The leaves of a batch that an error calls `name`. Raises TypeError for leaves of an unknown type."""
+    leaves = tree_leaves(batch)
+    known = Tensor, Whole, ByValue, *CONSTANTS
+    if others := {type(t).__name__ for t in leaves if not isinstance(t, known)}:
+        ways = {"DataLoader": "pass next(iter(loader))", "ndarray": "use torch.from_numpy"}
+        do = next(
+            (ways[x] for x in sorted(others) if x in ways), "pass tensors, and leave out what is for people"
+        )
+        raise TypeError(f"{name}: got {sorted(others)} in it, expected tensors, numbers and None: {do}")
+    return leaves
+
+
 def rows_in(batch: Batch) -> int:
     """The number of rows of a batch. TypeError for leaves of an unknown type, ValueError for no or unequal rows."""
-    leaves = tree_leaves(batch)
-    leaves = [t.tensor if isinstance(t, ByValue) and not t.whole else t for t in leaves]
-    if others := {
-        type(t).__name__ for t in leaves if not isinstance(t, (Tensor, Whole, ByValue, *CONSTANTS))
-    }:
-        raise TypeError(
-            f"batch: got {sorted(others)} in it, expected tensors, numbers and None: use torch.from_numpy, say"
-        )
+    leaves = [t.tensor if isinstance(t, ByValue) and not t.whole else t for t in check_leaves("batch", batch)]
     sizes = {t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim()}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(

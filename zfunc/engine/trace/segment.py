@@ -456,6 +456,8 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
     """The segments of a model as a tuple, after checks of their names, tied parameters, hooks and memory."""
     if isinstance(segments, nn.Sequential):
         segments = segments_of_sequential(segments)
+    if isinstance(segments, type) and issubclass(segments, nn.Module):
+        of_type("segments", segments, nn.Module, "a model, or a list of Segments")
     of_type(
         "segments",
         segments,

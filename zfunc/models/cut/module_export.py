@@ -225,7 +225,7 @@ class ModuleExport:
         except Exception as error:
             assert self.whole.module is not None
             model, loss = self.whole.module.own
-            if loss is None and takes_inputs_alone(model, inputs):
+            if loss is None and given == "example" and takes_inputs_alone(model, inputs):
                 got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
                 refuse("loss", got, *NO_LOSS, cause=error)
             if isinstance(error, SettingError) and error.names == ("loss",):

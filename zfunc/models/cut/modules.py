@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from zfunc.engine.trace.batches import Batch, unmarked
+from zfunc.engine.trace.batches import Batch, check_leaves, unmarked
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.segment import Segment, Values, check_loss, make_segment
 from zfunc.engine.trace.traced_passes import MAX_TRACES
@@ -105,6 +105,7 @@ def cuts(
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
     called = CalledModel(without_idle_draws(with_pure_adapters(with_static_experts(model))), loss)
     read = partial(call_of, has_loss=loss is not None)
+    check_leaves("example", example)
     call = read(example)[0]
     written, names = set[str](), None
     while True:
