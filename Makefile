@@ -55,9 +55,9 @@ $(TOOLS): $(STAMP)
 	touch $(TOOLS)
 
 # On a machine with a GPU: builds in place with what is installed, installs nothing from a registry. ONLY=tests,large
-# runs a part; `python -m benchmarks.gpu --list` says which there are, and how long each may take.
+# runs a part, RESULTS names another folder; `python -m benchmarks.gpu --list` says what there is, and for how long.
 gpu: gpu-ready
-	$(PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
+	$(PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(RESULTS),--results $(RESULTS))
 
 # What wants several GPUs of one machine, on two of them or GPUS, up to eight.
 GPUS ?= 2
@@ -68,6 +68,7 @@ gpu-node: gpu-ready
 gpu-ready:
 	-test ! -d build/gpu-wheels || $(PYTHON) -m pip install --quiet --no-index --find-links build/gpu-wheels \
 		deepspeed pytest-xdist hypothesis
+	-test ! -d build/gpu-wheels || $(PYTHON) -m pip install --quiet --no-index --no-deps --find-links build/gpu-wheels torchao
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
 
 # The same list in toy sizes on the pretend device, so that the list itself is known to work. Needs g++ and ninja.

@@ -21,6 +21,7 @@ from benchmarks.machine import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST_FREE = 3 << 30  # bytes of the host that a process may not use: below, the kernel ends any process
+PATIENCE = 2.0  # seconds that so little may be free: some virtual machines get memory as they use it
 POLL = 0.05  # seconds
 SHOWN = 40  # last lines of a process that failed
 RESULT = "RESULT"  # a file: a variable of the process's environment
@@ -31,8 +32,8 @@ Row = dict[str, Any]
 def run_apart(module: str, words: Sequence[str], *, device: str, limit: float) -> Row:
     """The row that `python -m module words...` leaves by `leave`, or one with its "error"."""
     wrapper = ["benchmarks.on_pretend"] if device == "pretend" else []
-    before, least = free_bytes(), free_bytes()
-    start = time.monotonic()
+    before, most = host_memory()[0], 0
+    enough = start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result, said = Path(folder, "row.json"), Path(folder, "said")
         with said.open("w") as output:
@@ -47,11 +48,13 @@ def run_apart(module: str, words: Sequence[str], *, device: str, limit: float) -
             ended = ""
             try:
                 while process.poll() is None and not ended:
-                    least = min(least, free_bytes())
-                    if time.monotonic() - start > limit:
+                    used, free = host_memory()
+                    most, now = max(most, used), time.monotonic()
+                    enough = now if free > LEAST_FREE else enough
+                    if now - start > limit:
                         ended = f"stopped after {limit:.0f} s"
-                    elif least < min(LEAST_FREE, before // 2):
-                        ended = f"stopped, as {least / 1e9:.1f} GB of host memory were left"
+                    elif now - enough > PATIENCE:
+                        ended = f"stopped, as {free / 1e9:.1f} GB of host memory were left"
                     time.sleep(POLL)
             finally:  # an interruption ends it too
                 if process.poll() is None:
@@ -60,7 +63,7 @@ def run_apart(module: str, words: Sequence[str], *, device: str, limit: float) -
         if result.exists():
             return {
                 **json.loads(result.read_text()),
-                "host_used_bytes": before - least,
+                "host_used_bytes": most - before,
                 "whole_seconds": time.monotonic() - start,
             }
         lines = [x for x in said.read_text(errors="replace").splitlines() if x.strip()]
@@ -97,19 +100,18 @@ def each_apart(
         keep({"name": name, **row})
 
 
-def free_bytes() -> int:
-    """Bytes of host memory that processes can still take, by the kernel's estimate."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("got no MemAvailable in /proc/meminfo, expected it: it is there from Linux 3.14 on")
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory that are used, and that processes can still take, by the kernel's estimate."""
+    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    told = {row[0]: int(row[1]) * 1024 for row in rows}
+    return told["MemTotal:"] - told["MemAvailable:"], told["MemAvailable:"]
 
 
 def peaks(device: torch.device) -> Row:
     """Peak bytes of this process: of the device since `reset_peaks`, of the host since its start.
 
     What a driver page-locks itself may not count as resident: `pinned_bytes` is what torch's allocator took so,
-    and `host_used_bytes` of `run_apart` what the machine had less while the process ran.
+    and `host_used_bytes` of `run_apart` what the machine used more while the process ran.
     """
     status = Path("/proc/self/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
@@ -152,5 +154,5 @@ def about() -> Row:
         **describe(),
         **{name: installed(name) for name in names},
         "command": " ".join(sys.argv),
-        "host_free_bytes": free_bytes(),
+        "host_free_bytes": host_memory()[1],
     }

@@ -69,7 +69,7 @@ ITEMS = (
         "benchmarks.side_by_side",
         "--device {device} --json {results}",
         "--size 1.3b",
-        '--size toy --steps 4 --warmup 1 --batch-size 2 --contestants "zfunc,FSDP2,torchao bf16"',
+        '--size toy --steps 4 --warmup 1 --batch-size 2 --tolerance 1e-3 --contestants "zfunc,FSDP2,torchao bf16"',
         470,
     ),
     Item(
@@ -175,7 +175,7 @@ ITEMS = (
         "benchmarks.side_by_side",
         "--device {device} --json {results}",
         "--size 2.7b",
-        '--size toy --steps 2 --warmup 1 --batch-size 2 --contestants "zfunc defer"',
+        '--size toy --contestants "torchao fp32"',  # which is not installed: deepspeed-1.3b shows the rest
         470,
     ),
     Item(

@@ -13,14 +13,15 @@ most=67108864 # bytes that go along
 pure="einops hjson py-cpuinfo annotated-types typing-extensions typing-inspection tqdm packaging"
 built="pydantic pydantic-core msgpack ninja psutil"
 tests="pytest-xdist execnet hypothesis sortedcontainers"
+peers="torchao==0.18.*" # 3 MB; its optimizers are Python, its kernels are for torch 2.11 on
 rm -rf "$folder"
 mkdir -p "$folder"
 DS_BUILD_OPS=0 DS_BUILD_STRING='' "$python" -m pip wheel --quiet --no-build-isolation --no-deps \
     --wheel-dir "$folder" "deepspeed==0.19.*"
 # pip resolves their versions, as those of pydantic and pydantic-core belong together.
 "$python" -m pip download --quiet --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64 \
-    --dest "$folder" $pure $built $tests
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64 --platform manylinux_2_24_x86_64 \
+    --dest "$folder" $pure $built $tests "$peers"
 ls -l "$folder"
 bytes=$(cat "$folder"/* | wc -c)
 if [ "$bytes" -gt "$most" ]; then

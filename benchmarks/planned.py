@@ -32,6 +32,7 @@ from zfunc.runtime.accelerator import accelerator_type, pick_device
 JOBS = Path(__file__).with_suffix(".toml")
 PUBLISHED = Path(__file__).with_name("published.toml")
 VOCABULARY = 50_257  # of a GPT
+RESULTS = Path(__file__).with_name("results")
 CLIP = 1.0
 HEADS = (
     "step",
@@ -164,10 +165,11 @@ def own_steps(folder: Path) -> str:
 
 
 def profile_of(given: Path) -> Path:
-    """The profile `given`, or if it is not there the newest of its machine in its folder, whatever the day."""
+    """The profile `given`, or if it is not there the newest of its machine, in its folder or with our results."""
     if given.is_file():
         return given
-    found = sorted(given.parent.glob(f"{given.stem[:-11]}-*.toml"))
+    found = [x for folder in (RESULTS, given.parent) for x in folder.glob(f"{given.stem[:-11]}-*.toml")]
+    found.sort(key=lambda x: x.stem)
     if not found:
         raise SystemExit(f"--hardware: got {given}, which is not there, expected what zfunc calibrate wrote")
     print(f"planned with {found[-1]}, as {given.name} is not there")

@@ -23,7 +23,7 @@ import torch
 from attrs import asdict, evolve, field, fields, frozen
 
 from benchmarks.machine import make_parser, write
-from benchmarks.planned import own_steps
+from benchmarks.planned import RESULTS, own_steps
 from docs.markdown_table import table
 from zfunc.core.dtypes import Precision
 from zfunc.core.hardware import Measured
@@ -42,7 +42,6 @@ from zfunc.planner.profile import Profile, load_profile, replace_figures
 from zfunc.planner.traced_costs import traced_costs
 
 ROWS = Path(__file__).with_suffix(".toml")
-RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "published.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes from here -->", "<!-- to here -->"
 VOCABULARY = 50_257  # of a GPT

@@ -66,7 +66,6 @@ SIZES: dict[str, dict[str, int]] = {
         "vocab_size": 256,
     },
 }
-TOLERANCE = 0.01  # of a loss: rounding to bf16 in another order, and moments of 8 bits, over 20 steps
 ALONE = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -210,8 +209,9 @@ def torchao(job: Job, *, masters: str) -> tuple[Contestant, Row]:
     cast = torch.autocast(device.type, DTYPES[job.precision], enabled=masters != job.precision)
 
     def step(batch: tuple[Tensor, Tensor]) -> float:
+        here = [x.to(device) for x in batch]
         with cast:
-            loss = model(*(x.to(device) for x in batch))
+            loss = model(*here)
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         scale = min(1.0, CLIP / (float(norm) + 1e-6))  # and all copies are there
@@ -344,7 +344,7 @@ def missing(name: str) -> str | None:
     return None if package is None or find_spec(package) else f"{package} is not installed"
 
 
-def compared(rows: Sequence[Row]) -> str:
+def compared(rows: Sequence[Row], tolerance: float) -> str:
     """Give each row its largest difference in loss from the first that ran, relative; returns what they say."""
     ran = [row for row in rows if "losses" in row]
     ran = [row for row in ran if row["parameters"] == ran[0]["parameters"]]
@@ -353,11 +353,11 @@ def compared(rows: Sequence[Row]) -> str:
     for row in ran:
         pairs = zip(row["losses"], ran[0]["losses"], strict=True)
         row["loss_difference"] = largest(abs(a - b) / abs(b) for a, b in pairs)
-    apart = [row["name"] for row in ran if not row["loss_difference"] <= TOLERANCE]
+    apart = [row["name"] for row in ran if not row["loss_difference"] <= tolerance]
     most = largest(row["loss_difference"] for row in ran)
     text = f"losses of {len(ran)} contestants, {len(ran[0]['losses'])} steps: within {most:.1e}"
     text += f" of {ran[0]['name']}'s"
-    return text + (f"; NOT within {TOLERANCE:g}: {', '.join(apart)}" if apart else f", allowed {TOLERANCE:g}")
+    return text + (f"; NOT within {tolerance:g}: {', '.join(apart)}" if apart else f", allowed {tolerance:g}")
 
 
 def largest(values: Iterable[float]) -> float:
@@ -465,6 +465,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--precision", choices=list(DTYPES), default="bf16")
     p.add_argument("--device", default=accelerator_type() or "cpu")
     p.add_argument("--host-gb", type=float, default=118.0, help="of host memory, for the largest (of 137)")
+    p.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.01,
+        help="of losses: bf16 in another order, 8-bit moments",
+    )
     p.add_argument("--limit", type=float, default=150.0, help="seconds of a contestant")
     p.add_argument("--seconds", type=float, default=450.0, help="of all contestants")
     p.add_argument("--alone", metavar="CONTESTANT", help="measure this one, in this process")
@@ -512,7 +518,7 @@ def main() -> None:
     def keep(row: Row) -> None:
         nonlocal said
         rows.append(row)
-        said = compared(rows)
+        said = compared(rows, args.tolerance)
         name, *others = cells(row)
         print(f"{name:21}" + " ".join(f"{cell:>10}" for cell in others), flush=True)
         write(args.json, label, {"arguments": vars(args), "about": about(), "compared": said, "rows": rows})
