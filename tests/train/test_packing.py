@@ -59,7 +59,7 @@ def test_a_folder_becomes_its_text_files_some_of_them_held_out(tmp_path: Path) -
     assert num_held_out
     assert str(corpus).splitlines() == [
         f"{folder}: 80 files, 80 documents, {sum(map(len, texts.values())) + 80:,} bytes",
-        "left out: 1 empty and 1 binary files: binary",
+        "left out: 1 empty file and 1 binary file: binary",
         f"held out: files, by a hash of their names, {len(corpus.held_out)} bytes",
     ]
 
@@ -295,7 +295,7 @@ def test_a_tokenizer_makes_tokens_with_its_end_after_each_document(
     corpus = opened(folder, tmp_path, tokenizer=tokenizer)
     expected = [x for d in documents for x in (*(n + 3 for n in d), END)]
     assert sorted(tokens_of(corpus)) == sorted(expected)
-    assert "left out: 1 empty and 1 binary files: d.txt" in str(corpus)
+    assert "left out: 1 empty file and 1 binary file: d.txt" in str(corpus)
     assert f"tokenizer: {tokenizer_file}, vocabulary 53, end token 2" in str(corpus)
     whole = opened(folder, tmp_path, tokenizer=tokenizer, whole_documents=9)
     assert (tokens_of(whole), whole.train.num_sequences(9)) == (tokens_of(corpus), len(whole.train) // 8)

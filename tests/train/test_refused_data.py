@@ -93,13 +93,18 @@ REFUSED: dict[
     "a.jsonl.gz": [(b'{"text": "a"}', r"a\.jsonl\.gz, which cannot be read \(Not a gzipped file")],
     "a.zip": [(b"PK\3\4", "a.zip, which is compressed, expected what is in it: unpack it")],
     "in/a.csv": [(b"a,b\n1,2\n", "a.csv: got the columns a, b, expected")],
-    "in/data.jsonl.zst": [(b"\x28\xb5\x2f\xfd", r"got no text in .*0 empty and 1 binary")],
+    "in/data.jsonl.zst": [
+        (
+            b"\x28\xb5\x2f\xfd",
+            r"got no text in .* \(1 binary file\), expected .*: save UTF-16 as UTF-8, or name",
+        )
+    ],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
     "empty.bin": [(b"", "empty.bin, which is empty; expected data")],
     "odd.bin": [(b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that")],
     "in/.hidden": [(b"text", r"got no text in .*in, expected at least one document")],
-    "in/empty": [(b"", r"got no text in .*in \(1 empty and 0 binary files\), expected")],
-    "in/binary": [(b"\0\1", r"got no text in .*in \(0 empty and 1 binary files\), expected")],
+    "in/empty": [(b"", r"got no text in .*in \(1 empty file\), expected .*document: name")],
+    "in/binary": [(b"\0\1", r"got no text in .*in \(1 binary file\), expected")],
     "dataset": [
         ({"txt": ["a"], "id": [1]}, "with the columns txt, id, expected text"),
         ({"prompt": ["a"]}, "with the columns prompt, expected text"),

@@ -275,11 +275,11 @@ def _write(
             train = train if held_out else lengths["tokens"]
         write_headers()
     total, empty, binary = lengths["tokens"], counts["empty"], counts["binary"]
+    left_out = " and ".join(counted(counts[x], f"{x} file") for x in ("empty", "binary") if counts[x])
     if not total:
-        left_out = f" ({empty} empty and {binary} binary files)" if empty or binary else ""
-        raise ValueError(
-            f"got no text in {name}{left_out}, expected at least one document: name other data, or a .bin of tokens"
-        )
+        got = f"got no text in {name}{left_out and f' ({left_out})'}, expected at least one document"
+        do = "save UTF-16 as UTF-8, or " * (binary > 0)
+        raise ValueError(f"{got}: {do}name other data, or a .bin of tokens")
     for path in paths.values():
         sync(path)
     if not counts["pairs"]:
@@ -304,10 +304,7 @@ def _write(
     )
     said = (
         (pairs, f"learned: {counts['learned']:,} of {total:,}, in {counted(pairs, 'document')} not all"),
-        (
-            empty + binary,
-            f"left out: {empty:,} empty and {binary:,} binary files{files_of and ': ' + files_of}",
-        ),
+        (left_out, f"left out: {left_out}{files_of and ': ' + files_of}"),
         (keys, f"left out: keys of records that are not read: {keys}"),
         (turns, f"left out: {counted(turns, 'message')} after the last turn of the assistant"),
     )
