@@ -120,7 +120,8 @@ def peaks(device: torch.device) -> Row:
         row["device_bytes"] = torch.accelerator.max_memory_allocated(device)
         row["device_reserved_bytes"] = torch.accelerator.max_memory_reserved(device)
     if device.type == "cuda":
-        row["pinned_bytes"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
+        stats = getattr(torch.cuda, "host_memory_stats", dict[str, int])()  # not in torch 2.9
+        row["pinned_bytes"] = stats.get("allocated_bytes.peak")
     return row
 
 

@@ -127,8 +127,9 @@ def source(job: Job) -> torch.device:
 def ours(job: Job, **settings: Any) -> tuple[Contestant, Row]:
     """zfunc under `settings`, and what its plan says of memory."""
     segments = with_drawn(gpt_segments(config_of(job)), job.num_layers, source(job))
-    program = zfunc_program(config_of(job), job, segments, recompute="all", **settings)
-    memory = specialize(program, made_batches(job, 1)[0]).memory
+    batch = made_batches(job, 1)[0]
+    program = zfunc_program(config_of(job), job, segments, recompute="all", example=batch, **settings)
+    memory = specialize(program, batch).memory
     planned = {tier: peak.nbytes for tier, peak in memory.items()}
     return stepping(program), {"planned": planned, "settings": str(program.settings)}
 

@@ -3,6 +3,7 @@ trains; here is what each result rests on."""
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -56,6 +57,14 @@ def test_the_host_bytes_of_our_contestants_are_those_of_their_plan(name: str) ->
         sizes.append((num_parameters(config), plan.memory["host"] + plan.memory["pinned"]))
     (few, less), (many, more) = sizes
     assert (more - less) / (many - few) == pytest.approx(way.host_bytes(1), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in side_by_side.WAYS if name.startswith("zfunc")])
+def test_each_of_our_contestants_trains(name: str) -> None:
+    row = side_by_side.measure(
+        name, job("--size", "toy", "--seq-length", "8", "--steps", "2", "--warmup", "1")
+    )
+    assert [math.isfinite(x) for x in row["losses"]] == [True] * 2
 
 
 def test_the_largest_model_fits_the_host_and_a_layer_more_does_not() -> None:
