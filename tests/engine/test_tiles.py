@@ -23,7 +23,9 @@ from zfunc.engine.rows.keys import DeviceKeys, HostKeys
 from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.step.evaluate import outputs
+from zfunc.engine.trace import vjp
 from zfunc.engine.trace.host_keys import HostMemory
+from zfunc.engine.trace.joint_graph import OtherOutputError, joint_graph
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.models.gpt import Head, gpt_segments
@@ -109,6 +111,22 @@ def test_a_pass_keeps_the_keys_of_a_tile_once(place: Any, monkeypatch: pytest.Mo
     passes_of(segment, values, x, 4, host)
     assert len(kept) >= 2 * 4  # alive, so that each has a number of its own
     assert len({(id(keys), part) for keys, part in kept}) == len(kept)
+
+
+def test_a_part_of_a_tile_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward together, as what comes out of it is known from the cut."""
+
+    def found(*given: Any) -> Any:
+        try:
+            return joint_graph(*given)
+        except OtherOutputError:
+            pytest.fail("traced for its output alone")
+
+    monkeypatch.setattr(vjp, "joint_graph", found)
+    segment, values, x = next(layers("GPT-2", rows(documents=False)))
+    trained = {short: values[full] for short, full in segment.by_short.items()}
+    weights = SegmentWeights(trained, segment.constants)
+    tiled_vjp(segment.function, PassOptions("all", tiles=4)).forward(weights, (x,))
 
 
 @pytest.mark.parametrize("name", REFUSED)

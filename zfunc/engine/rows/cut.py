@@ -35,13 +35,14 @@ from zfunc.engine.trace.graph_cuts import (
     piece_of,
     with_code,
 )
+from zfunc.engine.trace.joint_graph import cotangents_of
 from zfunc.engine.trace.segment_vjp import Inputs, SegmentVJP, SegmentWeights
 from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, Values, empty_like_strided
 from zfunc.errors import refuse, setting
 from zfunc.runtime.rng import is_draw_node, seeded
 
 Function = Callable[..., Tree]  # a forward: of weights by name, and inputs
-MakeVJP = Callable[..., SegmentVJP]  # of a function of one tile, and fields of `PassOptions`
+MakeVJP = Callable[..., SegmentVJP]  # of a function, with its `cotangents` and fields of `PassOptions`
 NUMBERS = ("Tensor", "number", "Optional[number]", "float", "Optional[float]")  # types of arguments, no sizes
 ATTENTION = {  # functions of attention, and their arguments that may be positional
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -140,7 +141,9 @@ def cut_at_attention(
         def run(weights: Values, moved: Leaves, constants: Leaves) -> Leaves:
             return list(piece.run(*(weights[x] for x in piece.reads), *moved, *constants))
 
-        return Half(make_vjp(run, recompute="none", wrt_input=True), piece.reads)
+        *_, end = piece.run.graph.nodes
+        made = cotangents_of([x.meta["val"] for x in end.args[0] if isinstance(x, Node)])
+        return Half(make_vjp(run, recompute="none", wrt_input=True, cotangents=made), piece.reads)
 
     if len(marks) > 1:
         raise ValueError(f"got {len(marks)} attentions in a segment, expected one: make each layer a segment")

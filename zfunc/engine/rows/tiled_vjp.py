@@ -1,6 +1,6 @@
 """Forward and backward of a segment whose rows of tokens pass in tiles, tried with the first row of each shape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -8,7 +8,7 @@ from attrs import evolve
 from zfunc.engine.rows.check import check_tokens
 from zfunc.engine.rows.cut import Function
 from zfunc.engine.rows.tiles import Tiled, TiledLoss
-from zfunc.engine.trace.joint_graph import Joints
+from zfunc.engine.trace.joint_graph import CotangentLayout, Joints
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment_vjp import SegmentVJP, SegmentWeights, differentiated
 from zfunc.engine.trace.tensor_memory import Tree, Values
@@ -31,8 +31,9 @@ def tiled_vjp(
     targets so that the loss is a sum over tokens. `joints` caches graphs of rows that are not divided.
     """
 
-    def make(part: Function, **how: Any) -> SegmentVJP:
-        return make_vjp(part, PassOptions(compiled=options.compiled, **how), name=name)
+    def make(part: Function, *, cotangents: Sequence[CotangentLayout] = (), **how: Any) -> SegmentVJP:
+        own = PassOptions(compiled=options.compiled, **how)
+        return make_vjp(part, own, name=name, cotangents=cotangents)
 
     tiles, wrt_input, evaluate = options.tiles, options.wrt_input, evaluate or function
     if tiles == 1:

@@ -60,6 +60,7 @@ class TracedPasses:
     note: str  # what is logged of a failure, before its reason
     cut: Cut
     keeps: bool = True
+    cotangents: list[CotangentLayout] = field(factory=list)  # of an output that nothing else tells
     known: OrderedDict[Hashable, Graphs | None] = field(factory=OrderedDict)  # None: it failed
 
     @property
@@ -133,7 +134,7 @@ class TracedPasses:
         options = self.options
         try:
             try:
-                joint = self.joint_of(leaves, spec, cotangents_of(guess))
+                joint = self.joint_of(leaves, spec, cotangents_of(guess) or self.cotangents)
             except OtherOutputError as error:
                 joint = self.joint_of(leaves, spec, error.args[0])
             (forward, backward), again = self.cut(joint), list[GraphModule]()

@@ -17,7 +17,7 @@ from torch.func import vjp
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.engine.trace.graph_cuts import Paths, keep_as_autograd, min_cut, repeat_forward, sized_min_cut
-from zfunc.engine.trace.joint_graph import Joints, joint_graph
+from zfunc.engine.trace.joint_graph import CotangentLayout, Joints, joint_graph
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment_vjp import (
     Backward,
@@ -55,6 +55,7 @@ def make_vjp(
     *,
     name: str = "",
     joints: Joints | None = None,
+    cotangents: Sequence[CotangentLayout] = (),
 ) -> SegmentVJP:
     """Make forward and backward of `function(params, *inputs)` with `options`, for inputs that are not
     divided into tiles.
@@ -63,11 +64,12 @@ def make_vjp(
     weight or an input is made again in backward. A segment that cannot be traced for "min-cut", or is
     `moving` with residuals of a size unknown in a trace, recomputes all (or nothing, if it is the `last`);
     one that cannot be traced for "all" runs eagerly. Both are logged with the segment's `name`. `joints`
-    caches graphs of forward and backward, to be divided for other options as well.
+    caches graphs of forward and backward, to be divided for other options as well. `cotangents` are those of
+    the output, if known: they save a trace of forward that finds them.
     """
     recompute, last, moving = options.recompute, options.last, options.moving
     pull = pull_of(function, options.wrt_input, last)
-    traced = partial(TracedPasses, partial(joint_graph, pull, joints), options)
+    traced = partial(TracedPasses, partial(joint_graph, pull, joints), options, cotangents=list(cotangents))
     pulled, eager = lambda _w, _i, residuals, c: residuals(c), partial(paths_of, pull)
     keeping = SegmentVJP(pull, pulled, keeps=True, prepare=eager)
     again = SegmentVJP(lambda w, i: (pull(w, i)[0], None), lambda w, i, _, c: pull(w, i)[1](c), False, eager)
