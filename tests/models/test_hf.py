@@ -48,6 +48,7 @@ from zfunc.engine.program.program import Program
 from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.models.hf import recording
 from zfunc.models.hf.cutting import RECORDED
+from zfunc.models.hf.experts import run_all_experts
 from zfunc.models.hf.families import FAMILIES, MISSING
 from zfunc.models.sequences import KVCache
 
@@ -568,3 +569,21 @@ def test_invalid_batches_are_refused() -> None:
         zfunc.hf.batch(ids, labels[:, 1:])
     with pytest.raises(ValueError, match="no token that counts"):
         zfunc.hf.batch(ids[6:], labels[6:])
+
+
+def test_experts_of_transformers_before_5_23_say_nothing_of_a_norm() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, up, down = (torch.randn(*n, generator=g) for n in ((3, 4), (2, 6, 4), (2, 4, 6)))
+    own = {
+        "has_gate": False,
+        "has_bias": False,
+        "is_transposed": False,
+        "num_experts": 2,
+        "act_fn": torch.relu,
+    }
+    chosen, weights = torch.tensor([[0], [1], [1]]), torch.tensor([[0.5], [1.0], [2.0]])
+    got = run_all_experts(types.SimpleNamespace(**own, up_proj=up, down_proj=down), x, chosen, weights)
+    each = [
+        w * down[e] @ torch.relu(up[e] @ t) for t, e, w in zip(x, chosen[:, 0], weights[:, 0], strict=True)
+    ]
+    torch.testing.assert_close(got, torch.stack(each))
