@@ -32,7 +32,7 @@ class Head(nn.Module):
         self.out = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(self.out(x), targets)
+        return F.mse_loss(self.out(x).float(), targets)  # of two types it has no gradient before torch 2.13
 
 
 class Shifted(Block):
