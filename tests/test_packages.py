@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_830,
     "optim": 3_218,
     "checkpoint": 4_448,
-    "engine": 11_253,
+    "engine": 11_254,
     "viz": 1_238,
     "planner": 3_772,
     "models": 6_211,

@@ -74,12 +74,13 @@ def keep_device_guard() -> None:
     A torch for CUDA that sees no GPU needs one for fake tensors. It belongs to the thread that first enters a mode
     of them, and all threads read it, also when that one has ended.
     """
-    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
+    make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)  # not there in torch 2.9
+    if make is None or not torch.backends.cuda.is_built() or torch.cuda.is_available():
         return
     made = threading.Event()
 
     def stay() -> None:
-        torch._C._ensureCUDADeviceGuardSet()
+        make()
         made.set()
         threading.Event().wait()
 
