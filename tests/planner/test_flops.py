@@ -250,43 +250,69 @@ def test_backward_of_attention_counts_what_its_kernel_on_cuda_allocates(
     assert counted == sum(x.nbytes for x in (softmax_d, dq_accum, expanded, scattered))
 
 
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(3072, 50), (5000, 700), (5000, 9000)])
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "scaled"),
+    [(3072, 50, False), (3072, 50, True), (5000, 700, False), (5000, 9000, True)],
+)
 def test_backward_of_an_embedding_counts_what_its_kernel_on_cuda_allocates(
-    tokens: int, vocabulary: int
+    tokens: int, vocabulary: int, scaled: bool
 ) -> None:
-    """The tensors of `embedding_backward_cuda_kernel` that are alive with the sums, in its words."""
+    """The tensors of `embedding_backward_cuda_kernel` that are alive with the sums, in its words; and the copy of a
+    gradient that is not contiguous."""
     max_segments = min(tokens, vocabulary)
     max_partial_segment = tokens // 10 + max_segments
     with torch.device("meta"):
         grad_weight_per_segment = torch.empty(max_partial_segment, 48)
-        sorted_indices, orig_indices, segment_offsets = torch.empty(3, tokens, dtype=torch.int64)
+        sorted_indices, orig_indices, segment_offsets, count = torch.empty(4, tokens, dtype=torch.int64)
         partials_per_segment, partials_per_segment_offset = torch.empty(2, max_segments, dtype=torch.int64)
         partial_segment_offset = torch.empty(max_partial_segment, dtype=torch.int64)
         given = torch.empty(1, tokens, 48, dtype=torch.bfloat16)
         indices = torch.empty(1, tokens, dtype=torch.int64)
     allocated = [grad_weight_per_segment, sorted_indices, orig_indices, segment_offsets, partials_per_segment]
-    allocated += [partials_per_segment_offset, partial_segment_offset]
+    allocated += [partials_per_segment_offset, partial_segment_offset, *([count] if scaled else [])]
+    needed = sum(x.nbytes for x in allocated) if tokens > 3072 or scaled else 0
     run = torch.ops.aten.embedding_dense_backward.default
-    counted = cost_trace.cuda_kernel_bytes(run, (given, indices, vocabulary, -1, False))
-    assert counted == (sum(x.nbytes for x in allocated) if tokens > 3072 else 0)
+    for grad, copied in ((given, 0), (given[:, :1].expand_as(given), given.nbytes)):
+        assert cost_trace.cuda_kernel_bytes(run, (grad, indices, vocabulary, -1, scaled)) == needed + copied
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("size", "dtype", "tile"),
+    ("size", "width", "dtype", "tile", "parts"),
     [
-        (32, torch.float32, (64, 64)),
-        (64, torch.bfloat16, (64, 64)),
-        (80, torch.bfloat16, (128, 128)),
-        (128, torch.float32, (128, 64)),
-        (256, torch.bfloat16, (128, 64)),
+        (32, 32, torch.float32, (64, 64), 0),
+        (64, 64, torch.bfloat16, (64, 64), 0),
+        (80, 80, torch.bfloat16, (128, 128), 0),
+        (32, 128, torch.float32, (128, 64), 0),
+        (256, 256, torch.bfloat16, (128, 64), 5),
+        (192, 128, torch.float16, (128, 64), 5),
     ],
 )
 def test_backward_of_memory_efficient_attention_counts_what_its_kernel_on_cuda_allocates(
-    size: int, dtype: torch.dtype, tile: tuple[int, int]
+    size: int, width: int, dtype: torch.dtype, tile: tuple[int, int], parts: int, deterministic: bool
 ) -> None:
-    """`workspace_elements_gq` of the kernels of cutlassB.h, each with a lock, a counter and a pad."""
-    q = torch.empty(2, 3, 200, size, dtype=dtype, device="meta")
+    """`workspace_elements_gq` of the kernels of cutlassB.h, each with a lock, a counter and a pad; those of gk and
+    gv for each split of the keys, and `delta`; in fp32 the product that `delta` sums may be more."""
+    q, k = (torch.empty(2, 3, x, size, dtype=dtype, device="meta") for x in (200, 300))
+    v, out = (torch.empty(2, 3, x, width, dtype=dtype, device="meta") for x in (300, 200))
     num_blocks, num_cols = -(-200 // tile[0]), -(-size // tile[1])
     elements = num_blocks * num_cols * (tile[0] * tile[1] + 4)
+    elements += (
+        (1 if deterministic and parts else parts) * 64 * sum(-(-x // 128) * 128 for x in (size, width))
+    )
     run = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
-    assert cost_trace.cuda_kernel_bytes(run, (q, q, q, q, None, q)) == 2 * 3 * 4 * elements
+    product = out.numel() + 2 * 2 * 3 * 200 if dtype == torch.float32 else 0
+    with accelerator.deterministic_kernels(deterministic):
+        counted = cost_trace.cuda_kernel_bytes(run, (out, q, k, v, None, out))
+    assert counted == 4 * max(2 * 3 * (elements + 200), product)
+
+
+def test_of_many_heads_memory_efficient_attention_sums_dk_and_dv_once() -> None:
+    """200 // heads splits, or one; by the same law as above."""
+    counted = []
+    for heads in (100, 101, 300):
+        q = torch.empty(1, heads, 1024, 256, dtype=torch.bfloat16, device="meta")
+        run = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+        sums = heads * (8 * 4 * (128 * 64 + 4) + 1024)
+        counted.append((cost_trace.cuda_kernel_bytes(run, (q, q, q, q, None, q)) // 4 - sums) / heads)
+    assert counted == [2 * 64 * 512, 64 * 512, 64 * 512]

@@ -202,23 +202,33 @@ def cuda_kernel_bytes(func: Any, args: Any) -> int:
     for each row; a range of tokens has 128 rows more. Deterministic kernels make as many sums of dq as keep
     all multiprocessors busy. Where query heads share keys, flash attention and cuDNN make dk and dv for each
     query head. Flash attention also copies arguments that are not contiguous (`mha_bwd`, `mha_varlen_bwd` in
-    torch's flash_attn/flash_api.cpp). Memory-efficient attention sums dq in fp32, in whole tiles of 64 or 128
-    (mem_eff_attention/kernel_backward.h).
+    torch's flash_attn/flash_api.cpp). Memory-efficient attention sums dq in fp32, in whole tiles of 64 or 128; of
+    16-bit heads of more than 128 numbers dk and dv too, for 64 keys at a time, of all heads for 200 such parts or
+    one each. It has a number for each row, which in fp32 is the sum of a product as large as the result
+    (mem_eff_attention/kernel_backward.h, attention_backward.cu).
 
-    The gradient of an embedding is summed in fp32, ten tokens of a kind at a time, once there are more than 3,072
-    (EmbeddingBackwardKernel.cu): a row for each such sum, at most, and indices of tokens and rows.
+    The gradient of an embedding is summed in fp32, ten tokens of a kind at a time, if there are more than 3,072 or
+    their counts scale it (EmbeddingBackwardKernel.cu): a row for each such sum, at most, and indices of tokens and
+    rows. One that is not contiguous, as of a sum over tokens, is copied (Embedding.cu).
     """
     if (packet := func._overloadpacket) is torch.ops.aten.embedding_dense_backward:
-        (*_, width), tokens = args[0].shape, args[1].numel()
+        (*_, width), tokens, scaled = args[0].shape, args[1].numel(), args[4]
         kinds = min(tokens, args[2])
         rows = tokens // 10 + kinds
-        indices = 8 * (3 * tokens + 2 * kinds + rows)
-        return rows * width * max(4, args[0].itemsize) + indices if tokens > 3072 else 0
+        indices = 8 * ((3 + scaled) * tokens + 2 * kinds + rows)
+        sums = rows * width * max(4, args[0].itemsize) + indices if tokens > 3072 or scaled else 0
+        return sums + _copied_bytes(args[0])
     if packet is torch.ops.aten._scaled_dot_product_efficient_attention_backward:
-        *batch, tokens, size = args[1].shape
-        tile = 64 if size <= 64 else 128, 128 if 64 < size <= 128 and args[1].itemsize == 2 else 64
-        tiles = math.prod(batch) * -(-tokens // tile[0]) * -(-size // tile[1])
-        return tiles * (4 * math.prod(tile) + 16)
+        (*batch, tokens, size), (*_, keys, _), (*_, width) = (x.shape for x in args[1:4])
+        heads, widest, half = math.prod(batch), max(size, width), args[1].itemsize == 2
+        tile = 64 if widest <= 64 else 128, 128 if 64 < widest <= 128 and half else 64
+        sums = heads * -(-tokens // tile[0]) * -(-size // tile[1]) * (4 * math.prod(tile) + 16)
+        if half and widest > 128:
+            several = not torch.are_deterministic_algorithms_enabled()
+            parts = max(1, min(-(-keys // 64), 200 // heads)) if several else 1
+            sums += 4 * heads * parts * 64 * (round_up(size, 128) + round_up(width, 128))
+        rows = 4 * heads * tokens
+        return max(sums + rows, 0 if half else args[0].nbytes + 2 * rows)
     if packet not in ATTENTION_BACKWARDS:
         return 0
     of_ranges = packet is torch.ops.aten._flash_attention_backward
@@ -235,7 +245,12 @@ def cuda_kernel_bytes(func: Any, args: Any) -> int:
         rows = count * round_up(q.shape[1], 128)
     splits = -(-_multiprocessors(q) // (count * heads)) if torch.are_deterministic_algorithms_enabled() else 1
     sums = 4 * rows * heads * (1 + splits * round_up(size, 32 if size <= 128 else 64))
-    return sums + every + sum(x.nbytes for x in (given, out) if not x.is_contiguous())
+    return sums + every + _copied_bytes(given, out)
+
+
+def _copied_bytes(*tensors: Tensor) -> int:
+    """Bytes of copies that a kernel makes of those of `tensors` that are not contiguous."""
+    return sum(x.nbytes for x in tensors if not x.is_contiguous())
 
 
 def _multiprocessors(t: Tensor) -> int:
