@@ -319,6 +319,11 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda _: None,
         "neither .metadata nor",
     ),
+    "a pointer that is no text": (
+        lambda x: x.mkdir() or (x / "latest").write_bytes(b"\xff\xfe\0"),
+        lambda _: None,
+        "neither .metadata nor",
+    ),
     "a pointer to a folder without files": (
         lambda x: (x / "global_step4").mkdir(parents=True) or (x / "latest").write_text("global_step4"),
         lambda _: None,

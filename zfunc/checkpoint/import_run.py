@@ -130,7 +130,7 @@ def _is_dcp(folder: Path) -> bool:
 def _last_of_deepspeed(folder: Path) -> Path | None:
     """The folder in `folder` that DeepSpeed's file `latest` names; None without that file, or that folder."""
     for pointer in (folder / x for x in _POINTERS if (folder / x).is_file()):
-        tag = pointer.read_text().strip()
+        tag = pointer.read_text("utf-8", errors="replace").strip()
         if Path(tag).name == tag not in ("", "..") and (folder / tag).is_dir():  # no way back to here
             return folder / tag
     return None
