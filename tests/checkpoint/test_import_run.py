@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import zfunc
 from zfunc.checkpoint.dcp import export_dcp
 from zfunc.checkpoint.directory import open_checkpoint
-from zfunc.checkpoint.import_run import import_run
+from zfunc.checkpoint.import_run import find_run, import_run
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.cli.main import main
 
@@ -56,6 +56,16 @@ def test_the_command_says_which_step_it_takes(tmp_path: Path, capsys: pytest.Cap
     SAVED["dcp, of steps"](tmp_path / "theirs", *trained())
     main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "taken")])
     assert "step-10, the last of 2 steps" in capsys.readouterr().out
+
+
+def test_a_step_that_is_there_as_a_universal_checkpoint_too_is_one_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for form, name in (("zero 1", "global_step3"), ("universal", "global_step3_universal")):
+        SAVED[form](tmp_path / name, *trained())
+    with caplog.at_level("INFO", "zfunc"):
+        assert find_run(tmp_path).files.name == "global_step3_universal"
+    assert "the last of 1 step;" in caplog.text
 
 
 def test_a_tied_weight_is_taken_once_where_no_model_says_so(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def find_run(source: str | os.PathLike[str]) -> FoundRun:
             got, do = "a checkpoint of zfunc", "go on from it as it is, by zfunc train --resume or zfunc.load"
         reject(source, got, _EXPECTED, do)
     _, last = max(runs, key=lambda x: (x[0], x[1].folder))
-    steps = counted(len(runs), "step")
+    steps = counted(len({step for step, _ in runs}), "step")  # one may be there in two forms
     log.info("import: %s, the last of %s; to take another, name its folder", last.folder, steps)
     return last
 
