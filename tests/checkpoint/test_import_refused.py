@@ -274,6 +274,16 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda x: torch.save({"state": Runs()}, x / "optimizer.pt", _use_new_zipfile_serialization=False),
         "got a pickle of .*print.*: if you trust .*`allow_pickle`",
     ),
+    "a pickle that torch reads by running it alone": (
+        "trainer, one process",
+        lambda x: torch.save({}, x / "optimizer.pt", _use_new_zipfile_serialization=False, pickle_protocol=4),
+        "optimizer.pt: got a pickle of protocol 4, expected 2 or 3, .*: if you trust .*`allow_pickle`",
+    ),
+    "a torn file before torch 1.6": (
+        "trainer, torch before 1.6",
+        lambda x: (x / "optimizer.pt").write_bytes((x / "optimizer.pt").read_bytes()[:16]),
+        "optimizer.pt: got no readable tensors .*: copy the checkpoint again",
+    ),
     "torn weights": (
         "trainer, one process",
         lambda x: torn(x / "model.safetensors"),

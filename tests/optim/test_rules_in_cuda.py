@@ -169,7 +169,7 @@ def test_no_toolkit_of_cuda_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler is not None
     found: Any = compiler('extern "C" __global__ void nothing() {}', "nothing", ["--fmad=false"])
     assert found.startswith(b"\x7fELF")
-    with pytest.raises(RuntimeError, match='NVRTC refuses it: .*"everything" is undefined'):
+    with pytest.raises(RuntimeError, match='NVRTC refuses the source: .*"everything" is undefined'):
         compiler("__global__ void nothing() { everything; }", "nothing", [])
 
 

@@ -20,10 +20,8 @@ from zfunc.checkpoint.durable_files import os_errors_as, reject
 from zfunc.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_BEGINS = (
-    b"PK",
-    pickle.dumps(torch.serialization.MAGIC_NUMBER, 2),
-)  # files of torch.save: since 1.6, and before
+# Files of torch.save: since 1.6, and before, by the pickle's protocol.
+_BEGINS = b"PK", *(pickle.dumps(torch.serialization.MAGIC_NUMBER, n) for n in range(2, 6))
 COPY_AGAIN = "copy the checkpoint again, or take an earlier one"
 NEW_MOMENTS = "begin with new moments: train from the weights, which `hf` or zfunc.init(params=...) take"
 _WRAPPERS = re.compile(
@@ -128,7 +126,7 @@ def reading_pickle(file: Path) -> Generator[None, None, None]:
             do = "if you trust who wrote it and have its packages, add `allow_pickle`, which runs its code"
             reject(file, f"a pickle of {found[1]}", "tensors, numbers and texts alone", do)
         reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
-    except (RuntimeError, EOFError, ImportError, AttributeError, KeyError) as error:
+    except (RuntimeError, EOFError, ImportError, AttributeError, LookupError) as error:
         reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
 
 
@@ -140,11 +138,14 @@ def load_pickle(
     texts and `classes`."""
     with reading_pickle(file), torch.serialization.safe_globals([] if allow_pickle else [*classes]):
         with file.open("rb") as opened:
-            first = opened.read(16)
+            first = opened.read(32)
         if not first.startswith(_BEGINS):
-            got = f"a file that begins with {first!r}" if first else "an empty file"
+            got = f"a file that begins with {first[:16]!r}" if first else "an empty file"
             reject(file, got, "one that torch.save wrote", COPY_AGAIN)
         mmap = first.startswith(_BEGINS[0])  # files of torch before 1.6 are read whole
+        if not mmap and (protocol := first[1]) > 3 and not allow_pickle:
+            got, do = f"a pickle of protocol {protocol}", "if you trust who wrote it, add `allow_pickle`"
+            reject(file, got, "2 or 3, which are read without running code", do)
         found = torch.load(file, map_location="cpu", mmap=mmap, weights_only=not allow_pickle)
     if not isinstance(found, (*kinds,)):
         expected = " or ".join(f"a {x.__name__}" for x in kinds)

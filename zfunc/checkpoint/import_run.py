@@ -37,7 +37,6 @@ from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.checkpoint.torchtitan import EMBEDDING, as_transformers, head_dim_of
 from zfunc.checkpoint.trainer_files import adapters_in, is_trainer, open_trainer
 from zfunc.checkpoint.writer import as_bytes
-from zfunc.core.display import counted
 from zfunc.core.optimizer_state import FROZEN, MASTER
 from zfunc.errors import CheckpointError, did_you_mean, refuse
 from zfunc.optim.loss_scale import UNSCALED
@@ -112,8 +111,9 @@ def find_run(source: str | os.PathLike[str]) -> FoundRun:
             got, do = "a checkpoint of zfunc", "go on from it as it is, by zfunc train --resume or zfunc.load"
         reject(source, got, _EXPECTED, do)
     _, last = max(runs, key=lambda x: (x[0], x[1].folder))
-    steps = counted(len({step for step, _ in runs}), "step")  # one may be there in two forms
-    log.info("import: %s, the last of %s; to take another, name its folder", last.folder, steps)
+    steps = {step for step, _ in runs}  # one may be there in two forms
+    of = f", the last of {len(steps):,} steps; to take another, name its folder" if len(steps) > 1 else ""
+    log.info("import: %s%s", last.folder, of)
     return last
 
 

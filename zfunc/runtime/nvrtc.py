@@ -33,7 +33,7 @@ def machine_code(
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None)
     try:
         if nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags)):
-            raise RuntimeError(f"NVRTC refuses it: {result('ProgramLog').rstrip(bytes(1)).decode()}")
+            raise RuntimeError(f"NVRTC refuses the source: {result('ProgramLog').rstrip(bytes(1)).decode()}")
         return result(form)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

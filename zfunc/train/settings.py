@@ -494,7 +494,8 @@ class TrainSettings(StepFlags):
         if self.steps is self.epochs is self.seconds is None:
             refuse(("steps", "epochs", "seconds"), "none", "one", "pass such as `steps=1000`")
         if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
-            refuse("warmup", f"{self.warmup} of {self.steps} steps", "fewer", "lower it, or raise `steps`")
+            got = f"{self.warmup} of {counted(self.steps, 'step')}"
+            refuse("warmup", got, "fewer", "lower it, or raise `steps`")
 
 
 ENDLESS = "`stream`, of which nobody knows how long a pass is"
