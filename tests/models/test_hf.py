@@ -47,6 +47,7 @@ import zfunc.models.hf
 from zfunc.engine.program.program import Program
 from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.models.hf import recording
+from zfunc.models.hf.attention import PastTokens, inputs_given
 from zfunc.models.hf.cutting import RECORDED
 from zfunc.models.hf.experts import run_all_experts
 from zfunc.models.hf.families import FAMILIES, MISSING
@@ -190,12 +191,17 @@ def of_tiles(name: str, tiles: int) -> tuple[Program, Any]:
 @example({3, 13}, 8)  # no tile has the length
 @examples(max_examples=examples.default.max_examples // 20)
 def test_positions_and_chunks_follow_the_documents(name: str, begins: set[int], tiles: int) -> None:
-    """As in a new model of transformers, whatever rows were before."""
-    ends = [*sorted(begins), 24]
-    places = torch.cat([torch.arange(b - a) for a, b in pairwise([0, *ends])])
-    ids = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(len(ends)))
-    own = random_model(name)(ids, position_ids=places.expand(2, 24), use_cache=False).logits
-    got = zfunc.apply(*of_tiles(name, tiles), {"input_ids": ids, "position_ids": places.expand(2, 24)})
+    """As in a new model of transformers, whatever rows were before: one that is given each document alone, unless
+    frequencies follow the longest document of a row. (Version 5.17 has chunks of the row.)"""
+    lengths = [b - a for a, b in pairwise([0, *sorted(begins), 24])]
+    places = torch.cat([torch.arange(n) for n in lengths]).expand(2, 24)
+    ids = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(len(lengths)))
+    model = random_model(name)
+    if name in BY_LENGTH:
+        own = model(ids, position_ids=places, use_cache=False).logits
+    else:
+        own = torch.cat([model(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1)
+    got = zfunc.apply(*of_tiles(name, tiles), {"input_ids": ids, "position_ids": places})
     torch.testing.assert_close(got, own, rtol=0, atol=1e-5)
 
 
@@ -445,6 +451,28 @@ def test_states_of_a_row_are_refused_in_tiles_and_packed_documents(name: str) ->
         program = compiled(segments, tiles=tiles)
         with pytest.raises(ValueError, match=message):
             zfunc.evaluate(program, zfunc.init(program), zfunc.hf.batch(inputs, x))
+
+
+def test_states_are_read_from_a_layer_of_the_cache_too() -> None:
+    """As models of transformers 5.17 read them."""
+    past, (x, state) = PastTokens(KVCache()), torch.randn(2, 1, 4, 5)
+    assert not past.has_previous_state()
+    assert not PastTokens().has_previous_state(1)
+    past.update_conv_state(x, 1, conv_kernel_size=3)
+    past.update_recurrent_state(state, 1)
+    layer = past.layers[1]
+    for known in ((), (1,), (1, 0)):
+        assert past.has_previous_state(*known)
+    for unknown in ((0,), (1, 1)):
+        assert not past.has_previous_state(*unknown)
+    assert layer.record_past
+    assert torch.equal(layer.conv_states[0], x[..., -3:])
+    assert layer.recurrent_states[0] is state
+    assert layer.conv_states[1] is None
+    with pytest.raises(AttributeError, match="asks its cache for keys"):
+        _ = layer.keys
+    with inputs_given({"position_ids": x}), pytest.raises(ValueError, match="rows of one document"):
+        past.has_previous_state(1)
 
 
 def test_more_tokens_than_positions_are_refused_before_anything_runs() -> None:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -98,6 +99,30 @@ def inputs_given(given: Mapping[str, Tensor]) -> Iterator[None]:
         GIVEN.reset(before)
 
 
+def _lacks(_: Any, name: str) -> Any:
+    raise AttributeError(f"it asks its cache for {name}, which zfunc's does not have")
+
+
+class _ByNumber(dict[int, Any]):
+    """Looks up what a function returns for a number."""
+
+    def __init__(self, of: Callable[[int], Any]) -> None:
+        self.of = of
+
+    def __missing__(self, number: int) -> Any:
+        return self.of(number)
+
+
+@frozen(eq=False)
+class _LayerStates:
+    """The states of one layer, each kind by number, for models that read them from a layer of the cache."""
+
+    conv_states: _ByNumber
+    recurrent_states: _ByNumber
+    record_past = True  # as `PastTokens.is_recording_past`
+    __getattr__ = _lacks
+
+
 @frozen(eq=False)
 class PastTokens:
     """The methods of transformers' caches that layers call. Without a `KVCache` (None), as in training,
@@ -159,8 +184,21 @@ class PastTokens:
             self.cache.states["recurrent", layer_idx, state_idx] = state
         return state
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"it asks its cache for {name}, which zfunc's does not have")
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there are inputs of a convolution from past tokens, of any layer for None: transformers 5.17 asks
+        before it reads states from `layers`."""
+        self._state()  # refused in tiles
+        states = () if self.cache is None else self.cache.states
+        asked = "conv", layer_idx, state_idx
+        return any(all(x in (None, y) for x, y in zip(asked, key, strict=True)) for key in states)
+
+    @property
+    def layers(self) -> _ByNumber:
+        """The states of each layer by its number."""
+        reads = self.get_conv_state, self.get_recurrent_state
+        return _ByNumber(lambda layer: _LayerStates(*(_ByNumber(partial(read, layer)) for read in reads)))
+
+    __getattr__ = _lacks
 
 
 def make_mask(
