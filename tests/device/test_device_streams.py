@@ -44,6 +44,14 @@ def test_times_of_several_devices_are_on_one_clock(device: str) -> None:
     assert {x.lane for x in events.values()} >= {"compute", "compute:1", "compute:2"}
 
 
+def test_all_that_a_device_was_given_is_done_when_it_was_synchronized(device: str) -> None:
+    busy = torch.eye(64, device=device)
+    for _ in range(100):
+        busy = busy @ busy
+    torch.accelerator.synchronize()
+    assert torch.accelerator.current_stream().query()
+
+
 def overlap(timeline: Timeline, one: str, other: str) -> float:
     """Seconds in which an operation of each kind was running."""
     spans = [[(e.start, e.end) for e in timeline.events if e.kind == kind] for kind in (one, other)]

@@ -49,6 +49,7 @@ def load() -> Any:
     )
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None  # without it torch 2.11 synchronizes nothing
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.default_generators = tuple(controls.default_generator(i) for i in range(controls.device_count()))
     module.get_rng_state = lambda device="pretend": module.default_generators[_index(device)].get_state()
