@@ -16,6 +16,7 @@ from any_models import MODELS, ids
 from module_law import CLOSE, HOST, WAYS, Block, Late, Tied, batch, check
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -412,6 +413,20 @@ class Weighted(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return ((x - y) if weights is None else weights * (x - y)).square().mean()
+
+
+def test_an_lstm_that_gets_the_states_of_another_is_cut_where_torch_mistakes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by torch before 2.13, whose exports had them with a dimension too many."""
+    layer = decompositions.one_layer_lstm
+
+    def mistaken(*args: Any, **kwargs: Any) -> Any:
+        y, states = layer(*args, **kwargs)
+        return y, tuple(x.view(1, *x.shape[-2:]) for x in states)
+
+    monkeypatch.setattr(decompositions, "one_layer_lstm", mistaken)
+    assert len(zfunc.segments(*MODELS["LSTM seq2seq"]())) > 3
 
 
 def test_copies_arguments_of_none_and_a_frozen_first_block_are_the_models() -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch._export.utils import _compiling_state_context
 from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -116,7 +117,7 @@ class ModuleExport:
             module.by_value = by_value
         # 2. Its graph, cut.
         drawn = _generator_states()
-        with alone(), _quiet(), warnings.catch_warnings():
+        with alone(), _quiet(), _states_of_lstm(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
                 exported = torch.export.export(module, (inputs,), strict=False)
@@ -307,6 +308,20 @@ def _quiet() -> Iterator[None]:
         finally:
             for x, level in zip(loggers, levels, strict=True):
                 x.setLevel(level)
+
+
+@contextmanager
+def _states_of_lstm() -> Iterator[None]:
+    """A context in which exports know the shape of an LSTM's last states: before torch 2.13 they took it for
+    [layers, 1, batch, size] (issue 151200)."""
+    layer = decompositions.one_layer_lstm
+
+    def one_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, states = layer(*args, **kwargs)
+        return y, tuple(x.view(x.shape[-2:]) for x in states)  # [batch, size]
+
+    with patch.object(decompositions, "one_layer_lstm", one_layer):
+        yield
 
 
 def _generator_states() -> str:
