@@ -39,16 +39,10 @@ from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tens
 from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import BatchCall, lacks_targets, takes_inputs_alone
+from zfunc.models.cut.exported_graph import BRANCH, BuffersWrittenError, NotCutError, ValueBranchError
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import module_piece
-from zfunc.models.cut.spans import (
-    BRANCH,
-    BuffersWrittenError,
-    CutGraph,
-    NotCutError,
-    ValueBranchError,
-    cut_graph,
-)
+from zfunc.models.cut.spans import CutGraph, cut_graph
 from zfunc.models.cut.vmap import expand_vmaps
 
 BRANCHES = (

@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_flatten
 
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.models.cut.called import BatchCall, mark_values
+from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, place_of
 from zfunc.models.cut.module_export import ModuleExport, in_thread, without_values
 from zfunc.models.cut.pieces import ModulePiece, module_piece
-from zfunc.models.cut.spans import REGIONS, BuffersWrittenError, CutGraph, NotCutError, blocks_of, place_of
+from zfunc.models.cut.spans import CutGraph, blocks_of
 from zfunc.runtime.rng import fold_seed
 
 IN_EVAL = -1  # the key of the example in eval mode, which is cut for what it reads alone

@@ -23,9 +23,9 @@ from zfunc.engine.trace.segment import Segment, Values, check_loss, make_segment
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
 from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values, without_idle_draws
+from zfunc.models.cut.exported_graph import BuffersWrittenError, NotCutError, ValueBranchError
 from zfunc.models.cut.module_export import ModuleExport, without_values
 from zfunc.models.cut.module_traces import ModuleTrace, ModuleTraces, file_of
-from zfunc.models.cut.spans import BuffersWrittenError, NotCutError, ValueBranchError
 from zfunc.models.hf.adapters import with_pure_adapters
 from zfunc.models.hf.attention import with_static_experts
 from zfunc.values import of_type

@@ -12,7 +12,8 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from zfunc.models.cut.spans import GRAD_MODE, REGIONS, CutGraph, region_of
+from zfunc.models.cut.exported_graph import GRAD_MODE, REGIONS, region_of
+from zfunc.models.cut.spans import CutGraph
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}
 

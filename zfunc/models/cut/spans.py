@@ -4,52 +4,25 @@ A cut never separates tensors that share memory from a later write into it, so t
 """
 
 import operator
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, count, pairwise
-from pathlib import Path
 from typing import Any
 
-import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
-from zfunc.engine.trace.graph_cuts import changed_by, mutates
-
-GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
-AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-REGIONS = {GRAD_MODE, AUTOCAST}  # whose graphs pieces copy
-CHECKS = {  # of what a trace knows, or of values
-    torch.ops.aten._assert_async.msg,
-    torch.ops.aten._assert_tensor_metadata.default,
-    torch.ops.aten._assert_scalar.default,
-}
-BRANCH = (
-    "on which a shape or a branch depends, expected what can be traced without values: compute all of it, and mask "
-    "with torch.where(mask, a, b), compute it in the collator and pass the number, or pass what decides it as a "
-    "Python number in the batch"
+from zfunc.models.cut.exported_graph import (
+    arguments_written,
+    check_operations,
+    check_writes,
+    differentiable_nodes,
+    drop_copies_to_themselves,
+    memory_roots,
+    needed_nodes,
+    place_of,
 )
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-aten = torch.ops.aten
-CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
-STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
-
-
-class NotCutError(Exception):
-    """Raised, with the reason, for a module that cannot be cut and becomes one segment."""
-
-
-class ValueBranchError(ValueError):
-    """Raised, with the line, for a module in which a shape or a branch depends on the value of a tensor."""
-
-
-class BuffersWrittenError(Exception):
-    """Raised, with their names, for buffers that forward writes and the caller did not list as changing."""
 
 
 @define(eq=False)
@@ -114,18 +87,7 @@ def cut_graph(
     have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names
     of parameters, `changed` of buffers that forward writes. No cut is made for parameters that are not in
     `read`, if given. Raises BuffersWrittenError."""
-    # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
-    for n in exported.graph.nodes:
-        said = (*n.args[1:], *n.kwargs.values())
-        copies = any(x is True or isinstance(x, torch.memory_format) for x in said)
-        if n.target in CASTS and not copies and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
-            n.replace_all_uses_with(n.args[0])
-    # A buffer assigned to itself, as by `self.steps += 1`, is copied to itself last.
-    base = _roots(exported.graph.nodes)
-    for n in exported.graph.find_nodes(op="call_function", target=aten.copy_.default):
-        to, x = n.args[:2]
-        if to.op == "placeholder" and base.get(x) is to and x.meta["val"].shape == to.meta["val"].shape:
-            exported.graph.erase_node(n)
+    drop_copies_to_themselves(exported)
     nodes, signature = [*exported.graph.nodes], exported.graph_signature
     sources = {
         **signature.inputs_to_parameters,
@@ -134,38 +96,17 @@ def cut_graph(
     }
     sources = {x: names.get(name, name) for x, name in sources.items()}
     buffers = {names.get(name, name) for name in signature.inputs_to_buffers.values()}
-    if others := {x for x in _written(nodes, sources) if x in buffers} - changed:
-        raise BuffersWrittenError(others)
-    weights = {*signature.inputs_to_parameters}
-    base = _roots(nodes)
-    for n in nodes:
-        if found := [x for x in (base.get(x, x) for x in arguments_written(n)) if x.name in weights]:
-            raise ValueError(
-                f"model: got a write into the parameter {sources[found[0].name]!r} at {place_of(n)}, expected "
-                "parameters that the optimizer alone changes: make it a buffer (register_buffer), which forward "
-                "may write"
-            )
-        constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
-        if n.users and isinstance(constant, FakeTensor):
-            place = place_of(next(iter(n.users)))
-            got = f".data of a tensor, or a gradient of torch.autograd.grad, read at {place}"
-            expected = "x.detach(), or torch.func.grad"
-            raise ValueError(f"model: got {got}, whose values a trace lacks, expected {expected}")
+    check_writes(exported, sources, buffers - changed)
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
-    kept = _needed(nodes, outputs)
-    for n in kept:
-        if n.op == "call_function" and any(map(_of_value, tree_leaves(n.meta.get("val")))):
-            raise ValueBranchError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
-        known = isinstance(n.target, OpOverload) or n.target in REGIONS or n.target is operator.getitem
-        if n.op == "call_function" and not known:  # part of it may stay open over several operations
-            name = getattr(n.target, "__name__", str(n.target))
-            raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
+    kept = needed_nodes(nodes, outputs)
     calls = [n for n in nodes if n.op == "call_function" and n in kept]
-    if read is not None:
-        weights = {x for x in weights if sources[x] in read}
-    spans, differentiable = _spans_by_block(calls, blocks, weights), _differentiable(nodes, sources, trained)
+    check_operations(calls)
+    # Spans by block, and where no cut may be.
+    weights = {x for x in signature.inputs_to_parameters if read is None or sources[x] in read}
+    spans = _spans_by_block(calls, blocks, weights)
     bonds = [*_bonds(calls, sources, changed)]
     closed = {*chain.from_iterable(calls[i + 1 : j + 1] for i, j, _ in bonds)}
+    # What has more than `most` elements is cut where the fewest bytes are alive.
     within = [_runs(span, closed, sources, weights) for span in spans]
     least = max((run.numel for runs in within for run in runs), default=0)
     if starts is None:
@@ -173,9 +114,17 @@ def cut_graph(
         starts = frozenset(run.name for runs in within for run in _first_runs(runs, most))
     parts = [x for span, runs in zip(spans, within, strict=True) for x in _parts(span, runs, starts)]
     why = [*_why_joined(spans, bonds)]
+    differentiable = differentiable_nodes(nodes, sources, trained)
     spans = _join_uncuttable(parts, closed, weights, differentiable)
-    at = {n: s for s, span in enumerate(spans) for n in span.nodes}
     given = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
+    alive = _alive_at_cuts(spans, given, outputs)
+    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least)
+
+
+def _alive_at_cuts(spans: list[NodeSpan], given: list[Node], outputs: list[Node]) -> list[list[Node]]:
+    """By span, the nodes that it gets from the spans before: those that it or a later span reads, in one order at
+    all cuts. `given` are the graph's inputs, which the first span gets."""
+    at = {n: s for s, span in enumerate(spans) for n in span.nodes}
     last = {n: len(spans) if n in outputs else -1 for n in (*given, *at)}
     for n, s in at.items():
         for x in n.all_input_nodes:
@@ -193,27 +142,11 @@ def cut_graph(
         for n in _read(before[kind]) & _read(span) & {*last} if kind in before and kind[0] else ():
             last[n] = max(last[n], s + 1)
         before[kind] = span
-    alive = [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
-    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least)
-
-
-def _of_value(x: Any) -> bool:
-    """Whether `x`, a number or tensor of a trace, is or has a symbolic size that only a tensor's values decide."""
-    numbers = x.shape if isinstance(x, Tensor) else (x,)
-    return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
+    return [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
 
 
 def _read(span: NodeSpan) -> set[Node]:
     return {x for n in span.nodes for x in n.all_input_nodes} - {*span.nodes}
-
-
-def _needed(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
-    """The nodes that a graph's outputs need, and the nodes that write in place, with the inputs of both."""
-    found = {*outputs}
-    for n in reversed(nodes):
-        if n.target not in CHECKS and (n in found or arguments_written(n)):
-            found |= {n, *n.all_input_nodes}
-    return found
 
 
 def _spans_by_block(nodes: list[Node], blocks: set[str], weights: set[str]) -> list[NodeSpan]:
@@ -254,7 +187,7 @@ def _bonds(
     place and the node whose memory it writes; the first and last reader of a buffer in `changed`; or, with
     "", an operation and its result."""
     at = {n: i for i, n in enumerate(nodes)}
-    base = _roots(at)
+    base = memory_roots(at)
     first: dict[Node, int] = {}
     places: dict[Node, Node] = {}  # of buffers that are written: where
     for n, i in at.items():
@@ -377,73 +310,3 @@ def _join_uncuttable(
 
 def _reads(span: NodeSpan, weights: set[str]) -> bool:
     return any(x.name in weights for n in span.nodes for x in n.all_input_nodes)
-
-
-def _roots(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """By node, the node whose memory its result may be a view of: itself where it has memory of its own."""
-    base: dict[Node, Node] = {}
-    for n in nodes:
-        base[n] = next((base.get(x, x) for x in n.all_input_nodes), n) if _may_alias(n) else n
-    return base
-
-
-def _written(nodes: Iterable[Node], sources: Mapping[str, str]) -> set[str]:
-    """The names (in `sources`) of parameters, buffers and constants that nodes of a graph write into."""
-    base = _roots(nodes)
-    roots = (base.get(x, x) for n in base for x in arguments_written(n))
-    return {sources[x.name] for x in roots if x.name in sources}
-
-
-def arguments_written(node: Node) -> list[Node]:
-    """The arguments of a node that it writes into, also in a region of another grad or autocast mode."""
-    if node.op != "call_function":
-        return []
-    if node.target in REGIONS:
-        inner, given = region_of(node)
-        inside = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
-        base = _roots(inner.graph.nodes)
-        roots = (base.get(x, x) for n in base for x in arguments_written(n))
-        return [inside[x] for x in roots if x in inside]
-    statistics = [x for i in STATISTICS.get(node.target, ()) if isinstance(x := node.args[i], Node)]
-    return [*(changed_by(node) if mutates(node.target) else ()), *statistics]
-
-
-def region_of(node: Node) -> tuple[Any, tuple[Any, ...]]:
-    """The module of the graph of a region in another grad or autocast mode, and the region's arguments."""
-    k = 1 if node.target is GRAD_MODE else 4
-    return getattr(node.graph.owning_module, node.args[k].target), node.args[k + 1 :]
-
-
-def _may_alias(node: Node) -> bool:
-    """Whether the result of a node may share memory with an argument, as a view does."""
-    schema = getattr(node.target, "_schema", None)
-    return node.target is operator.getitem or (
-        schema is not None and any(r.alias_info for r in schema.returns)
-    )
-
-
-def _differentiable(nodes: list[Node], sources: Mapping[str, str], trained: set[str]) -> set[Node]:
-    """The nodes of a graph with a gradient: not integer, computed from `trained` parameters with grad mode on."""
-    found = {n for n in nodes if n.op == "placeholder" and sources.get(n.name) in trained}
-    for n in nodes:
-        stops = n.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
-        stops = stops or (n.target is GRAD_MODE and not n.args[0])
-        value = n.meta.get("val")
-        whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        if n.op == "call_function" and not stops and not whole and not found.isdisjoint(n.all_input_nodes):
-            found.add(n)
-            # What is written becomes a function of what is written into it.
-            found |= {*changed_by(n)} if mutates(n.target) else set()
-    return found
-
-
-def place_of(node: Node) -> str:
-    """The file and line of the user's code that made a node, as "file:line"; else the node's name."""
-    if node.target in REGIONS:
-        inside = [n for n in region_of(node)[0].graph.nodes if n.meta.get("stack_trace")]
-        return place_of(inside[0]) if inside else node.name
-    lines = [
-        x.strip() for x in (node.meta.get("stack_trace") or "").splitlines() if x.strip().startswith("File ")
-    ]
-    lines = [x for x in lines if _TORCH not in x] or lines
-    return lines[-1].replace('File "', "").replace('", line ', ":").partition(",")[0] if lines else node.name

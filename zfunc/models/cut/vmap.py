@@ -7,7 +7,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from zfunc.engine.trace.graph_cuts import graph_of, part_of_graph
-from zfunc.models.cut.spans import REGIONS, NotCutError, place_of
+from zfunc.models.cut.exported_graph import REGIONS, NotCutError, place_of
 
 
 def expand_vmaps(exported: ExportedProgram) -> None:

@@ -1,0 +1,181 @@
+"""Questions about the nodes of a module's exported graph: what they write, share and need, and what is refused."""
+
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from zfunc.engine.trace.graph_cuts import changed_by, mutates
+
+GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+REGIONS = {GRAD_MODE, AUTOCAST}  # whose graphs pieces copy
+CHECKS = {  # of what a trace knows, or of values
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+}
+BRANCH = (
+    "on which a shape or a branch depends, expected what can be traced without values: compute all of it, and mask "
+    "with torch.where(mask, a, b), compute it in the collator and pass the number, or pass what decides it as a "
+    "Python number in the batch"
+)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+aten = torch.ops.aten
+CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
+STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
+
+
+class NotCutError(Exception):
+    """Raised, with the reason, for a module that cannot be cut and becomes one segment."""
+
+
+class ValueBranchError(ValueError):
+    """Raised, with the line, for a module in which a shape or a branch depends on the value of a tensor."""
+
+
+class BuffersWrittenError(Exception):
+    """Raised, with their names, for buffers that forward writes and the caller did not list as changing."""
+
+
+def drop_copies_to_themselves(exported: ExportedProgram) -> None:
+    """Remove from an exported graph, in place, what returns or rewrites a tensor as it is."""
+    # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
+    for n in exported.graph.nodes:
+        said = (*n.args[1:], *n.kwargs.values())
+        copies = any(x is True or isinstance(x, torch.memory_format) for x in said)
+        if n.target in CASTS and not copies and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
+            n.replace_all_uses_with(n.args[0])
+    # A buffer assigned to itself, as by `self.steps += 1`, is copied to itself last.
+    base = memory_roots(exported.graph.nodes)
+    for n in exported.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        to, x = n.args[:2]
+        if to.op == "placeholder" and base.get(x) is to and x.meta["val"].shape == to.meta["val"].shape:
+            exported.graph.erase_node(n)
+
+
+def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: set[str]) -> None:
+    """Raise BuffersWrittenError, with their names, if the graph writes into buffers in `fixed`, and ValueError if
+    it writes into a parameter or reads a constant whose values the trace lacks. `sources` has the names of the
+    module's tensors by placeholder."""
+    signature = exported.graph_signature
+    base = memory_roots(exported.graph.nodes)
+    written: dict[str, Node] = {}  # by placeholder or node written into: what writes it first
+    for n in base:
+        for x in arguments_written(n):
+            written.setdefault(base.get(x, x).name, n)
+    if buffers := {x for x in map(sources.get, written) if x in fixed}:
+        raise BuffersWrittenError(buffers)
+    for name, n in written.items():
+        if name in signature.inputs_to_parameters:
+            raise ValueError(
+                f"model: got a write into the parameter {sources[name]!r} at {place_of(n)}, expected "
+                "parameters that the optimizer alone changes: make it a buffer (register_buffer), which forward "
+                "may write"
+            )
+    for n in exported.graph.nodes:
+        constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
+        if n.users and isinstance(constant, FakeTensor):
+            place = place_of(next(iter(n.users)))
+            got = f".data of a tensor, or a gradient of torch.autograd.grad, read at {place}"
+            expected = "x.detach(), or torch.func.grad"
+            raise ValueError(f"model: got {got}, whose values a trace lacks, expected {expected}")
+
+
+def check_operations(calls: Iterable[Node]) -> None:
+    """Raise ValueBranchError if the result of one of `calls` has a size that a tensor's values decide, and
+    NotCutError if one is no operation of tensors."""
+    for n in calls:
+        if any(map(_of_value, tree_leaves(n.meta.get("val")))):
+            raise ValueBranchError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
+        known = isinstance(n.target, OpOverload) or n.target in REGIONS or n.target is operator.getitem
+        if not known:  # part of it may stay open over several operations
+            name = getattr(n.target, "__name__", str(n.target))
+            raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
+
+
+def arguments_written(node: Node) -> list[Node]:
+    """The arguments of a node that it writes into, also in a region of another grad or autocast mode."""
+    if node.op != "call_function":
+        return []
+    if node.target in REGIONS:
+        inner, given = region_of(node)
+        inside = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
+        base = memory_roots(inner.graph.nodes)
+        roots = (base.get(x, x) for n in base for x in arguments_written(n))
+        return [inside[x] for x in roots if x in inside]
+    statistics = [x for i in STATISTICS.get(node.target, ()) if isinstance(x := node.args[i], Node)]
+    return [*(changed_by(node) if mutates(node.target) else ()), *statistics]
+
+
+def memory_roots(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """By node, the node whose memory its result may be a view of: itself where it has memory of its own."""
+    base: dict[Node, Node] = {}
+    for n in nodes:
+        base[n] = next((base.get(x, x) for x in n.all_input_nodes), n) if _may_alias(n) else n
+    return base
+
+
+def _may_alias(node: Node) -> bool:
+    """Whether the result of a node may share memory with an argument, as a view does."""
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or (
+        schema is not None and any(r.alias_info for r in schema.returns)
+    )
+
+
+def region_of(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """The module of the graph of a region in another grad or autocast mode, and the region's arguments."""
+    k = 1 if node.target is GRAD_MODE else 4
+    return getattr(node.graph.owning_module, node.args[k].target), node.args[k + 1 :]
+
+
+def needed_nodes(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
+    """The nodes that a graph's outputs need, and the nodes that write in place, with the inputs of both."""
+    found = {*outputs}
+    for n in reversed(nodes):
+        if n.target not in CHECKS and (n in found or arguments_written(n)):
+            found |= {n, *n.all_input_nodes}
+    return found
+
+
+def differentiable_nodes(nodes: list[Node], sources: Mapping[str, str], trained: set[str]) -> set[Node]:
+    """The nodes of a graph with a gradient: not integer, computed from `trained` parameters with grad mode on."""
+    found = {n for n in nodes if n.op == "placeholder" and sources.get(n.name) in trained}
+    for n in nodes:
+        stops = n.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+        stops = stops or (n.target is GRAD_MODE and not n.args[0])
+        value = n.meta.get("val")
+        whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        if n.op == "call_function" and not stops and not whole and not found.isdisjoint(n.all_input_nodes):
+            found.add(n)
+            # What is written becomes a function of what is written into it.
+            found |= {*changed_by(n)} if mutates(n.target) else set()
+    return found
+
+
+def _of_value(x: Any) -> bool:
+    """Whether `x`, a number or tensor of a trace, is or has a symbolic size that only a tensor's values decide."""
+    numbers = x.shape if isinstance(x, Tensor) else (x,)
+    return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
+
+
+def place_of(node: Node) -> str:
+    """The file and line of the user's code that made a node, as "file:line"; else the node's name."""
+    if node.target in REGIONS:
+        inside = [n for n in region_of(node)[0].graph.nodes if n.meta.get("stack_trace")]
+        return place_of(inside[0]) if inside else node.name
+    lines = [
+        x.strip() for x in (node.meta.get("stack_trace") or "").splitlines() if x.strip().startswith("File ")
+    ]
+    lines = [x for x in lines if _TORCH not in x] or lines
+    return lines[-1].replace('File "', "").replace('", line ', ":").partition(",")[0] if lines else node.name
