@@ -27,6 +27,8 @@ from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
 
 ERROR = 3  # the exit code of a process that has seen one
+# A torch for CUDA that sees no GPU has a stand-in for one, for which autograd starts a thread; a fork has lost it.
+torch._C._ensureCUDADeviceGuardSet = lambda: None
 NIGHT = "night"  # the argument of a worker that plays what slow tests read too
 
 
