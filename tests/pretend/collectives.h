@@ -1,7 +1,7 @@
 // Ranks with pretend devices: a c10d backend that queues gloo's collectives on the caller's current stream, as NCCL
 // does with its own. A collective is issued, not done, when it returns, and waits for missing ranks for ever unless
 // the group is aborted. Where links report errors, as sockets do and NVLink does not, its work is completed then, with
-// an exception that nothing raises; its kernel waits on. What NCCL refuses or does wrong, and gloo takes, is refused
+// an exception that `wait` raises; its kernel waits on. What NCCL refuses or does wrong, and gloo takes, is refused
 // here: `check`. What was issued is remembered, in order, to be compared between ranks.
 #pragma once
 
@@ -28,6 +28,7 @@ class QueuedWork final : public c10d::Work {
   }
   bool wait(std::chrono::milliseconds) override {  // of the current stream, not of the host
     current_stream(device_)->wait_for(done_);
+    if (exception()) std::rethrow_exception(exception());
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }

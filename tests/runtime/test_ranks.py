@@ -389,6 +389,22 @@ def test_a_wait_for_collectives_ends_with_the_time_out_of_the_group(monkeypatch:
     assert (freed, [*ranks.queued]) == ([True], [])
 
 
+def test_a_collective_that_fails_on_the_device_is_an_error_of_the_group() -> None:
+    """Its `wait` raises it, in every version of torch."""
+
+    def failed() -> None:
+        raise RuntimeError("NCCL error: remote process exited")
+
+    freed = list[bool]()
+    ranks = RankGroup(SimpleNamespace(abort=lambda: freed.append(True)), world=2, members=(0, 1))
+    work = SimpleNamespace(is_completed=lambda: True, wait=failed)
+    ranks.queued.append(("all_gather", time.monotonic(), work))
+    with pytest.raises(RankError, match="all_gather on rank 0: got a broken connection") as caught:
+        ranks.settle()
+    assert "remote process exited" in str(caught.value.__cause__)
+    assert (freed, [*ranks.queued]) == ([True], [])
+
+
 def test_a_world_of_one_sends_nothing() -> None:
     ranks = RankGroup.of(None)
     assert (ranks.rank, ranks.world, ranks.sums([1.5]), ranks.texts("a")) == (0, 1, [1.5], ["a"])

@@ -343,8 +343,7 @@ class RankGroup:
         """Let `watch` forget the collectives that have ended on the device; raises a failed one's error."""
         try:
             while self.queued and (work := self.queued[0][2]).is_completed():
-                if (error := work.exception()) is not None:
-                    raise RuntimeError(str(error)) from error
+                work.wait()  # raises its error, which before torch 2.13 exception() cannot return
                 self.queued.popleft()
         except RuntimeError as error:
             self._abort("broken", error)
