@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -107,15 +109,31 @@ def host_memory() -> tuple[int, int]:
     return told["MemTotal:"] - told["MemAvailable:"], told["MemAvailable:"]
 
 
+def of_process(name: str) -> int:
+    """The kernel's figure `name` of this process, such as its peak memory, in bytes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+
+def timed(step: Callable[[Any], float], batches: Iterable[Any], *, warmup: int, device: torch.device) -> Row:
+    """Train on each of `batches` by `step`, which returns a loss; a row with losses, peaks of these steps, the
+    seconds of each, and the median of those after the first `warmup`."""
+    reset_peaks(device)
+    losses, stamps = list[float](), [synchronized()]
+    for batch in batches:
+        losses.append(step(batch))
+        stamps.append(synchronized())
+    seconds = [b - a for a, b in pairwise(stamps)]
+    return {"seconds": median(seconds[warmup:]), "all_seconds": seconds, "losses": losses, **peaks(device)}
+
+
 def peaks(device: torch.device) -> Row:
     """Peak bytes of this process: of the device since `reset_peaks`, of the host since its start.
 
     What a driver page-locks itself may not count as resident: `pinned_bytes` is what torch's allocator took so,
     and `host_used_bytes` of `run_apart` what the machine used more while the process ran.
     """
-    status = Path("/proc/self/status").read_text()
-    resident = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    row: Row = {"host_resident_bytes": int(resident.split()[1]) * 1024}
+    row: Row = {"host_resident_bytes": of_process("VmHWM")}
     if device.type != "cpu":
         row["device_bytes"] = torch.accelerator.max_memory_allocated(device)
         row["device_reserved_bytes"] = torch.accelerator.max_memory_reserved(device)

@@ -12,17 +12,16 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 import zfunc
-from benchmarks.apart import Row, about, each_apart, leave, peaks, reset_peaks, run_apart, synchronized
+from benchmarks.apart import Row, about, each_apart, leave, run_apart, synchronized, timed
 from benchmarks.machine import make_parser, write
 from benchmarks.side_by_side import source, with_drawn
+from benchmarks.step import stepping
 from docs.markdown_table import table
 from zfunc.engine.trace.segment import Segment
 from zfunc.models.gpt import gpt_segments
@@ -102,23 +101,10 @@ def measure(job: dict[str, Any], args: argparse.Namespace) -> Row:
     segments = with_drawn(segments, layers, source(args))
     start = synchronized()
     program = zfunc.compile(segments, optimizer=optimizer, device=device, example=batch, **given)
-    state = zfunc.init(program)
+    step = stepping(program)
     row["setup_seconds"] = synchronized() - start
-    reset_peaks(device)
-    losses, stamps = list[float](), [synchronized()]
-    for _ in range(args.warmup + args.turns):
-        state, metrics = zfunc.train_step(program, state, batch)
-        losses.append(metrics.loss)
-        stamps.append(synchronized())
-    taken = [b - a for a, b in pairwise(stamps)][args.warmup :]
-    seconds = median(taken)
-    row |= {
-        "seconds": seconds,
-        "all_seconds": taken,
-        "losses": losses,
-        "time_ratio": row["planned_seconds"] / seconds,
-    }
-    row |= {"tokens": shape[0] * shape[1], **peaks(device)}
+    row |= timed(step, [batch] * (args.warmup + args.turns), warmup=args.warmup, device=device)
+    row |= {"tokens": shape[0] * shape[1], "time_ratio": row["planned_seconds"] / row["seconds"]}
     if planned := row["planned_memory"].get("device"):
         row["memory_ratio"] = planned / row["device_bytes"] if "device_bytes" in row else None
     return row

@@ -18,9 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 from zlib import crc32
 
@@ -29,7 +27,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from benchmarks.apart import ROOT, Row, about, each_apart, leave, peaks, reset_peaks, run_apart, synchronized
+from benchmarks.apart import ROOT, Row, about, each_apart, leave, run_apart, timed
 from benchmarks.machine import make_parser, result_path, write
 from benchmarks.step import (
     BETAS,
@@ -315,24 +313,15 @@ def measure(name: str, job: Job) -> Row:
     device = torch.device(job.device)
     step, said = way.build(job)
     init_seconds = time.perf_counter() - start
-    reset_peaks(device)
-    losses, stamps = list[float](), [synchronized()]
-    for batch in made_batches(job, job.steps):
-        losses.append(step(batch))
-        stamps.append(synchronized())
-    seconds = [b - a for a, b in pairwise(stamps)]
-    middle = median(seconds[job.warmup :])
+    row = timed(step, made_batches(job, job.steps), warmup=job.warmup, device=device)
     return {
         **said,
         "parameters": num_parameters(config_of(job)),
         "num_layers": job.num_layers,
         "device": str(device),
-        "seconds": middle,
-        "tokens_per_second": job.batch_size * job.seq_length / middle,
-        "all_seconds": seconds,
-        "losses": losses,
+        "tokens_per_second": job.batch_size * job.seq_length / row["seconds"],
         "init_seconds": init_seconds,
-        **peaks(device),
+        **row,
         "versions": about(),
     }
 

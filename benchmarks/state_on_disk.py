@@ -32,6 +32,7 @@ from typing import Any
 from attrs import evolve
 
 import zfunc
+from benchmarks.apart import of_process
 from benchmarks.large import GIB, config_of
 from benchmarks.machine import make_parser, write
 from benchmarks.streaming import batch_of
@@ -122,12 +123,6 @@ def narrow(args: argparse.Namespace) -> argparse.Namespace:
     size = args.bucket_size * width**2 // args.hidden_size**2
     changed = {"hidden_size": width, "num_attention_heads": 4, "vocab_size": 256, "bucket_size": size}
     return argparse.Namespace(**{**vars(args), **changed, "draw": None})
-
-
-def of_process(name: str) -> int:
-    """The kernel's figure `name` of this process, such as its peak memory, in bytes."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields[name].split()[0]) * 1024
 
 
 def in_page_cache(folder: str) -> int:
