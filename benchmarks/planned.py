@@ -21,9 +21,10 @@ import zfunc
 from benchmarks.apart import Row, about, each_apart, leave, run_apart, synchronized, timed
 from benchmarks.machine import make_parser, write
 from benchmarks.side_by_side import source, with_drawn
-from benchmarks.step import stepping
+from benchmarks.step import CLIP, stepping
 from docs.markdown_table import table
 from zfunc.engine.trace.segment import Segment
+from zfunc.models import hf
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.runtime.accelerator import accelerator_type, pick_device
@@ -32,7 +33,6 @@ JOBS = Path(__file__).with_suffix(".toml")
 PUBLISHED = Path(__file__).with_name("published.toml")
 VOCABULARY = 50_257  # of a GPT
 RESULTS = Path(__file__).with_name("results")
-CLIP = 1.0
 HEADS = (
     "step",
     "model",
@@ -47,7 +47,7 @@ HEADS = (
 
 @cache
 def models() -> dict[str, dict[str, Any]]:
-    """The sizes of each model that a job may name."""
+    """The sizes of each model that a job or a published row may name."""
     return tomllib.loads(PUBLISHED.read_text())["models"] | tomllib.loads(JOBS.read_text())["model"]
 
 
@@ -56,22 +56,25 @@ def jobs(name: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(JOBS.read_text())["sets"][name]
 
 
+def described(config: dict[str, Any], lora: Any = None) -> tuple[Segment, ...]:
+    """The segments of a Hugging Face model with `config`, without memory, for rows of up to 2^23 tokens."""
+    from transformers import AutoConfig
+
+    auto: Any = AutoConfig
+    return hf.describe(auto.for_model(**config, max_position_embeddings=1 << 23), lora=lora)[1]
+
+
 def made(job: dict[str, Any]) -> tuple[tuple[Segment, ...], int, int]:
     """The segments of a job's model, without memory, the number of its layers, and of its vocabulary."""
     config = dict(models()[job["model"]])
     if config.pop("gpt", False):
         config |= {"num_layers": job.get("layers", config["num_layers"])}
         return gpt_segments(GPTConfig(VOCABULARY, job["length"], **config)), config["num_layers"], VOCABULARY
-    from transformers import AutoConfig
-
-    from zfunc.models import hf
     from zfunc.models.hf.adapters import lora_config
 
     layers = job.get("layers", config["num_hidden_layers"])
-    auto: Any = AutoConfig
-    of = auto.for_model(**config | {"num_hidden_layers": layers}, max_position_embeddings=1 << 23)
     lora = lora_config(job["lora"]) if "lora" in job else None
-    return hf.describe(of, lora=lora)[1], layers, config["vocab_size"]
+    return described(config | {"num_hidden_layers": layers}, lora), layers, config["vocab_size"]
 
 
 def measure(job: dict[str, Any], args: argparse.Namespace) -> Row:

@@ -23,14 +23,14 @@ import torch
 from attrs import asdict, evolve, field, fields, frozen
 
 from benchmarks.machine import make_parser, write
-from benchmarks.planned import RESULTS, own_steps
+from benchmarks.planned import PUBLISHED, RESULTS, VOCABULARY, described, models, own_steps
+from benchmarks.step import CLIP
 from docs.markdown_table import table
 from zfunc.core.dtypes import Precision
 from zfunc.core.hardware import Measured
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import Origin, SegmentCost, StepSpec
 from zfunc.engine.trace.segment import Segment
-from zfunc.models import hf
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.models.gpt_costs import gpt_costs
 from zfunc.optim.adamw import AdamW
@@ -41,13 +41,10 @@ from zfunc.planner.planned import Planned
 from zfunc.planner.profile import Profile, load_profile, replace_figures
 from zfunc.planner.traced_costs import traced_costs
 
-ROWS = Path(__file__).with_suffix(".toml")
 PAGE = Path(__file__).parent.parent / "docs" / "published.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes from here -->", "<!-- to here -->"
-VOCABULARY = 50_257  # of a GPT
 WIDE = 1.5  # a ratio beyond needs a fact beside it
 BEST: dict[str, Any] = dict.fromkeys(("schedule", "params_on", "activations_on"), "auto")
-CLIPPED = 1.0
 SAID = ("title", "system", "facts", "searched")  # of a row, without effect on its plan
 MORE = ("#b8860b", "#2a9d9d", "#c05a9b", "#5b5b5b", "#8fb339", "#111111")
 
@@ -134,7 +131,7 @@ FORMULAS = {"8P": recomputed, "DeepCompile": deep_compile}
 
 def read_rows() -> tuple[list[Row], dict[str, str]]:
     """All rows of `published.toml`; and by name, why other published figures cannot be compared."""
-    data = tomllib.loads(ROWS.read_text())
+    data = tomllib.loads(PUBLISHED.read_text())
     rows: list[Row] = []
     for source in data["source"]:
         for own in source.pop("rows"):
@@ -149,22 +146,9 @@ def read_rows() -> tuple[list[Row], dict[str, str]]:
 
 
 @cache
-def _models() -> dict[str, Any]:
-    return tomllib.loads(ROWS.read_text())["models"]
-
-
-def described(config: dict[str, Any]) -> tuple[Segment, ...]:
-    """The segments of a Hugging Face model with `config`, without memory, for rows of up to 2^23 tokens."""
-    from transformers import AutoConfig
-
-    auto: Any = AutoConfig
-    return hf.describe(auto.for_model(**config, max_position_embeddings=1 << 23))[1]
-
-
-@cache
 def _first_layers(model: str) -> tuple[tuple[Segment, ...], int]:
     """The segments of a model cut to the first one or two layers, and how often these make the model."""
-    config = _models()[model]
+    config = models()[model]
     few = 2 if "sliding_window" in config else 1  # every second layer looks back that far only
     return described(config | {"num_hidden_layers": few}), config["num_hidden_layers"] // few
 
@@ -208,7 +192,7 @@ def _few(model: str, rows: int, length: int) -> SegmentCosts:
 
 def costs(row: Row) -> SegmentCosts:
     """The SegmentCosts of the row's model for one rank's batch."""
-    of, count = dict(_models()[row.model]), row.micro_batch * row.micro_batches
+    of, count = dict(models()[row.model]), row.micro_batch * row.micro_batches
     if of.pop("gpt", False):
         return gpt_costs(GPTConfig(VOCABULARY, row.length, **of), count, AdamW(), row.world)
     times = _first_layers(row.model)[1]
@@ -263,7 +247,7 @@ def own_best(row: Row) -> Planned | None:
         count = max(1, each // row.micro_batch)
         row = evolve(row, world=row.divided, divided=1, micro_batches=count, micro_batch=each // count)
     model = CostModel(costs(row), profile(row))
-    base = StepSettings(precision=row.precision, micro_batches=row.micro_batches, clip_norm=CLIPPED, **BEST)
+    base = StepSettings(precision=row.precision, micro_batches=row.micro_batches, clip_norm=CLIP, **BEST)
     ways = [base] if row.world == 1 else [evolve(base, stage=stage) for stage in (2, 3)]
     plans = [plan_settings(model, way, advice=False) for way in ways]
     return min((p for p in plans if p.fits), key=lambda p: p.step_seconds, default=None)

@@ -65,7 +65,7 @@ BUDGETS = {
     "cli": 2_810,
     "tests": 52_975,
     "course": 5_289,
-    "benchmarks": 6_250,
+    "benchmarks": 6_237,
     "docs": 1_786,
 }
 

@@ -82,7 +82,7 @@ def test_layers_that_repeat_cost_what_all_of_them_traced_cost(
         **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128},
     }
-    monkeypatch.setattr(published, "_models", lambda: {"small": small})
+    monkeypatch.setattr(published, "models", lambda: {"small": small})
     row = evolve(ROWS[0], model="small", length=32, micro_batch=2)
     repeated = published.costs(row)
     tokens = torch.empty((2, 32), dtype=torch.int64, device="meta")
