@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_726,
+    "core": 7_734,
     "schedules and ground": 1_566,
     "runtime": 3_829,
     "optim": 3_218,

@@ -68,7 +68,15 @@ class Flow:
 
     def maker(self, spec: StepSpec, i: Index) -> int:
         """The device of the pass of micro-batch `i[0]` that makes number `i[1]`."""
-        return spec.mesh.device_of(self.way, i[0], i[1] - 1 + self.back)
+        return self.taker(spec, (i[0], self.before(i[1])))
+
+    def before(self, number: int) -> int:
+        """The number that the pass takes which makes `number`."""
+        return number + 1 if self.back else number - 1
+
+    def first_there(self, spec: StepSpec, m: int, number: int) -> int:
+        """The first of the numbers in a row up to `number` that passes of micro-batch `m` take on one device."""
+        return spec.mesh.run_of(self.way, m, number - self.back) + self.back
 
     def nbytes(self, spec: StepSpec, i: Index) -> int:
         """Bytes of number `i[-1]`."""
@@ -87,7 +95,7 @@ class Flow:
         """Bytes of the memory that numbers `i[1]` to `i[2]` have in common, on the device of the pass of
         micro-batch `i[0]` that takes number `i[1]`: it was made there, or came from another device."""
         m, begin, end = i
-        came = spec.mesh.run_of(self.way, m, begin - self.back) == begin - self.back
+        came = self.first_there(spec, m, begin) == begin
         passed = [x for x in self.passed(spec.costs[begin]) if x.origin.last == end]
         return sum(x.nbytes if came else self.made(x) for x in passed if came or x.origin.first == begin)
 
@@ -368,8 +376,8 @@ class Regions:
         that takes it: what no other input or gradient has, and what others have, too. `sent`: on the device of the
         pass that makes it, to be copied from there."""
         flow = FLOWS[way]
-        number = s if not sent else s + 1 if flow.back else s - 1  # which the pass there takes
-        begin = self.spec.mesh.run_of(way, m, number - flow.back) + flow.back
+        number = flow.before(s) if sent else s  # which the pass there takes
+        begin = flow.first_there(self.spec, m, number)
         origins = (x.origin for x in flow.passed(self.spec.costs[s]))
         there = (x for x in origins if flow.later(x.first, number) == number)
         spans = {(flow.later(x.first, begin), x.last) for x in there}

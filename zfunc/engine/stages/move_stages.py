@@ -23,6 +23,7 @@ from zfunc.core.moves import MOVES
 from zfunc.core.optimizer_state import GRADIENT, PARAMS
 from zfunc.core.pipeline import B, F
 from zfunc.core.places import BucketPlaces
+from zfunc.core.regions import FLOWS
 from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs
@@ -123,18 +124,17 @@ def _between_ranks(op: Op, mem: Memory, step: StepContext) -> None:
     is unique in the step."""
     (m, s), source, target = op.index, op.reads[0], op.writes[0]  # others order it
     row = MOVES[op.verb]
-    way = F if row.thing == "input" else B
-    stages = [step.spec.mesh.device_of(way, m, x) for x in ((s - 1, s) if way == F else (s, s - 1))]
-    tag = 2 * (m * len(step.calls) + s) + (way == B)
+    flow = FLOWS[F if row.thing == "input" else B]
+    tag = 2 * (m * len(step.calls) + s) + flow.back
     apart = on_accelerator(step.devices[0])
     if row.to == "device":
-        message = step.ranks.receive(stages[0], tag, op.nbytes, pinned=apart)  # pyright: ignore  # StageRanks
+        message = step.ranks.receive(flow.maker(step.spec, op.index), tag, op.nbytes, pinned=apart)  # pyright: ignore  # StageRanks
         mem[target] = _arrived(from_message(*message), step.devices[0])
         wait_for_copies(step)  # or what has come may be freed before
     else:
         head, flat = as_message(mem[source], op.nbytes, pinned=apart)
         wait_for_copies(step)
-        step.ranks.send(stages[1], tag, head, flat)  # pyright: ignore
+        step.ranks.send(flow.taker(step.spec, op.index), tag, head, flat)  # pyright: ignore
         mem[target] = None
 
 
