@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 6_304,
     "train": 6_531,
     "cli": 2_810,
-    "tests": 52_975,
+    "tests": 52_972,
     "course": 5_289,
     "benchmarks": 6_237,
     "docs": 1_786,

@@ -325,21 +325,28 @@ class Warm(Dropped):
         return super().forward(x * SETTINGS["warmth"] + TABLE)
 
 
-@pytest.mark.parametrize(("change", "message"), LATER.values(), ids=list(LATER))
-def test_a_change_after_the_first_step_is_logged_once(
-    change: Callable[[Any], Any], message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def warning_of(caplog: pytest.LogCaptureFixture, *changes: Callable[[Any], Any]) -> str:
+    """The one warning of five steps of a Warm, to which `changes` are made after the second step and those that
+    follow: it comes after the last."""
     module = Warm()
     program = program_of(module)
     state, batch = zfunc.init(program), regression(4)(0)
     with caplog.at_level(logging.WARNING, "zfunc"):
         for i in range(5):
             state, _ = zfunc.train_step(program, state, batch)
-            if i == 1:
+            if 0 < i <= len(changes):
                 assert not caplog.records
-                change(module)
-    SETTINGS["warmth"], Warm.power = 1.0, 1
+                changes[i - 1](module)
     (warning,) = [r.getMessage() for r in caplog.records]
+    return warning
+
+
+@pytest.mark.parametrize(("change", "message"), LATER.values(), ids=list(LATER))
+def test_a_change_after_the_first_step_is_logged_once(
+    change: Callable[[Any], Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warning = warning_of(caplog, change)
+    SETTINGS["warmth"], Warm.power = 1.0, 1
     assert message.replace("\\", "") in warning
 
 
@@ -348,18 +355,8 @@ def test_a_change_in_what_has_replaced_its_equal_is_logged(
     replaced: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To replace it is no change, and a look sees that it was."""
-    module, (change, message) = Warm(), LATER[way]
-    program = program_of(module)
-    state, batch = zfunc.init(program), regression(4)(0)
-    with caplog.at_level(logging.WARNING, "zfunc"):
-        for i in range(5):
-            state, _ = zfunc.train_step(program, state, batch)
-            if i == 1:
-                setattr(module, replaced, copy.copy(getattr(module, replaced)))
-            if i == 2:
-                assert not caplog.records
-                change(module)
-    (warning,) = [r.getMessage() for r in caplog.records]
+    change, message = LATER[way]
+    warning = warning_of(caplog, lambda m: setattr(m, replaced, copy.copy(getattr(m, replaced))), change)
     assert message.replace("\\", "") in warning
 
 
