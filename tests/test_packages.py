@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_829,
     "optim": 3_218,
     "checkpoint": 4_449,
-    "engine": 11_269,
+    "engine": 11_270,
     "viz": 1_238,
     "planner": 3_772,
     "models": 6_304,

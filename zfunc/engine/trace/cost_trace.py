@@ -152,7 +152,8 @@ class AllocationTracker(TorchDispatchMode):
         return storage_of(t) in self._sizes
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes that operations under this tracker allocated for `tensors`, which it all holds."""
+        """Bytes of the memory of `tensors`, what several share once. Raises KeyError for a tensor that this tracker
+        does not hold (`holds`)."""
         return sum(self._sizes[key] for key in {*map(storage_of, tensors)})
 
 
