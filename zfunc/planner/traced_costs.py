@@ -18,7 +18,7 @@ from zfunc.engine.compile import compile
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
 from zfunc.engine.program.traced_spec import largest_spec, traced_spec
-from zfunc.engine.trace.batches import LABELS, Batch, ByValue, layout_of_leaves, row_tokens, split_batch
+from zfunc.engine.trace.batches import LABELS, Batch, ByValue, row_tokens, split_batch, traced_kinds
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment, checked_segments
 from zfunc.errors import Message, OutOfMemory
@@ -54,9 +54,8 @@ def traced_costs(
         kernels = grouped if on_gpu else None
         with modelled(kernels):
             program = evolve(program_of(tuple(x.priced for x in pass_options(spec)), kernels), spec=spec)
-            micro = split_batch(example, spec.settings.micro_batches)
-            kinds = {layout_of_leaves(x): x for x in (micro if by_value else micro[:1])}.values()
-            found = largest_spec([traced_spec(program, x, of_accelerator=on_gpu)[0] for x in kinds])
+            kinds, _ = traced_kinds(example, split_batch(example, spec.settings.micro_batches))
+            found = largest_spec([traced_spec(program, x, of_accelerator=on_gpu)[0] for x in kinds.values()])
         return StepCosts(found.costs, found.target_bytes, found.aux, found.aux_rows)
 
     def resized(count: int) -> SegmentCosts:
@@ -69,7 +68,6 @@ def traced_costs(
         return traced_costs(segments, tree_map(longer, example), optimizer, world)
 
     segments = checked_segments(segments)
-    by_value = any(isinstance(t, ByValue) for t in tree_leaves(example))
     rows = next((t.shape[0] for t in tree_leaves(example) if isinstance(t, Tensor) and t.dim()), 1)
     return SegmentCosts(
         [s.parameters for s in segments],

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from attrs import evolve
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import project
@@ -23,7 +22,7 @@ from zfunc.engine.program.program import (
 )
 from zfunc.engine.program.traced_spec import largest_spec, traced_spec
 from zfunc.engine.stages.outputs import check_aux_rows
-from zfunc.engine.trace.batches import Batch, ByValue, layout_of_leaves, rows_in, split_batch
+from zfunc.engine.trace.batches import Batch, rows_in, split_batch, traced_kinds
 from zfunc.engine.trace.facts import first_change, read_outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES, cached
 from zfunc.runtime.prepared_plan import prepare_plan
@@ -49,16 +48,14 @@ def specialize(
     scalar.
     """
     micro = micro or split_batch(batch, program.settings.micro_batches)
-    by_value = any(isinstance(t, ByValue) for t in tree_leaves(batch))
     _check_values(program)
-    kinds = {layout_of_leaves(x): x for x in (micro if by_value else micro[:1])}
+    kinds, group = traced_kinds(batch, micro)
     if len(kinds) > SHAPES:
         got = f"micro-batches of {len(kinds)} kinds of values that decide shapes"
         raise ValueError(f"batch: got {got}, expected {SHAPES} at most: sort rows by these values")
     found = {key: _costs_of(program, key, x) for key, x in kinds.items()}
     (key, (spec, random)), *_ = found.items()
-    if by_value:
-        group = layout_of_leaves(tree_map_only(ByValue, lambda x: x.tensor, batch))
+    if group is not None:
         seen = cached(
             program.cache.seen, group, lambda: KindsSeen(frozenset(), spec, frozenset()), most=SHAPES
         )

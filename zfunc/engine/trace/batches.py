@@ -1,7 +1,7 @@
 """Batches of training, `(inputs, targets)` as trees of tensors or a dict with labels, and their micro-batches."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -151,6 +151,15 @@ def layout_of_leaves(batch: Batch) -> Any:
     """A key of a batch: pytree structure, shapes, dtypes, constants. Batches of equal keys share a plan."""
     leaves, structure = tree_flatten(batch)
     return structure, tuple((t.shape, t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves)
+
+
+def traced_kinds(batch: Batch, micro_batches: Sequence[Batch]) -> tuple[dict[Any, Batch], Any]:
+    """Those of the `micro_batches` of `batch` that are traced, by `layout_of_leaves`: the first, or one of each
+    layout where values in `batch` decide shapes; and the layout of `batch` without these values, else None."""
+    if not any(isinstance(t, ByValue) for t in tree_leaves(batch)):
+        return {layout_of_leaves(micro_batches[0]): micro_batches[0]}, None
+    without = layout_of_leaves(tree_map_only(ByValue, lambda x: x.tensor, batch))
+    return {layout_of_leaves(x): x for x in micro_batches}, without
 
 
 def check_leaves(name: str, batch: Any) -> list[Any]:
