@@ -334,6 +334,16 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda _: None,
         "neither .metadata nor",
     ),
+    "a pointer of 5,000 letters": (
+        lambda x: x.mkdir() or (x / "latest").write_text("a" * 5000),
+        lambda _: None,
+        "neither .metadata nor",
+    ),
+    "no complete one": (
+        lambda x: [SAVED["zero 2"](x / f"global_step{n}", *trained()) for n in (3, 4)],
+        lambda x: [file.unlink() for file in x.glob("*/*_model_states.pt")],
+        "theirs: got no complete checkpoint, expected one: .*global_step4: got no file .*; .*global_step3: got no",
+    ),
     "a pointer to a folder without files": (
         lambda x: (x / "global_step4").mkdir(parents=True) or (x / "latest").write_text("global_step4"),
         lambda _: None,

@@ -1,5 +1,6 @@
 """A training of FSDP2, Trainer, torchtitan or DeepSpeed goes on in zfunc: the same bits, and the same next loss."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,51 @@ def test_a_run_from_elsewhere_goes_on_with_the_same_bits_and_the_same_loss(form:
 
 def test_the_command_says_which_step_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     SAVED["dcp, of steps"](tmp_path / "theirs", *trained())
+    (tmp_path / "theirs/step-11").rmdir()
     main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "taken")])
     assert "step-10, the last of 2 steps" in capsys.readouterr().out
+
+
+ZERO_1, OF_HEAD = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero/head.bias/fp32.pt"
+
+
+def torn(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-99])
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "spoil", "lacks"),
+    [
+        ("dcp", "step-", lambda x: torn(x / ".metadata"), "none that can be read"),
+        ("dcp", "step-", lambda x: (x / ".metadata").unlink(), "has neither .metadata nor"),
+        ("trainer, one process", "checkpoint-", lambda x: torn(x / "optimizer.pt"), "no readable tensors"),
+        ("zero 2", "global_step", lambda x: torn(x / ZERO_1), f"{ZERO_1}: got no readable tensors"),
+        ("zero 2", "global_step", lambda x: (x / ZERO_1).unlink(), "got optimizer states of 1 rank"),
+        ("zero 3", "global_step", lambda x: (x / ZERO_1).unlink(), "got optimizer states of 1 rank"),
+        ("universal", "global_step", lambda x: (x / OF_HEAD).unlink(), f"{OF_HEAD}: got no such file"),
+    ],
+)
+def test_of_several_steps_the_last_complete_one_is_taken_and_what_later_ones_lack_is_said(
+    form: str,
+    name: str,
+    spoil: Callable[[Path], None],
+    lacks: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As of our own checkpoints. That arguments are needed to open it does not make one incomplete."""
+    for step in (9, 10, 11):
+        SAVED[form](tmp_path / f"{name}{step}", *trained())
+    assert find_run(tmp_path).folder.name == f"{name}11"
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    spoil(tmp_path / f"{name}11")
+    (tmp_path / f"{name}12").mkdir()
+    taken = find_run(tmp_path)
+    assert taken.folder.name == f"{name}10"
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    of_later = f"{name}10 is the last complete one: {tmp_path / name}12 has neither .metadata nor"
+    assert of_later in warning
+    assert lacks in warning.partition(of_later)[2]
 
 
 def test_a_step_that_is_there_as_a_universal_checkpoint_too_is_one_step(

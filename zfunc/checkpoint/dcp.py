@@ -24,13 +24,13 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.export import ExportedWeights
 from zfunc.checkpoint.foreign_run import (
-    COPY_AGAIN,
     MOMENTS,
     ForeignRun,
     ForeignTensor,
     one_step,
     own_name,
     reading_pickle,
+    torn,
 )
 from zfunc.checkpoint.manifest import BUFFER, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
@@ -85,10 +85,10 @@ class _Folder:
             place = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
             value = self._load(key, chunk.offsets)
             if not isinstance(value, Tensor) or (value.shape, value.dtype) != (chunk.sizes, whole.dtype):
-                reject(self.path, f"another piece of {key!r} than {METADATA} says", "that one", COPY_AGAIN)
+                torn(self.path, f"another piece of {key!r} than {METADATA} says", "that one")
             whole[place], seen[place] = value, True
         if not seen.all():
-            reject(self.path, f"pieces of {key!r} with gaps", f"all {whole.numel()} elements", COPY_AGAIN)
+            torn(self.path, f"pieces of {key!r} with gaps", f"all {whole.numel()} elements")
         return whole
 
     def _load(self, key: str, offset: Any) -> Any:
@@ -106,18 +106,13 @@ class _Folder:
         file = self.path / info.relative_path
         if not file.is_file():
             do = "copy the files of all ranks into one folder"
-            reject(file, "no such file", f"the one with a piece of {key!r}", do)
+            torn(file, "no such file", f"the one with a piece of {key!r}", do)
         with reading_pickle(file), file.open("rb") as data:
             data.seek(info.offset)
             raw = data.read(info.length)
             if len(raw) < info.length:
                 end = info.offset + info.length
-                reject(
-                    file,
-                    f"{info.offset + len(raw)} bytes",
-                    f"{end} with {key!r}",
-                    f"it is torn: {COPY_AGAIN}",
-                )
+                torn(file, f"{info.offset + len(raw)} bytes", f"{end} with {key!r}")
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
 
@@ -161,7 +156,7 @@ def _open_metadata(path: Path) -> _Folder:
         assert all(isinstance(x, str) for x in metadata.state_dict_metadata), "it has names that are no texts"
     except Exception as error:  # a torn pickle raises anything
         expected = "the metadata of torch.distributed.checkpoint"
-        reject(file, f"none that can be read ({error!s:.200})", expected, COPY_AGAIN)
+        torn(file, f"none that can be read ({error!s:.200})", expected)
     return _Folder(path, metadata)
 
 

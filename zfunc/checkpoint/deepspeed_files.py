@@ -19,7 +19,6 @@ from torch import Tensor
 
 from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.foreign_run import (
-    COPY_AGAIN,
     MOMENTS,
     NEW_MOMENTS,
     ForeignRun,
@@ -28,6 +27,7 @@ from zfunc.checkpoint.foreign_run import (
     load_pickle,
     one_step,
     own_name,
+    torn,
 )
 from zfunc.core.display import counted
 
@@ -106,7 +106,7 @@ def _files(folder: Path, kind: str) -> list[Path]:
     CheckpointError if a file is missing, or if tensor parallelism was used."""
     found = {x: m for x in folder.iterdir() if (m := _RANK.fullmatch(x.name)) and m[3] == kind}
     if not found:
-        reject(folder, f"no file *mp_rank_00_{kind}_states.pt", "those of all ranks", COPY_AGAIN)
+        torn(folder, f"no file *mp_rank_00_{kind}_states.pt", "those of all ranks")
     if other := next((x.name for x, m in found.items() if int(m[2])), None):
         reject(
             folder,
@@ -117,7 +117,7 @@ def _files(folder: Path, kind: str) -> list[Path]:
     files = sorted(found, key=lambda x: int(found[x][1] or 0))
     if [int(found[x][1] or 0) for x in files] != [*range(len(files))]:
         got = f"{counted(len(files), 'file')} up to {files[-1].name}"
-        reject(folder, got, "those of all ranks", COPY_AGAIN)
+        torn(folder, got, "those of all ranks")
     return files
 
 
@@ -135,12 +135,8 @@ def _zero(
     shards = [_shard(x, _load(x, allow_pickle)["optimizer_state_dict"]) for x in files]
     world = world or shards[0].ranks
     if len(files) != world:
-        reject(
-            folder,
-            f"optimizer states of {counted(len(files), 'rank')}",
-            f"those of {world}",
-            "copy the files of all ranks",
-        )
+        got, do = f"optimizer states of {counted(len(files), 'rank')}", "copy the files of all ranks"
+        torn(folder, got, f"those of {world}", do)
     steps = [(f"rank {n}", step) for n, x in enumerate(shards) for step in x.steps]
     parts: dict[str, dict[str, Parts]] = {kind: {} for kind in (FP32, *MOMENTS)}
     at = accumulate((-(-prod(s) // world) for s in shapes.values()), initial=0)
@@ -178,7 +174,7 @@ def _shard(file: Path, saved: Any) -> _Shard:
     ranks: Any = saved.get("partition_count", 1)
     flat = {FP32: weights, **{kind: [x[kind] for x in states] for kind in MOMENTS}}
     if other := [x for own in flat.values() for x in own if not isinstance(x, Tensor) or x.ndim != 1]:
-        reject(file, f"a group of {type(other[0]).__name__}", "a flat tensor of each group", COPY_AGAIN)
+        torn(file, f"a group of {type(other[0]).__name__}", "a flat tensor of each group")
     return _Shard(flat, steps, [*places], index(ranks if isinstance(ranks, int) else ranks[0]))
 
 
@@ -197,7 +193,7 @@ def _universal(
                 value: Tensor = saved if isinstance(saved, Tensor) else saved["param"]
                 own[name] = [([value.flatten()], 0, value.numel())]
             elif kind == FP32:
-                reject(file, "no such file", "the fp32 weights of each trained parameter", COPY_AGAIN)
+                torn(file, "no such file", "the fp32 weights of each trained parameter")
         file = folder / "zero" / name / "step.pt"
         steps += [(name, _load(file, allow_pickle, Tensor, int, float))] if file.is_file() else []
     return steps, parts
@@ -215,7 +211,7 @@ def _joined(folder: Path, name: str, shape: tuple[int, ...], parts: Parts) -> Te
         prod(shape),
     )
     if not numel <= flat.numel() < numel + max(1, len(parts)) * len(parts):
-        reject(folder, f"{flat.numel()} elements of {name!r}", f"{numel} of shape {[*shape]}", COPY_AGAIN)
+        torn(folder, f"{flat.numel()} elements of {name!r}", f"{numel} of shape {[*shape]}")
     return flat[:numel].view(shape)
 
 

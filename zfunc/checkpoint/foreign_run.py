@@ -10,25 +10,35 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.durable_files import os_errors_as, reject
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, refuse
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Files of torch.save: since 1.6, and before, by the pickle's protocol.
 _BEGINS = b"PK", *(pickle.dumps(torch.serialization.MAGIC_NUMBER, n) for n in range(2, 6))
-COPY_AGAIN = "copy the checkpoint again, or take an earlier one"
 NEW_MOMENTS = "begin with new moments: train from the weights, which `hf` or zfunc.init(params=...) take"
 _WRAPPERS = re.compile(
     r"^(module\.)+|\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
     r"|\.modules_to_save\.default\b|(?<=\.lora_[AB])\.default\b|(?<=\.lora_embedding_[AB])\.default\b"
     r"|(?<=\.lora_magnitude_vector)\.default(\.weight)?\b"  # of DoRA
 )
+
+
+class TornError(CheckpointError):
+    """Files of another program's checkpoint are missing or damaged, as after a crash while it was saved."""
+
+
+def torn(
+    place: object, got: str, expected: str, do: str = "copy the checkpoint again, or take an earlier one"
+) -> NoReturn:
+    """Raise TornError: `place`, what was `got` there, what was `expected`, and what to `do`."""
+    refuse(str(place), got, expected, do, TornError)
 
 
 @frozen(eq=False)
@@ -90,11 +100,11 @@ def one_step(place: Path, steps: Iterable[tuple[str, Any]]) -> int:
             step = float(saved)
         except (RuntimeError, TypeError, ValueError):
             got = f"step {saved!r:.99} of {name!r}"
-            reject(place, got, "a number of updates", COPY_AGAIN)
+            torn(place, got, "a number of updates")
         first = first or (name, step)
         if step != first[1] or not step.is_integer():
             got = f"step {first[1]:g} of {first[0]!r} and {step:g} of {name!r}"
-            reject(place, got, "one whole number of updates for all parameters", COPY_AGAIN)
+            torn(place, got, "one whole number of updates for all parameters")
     if first is None:
         reject(place, "no step of an optimizer", "one for each parameter", "save the optimizer's state, too")
     return int(first[1])
@@ -108,7 +118,7 @@ def reading_records(place: Path) -> Generator[None, None, None]:
         yield
     except (AttributeError, LookupError, TypeError) as error:
         got = f"records that have another form ({type(error).__name__}: {error!s:.200})"
-        reject(place, got, "those that its program saves", COPY_AGAIN)
+        torn(place, got, "those that its program saves")
 
 
 @contextmanager
@@ -120,14 +130,14 @@ def reading_pickle(file: Path) -> Generator[None, None, None]:
     except CheckpointError as error:  # EINVAL is of a file that ends too early, and is not the disk's
         if getattr(error.__cause__, "errno", 0) != errno.EINVAL:
             raise
-        reject(file, "no readable tensors, as it ends too early", "whole ones", COPY_AGAIN)
+        torn(file, "no readable tensors, as it ends too early", "whole ones")
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL (\S+)", str(error)):
             do = "if you trust who wrote it and have its packages, add `allow_pickle`, which runs its code"
             reject(file, f"a pickle of {found[1]}", "tensors, numbers and texts alone", do)
-        reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
+        torn(file, f"no readable tensors ({error!s:.200})", "whole ones")
     except (RuntimeError, EOFError, ImportError, AttributeError, LookupError) as error:
-        reject(file, f"no readable tensors ({error!s:.200})", "whole ones", COPY_AGAIN)
+        torn(file, f"no readable tensors ({error!s:.200})", "whole ones")
 
 
 def load_pickle(
@@ -141,7 +151,7 @@ def load_pickle(
             first = opened.read(32)
         if not first.startswith(_BEGINS):
             got = f"a file that begins with {first[:16]!r}" if first else "an empty file"
-            reject(file, got, "one that torch.save wrote", COPY_AGAIN)
+            torn(file, got, "one that torch.save wrote")
         mmap = first.startswith(_BEGINS[0])  # files of torch before 1.6 are read whole
         if not mmap and (protocol := first[1]) > 3 and not allow_pickle:
             got, do = f"a pickle of protocol {protocol}", "if you trust who wrote it, add `allow_pickle`"
@@ -149,7 +159,7 @@ def load_pickle(
         found = torch.load(file, map_location="cpu", mmap=mmap, weights_only=not allow_pickle)
     if not isinstance(found, (*kinds,)):
         expected = " or ".join(f"a {x.__name__}" for x in kinds)
-        reject(file, f"a {type(found).__name__}", f"{expected}, as its program saves it", COPY_AGAIN)
+        torn(file, f"a {type(found).__name__}", f"{expected}, as its program saves it")
     return found
 
 

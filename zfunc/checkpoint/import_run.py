@@ -27,6 +27,7 @@ from zfunc.checkpoint.foreign_run import (
     NEW_MOMENTS,
     ForeignRun,
     ForeignTensor,
+    TornError,
     is_adapter,
     own_name,
     reading_records,
@@ -88,11 +89,23 @@ class FoundRun:
         with reading_records(self.files):
             return self.reader(self.files, **{x: given[x] for x in self.takes})
 
+    def lacks(self, *, allow_pickle: bool) -> str | None:
+        """What this checkpoint lacks if it is torn, else None, also if it cannot be opened without other arguments.
+        `allow_pickle` is that of `import_run`."""
+        try:
+            self.open(groups=(), head_dim=None, allow_pickle=allow_pickle)
+        except TornError as error:
+            return str(error)
+        except CheckpointError:  # raised again when it is taken up, unless that is given what it needs
+            pass
+        return None
 
-def find_run(source: str | os.PathLike[str]) -> FoundRun:
+
+def find_run(source: str | os.PathLike[str], *, allow_pickle: bool = False) -> FoundRun:
     """Find the checkpoint of another program in folder `source`: a DCP, or one of DeepSpeed or Trainer. Of a
     folder with folders such as step-500 (torchtitan), checkpoint-500 (Trainer) or global_step500 (DeepSpeed), the
-    last that has a checkpoint is taken. Raises CheckpointError, with what to do, if there is none."""
+    last with a complete checkpoint is taken; a warning says what later ones lack. Raises CheckpointError, with what
+    to do, if there is none. `allow_pickle` is that of `import_run`."""
     source = Path(source)
     if source.is_file():
         do = "name the checkpoint's folder; save what torch.save wrote as a DCP"
@@ -102,19 +115,31 @@ def find_run(source: str | os.PathLike[str]) -> FoundRun:
     if found := _run_in(source):
         return found
     named = ((_STEP.fullmatch(x.name), x) for x in source.iterdir() if x.is_dir())
-    runs = [(int(step[1]), run) for step, x in named if step and (run := _run_in(x))]
+    steps = sorted(((int(step[1]), x) for step, x in named if step), reverse=True)
+    runs = {x: run for _, x in steps if (run := _run_in(x))}
+    none = f"neither {' nor '.join(checkpoints.OF_OTHERS)}"
     if not runs:
-        got = f"neither {' nor '.join(checkpoints.OF_OTHERS)}"
+        got = none
         do = "name the folder of one step, such as checkpoint-500"
         with suppress(CheckpointError):
             checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
             got, do = "a checkpoint of zfunc", "go on from it as it is, by zfunc train --resume or zfunc.load"
         reject(source, got, _EXPECTED, do)
-    _, last = max(runs, key=lambda x: (x[0], x[1].folder))
-    steps = {step for step, _ in runs}  # one may be there in two forms
-    of = f", the last of {len(steps):,} steps; to take another, name its folder" if len(steps) > 1 else ""
-    log.info("import: %s%s", last.folder, of)
-    return last
+    refused: list[str] = []
+    for _, folder in steps:
+        why = runs[folder].lacks(allow_pickle=allow_pickle) if folder in runs else f"{folder} has {none}"
+        if why is None:
+            break
+        refused.append(why)
+    else:
+        reject(source, "no complete checkpoint", "one", "; ".join(refused))
+    several = len({step for step, x in steps if x in runs})  # one may be there in two forms
+    if refused:
+        log.warning("import: %s is the last complete one: %s", folder, "; ".join(refused))
+    else:
+        of = f", the last of {several:,} steps; to take another, name its folder" if several > 1 else ""
+        log.info("import: %s%s", folder, of)
+    return runs[folder]
 
 
 def _run_in(folder: Path) -> FoundRun | None:
@@ -131,7 +156,7 @@ def _last_of_deepspeed(folder: Path) -> Path | None:
     """The folder in `folder` that DeepSpeed's file `latest` names; None without that file, or that folder."""
     for pointer in (folder / x for x in _POINTERS if (folder / x).is_file()):
         tag = pointer.read_text("utf-8", errors="replace").strip()
-        if Path(tag).name == tag not in ("", "..") and (folder / tag).is_dir():  # no way back to here
+        if Path(tag).name == tag not in ("", "..") and os.path.isdir(folder / tag):  # no way back to here
             return folder / tag
     return None
 
@@ -165,12 +190,12 @@ def import_run(
     universal checkpoint, or a Trainer's optimizer.pt beside safetensors of weights or adapters. `segments` are of
     the model that goes on (`zfunc.segments`, `zfunc.hf.load`): they say which parameters are trained, frozen, tied
     or buffers, and have the base of adapters. Without them every parameter is trained but for those that
-    DeepSpeed's files call frozen. Of a folder of steps (step-500, checkpoint-500) the last is taken, as by
-    `find_run`, whose result `source` may be. `groups`, which optimizer.pt needs, are the names of the parameters
-    in each group of the optimizer, in its order (`zfunc.hf.trainer_groups`). `head_dim` is the size of an
-    attention head, by default that of the modules of `segments`: torchtitan's moments of queries, keys and values
-    in one tensor need it, and a Llama of torchtitan that goes on as that of transformers. `sequences` is where the
-    data goes on, by default what the files say, or 0.
+    DeepSpeed's files call frozen. Of a folder of steps (step-500, checkpoint-500) the last complete one is taken,
+    as by `find_run`, whose result `source` may be. `groups`, which optimizer.pt needs, are the names of the
+    parameters in each group of the optimizer, in its order (`zfunc.hf.trainer_groups`). `head_dim` is the size of
+    an attention head, by default that of the modules of `segments`: torchtitan's moments of queries, keys and
+    values in one tensor need it, and a Llama of torchtitan that goes on as that of transformers. `sequences` is
+    where the data goes on, by default what the files say, or 0.
 
     `zfunc.load` reads the checkpoint into any ranks, precision and kind of moments. The learning rate and other
     settings of the optimizer are those of the program. A loss scale begins anew.
@@ -182,7 +207,8 @@ def import_run(
     """
     if sequences is not None:
         whole("sequences", sequences, 0, MAX_INT)
-    found, out = source if isinstance(source, FoundRun) else find_run(source), Path(out)
+    found = source if isinstance(source, FoundRun) else find_run(source, allow_pickle=allow_pickle)
+    out = Path(out)
     check_new(out)
     segments = [*segments]
     head_dim = head_dim_of(segments, head_dim)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from zfunc.checkpoint.durable_files import reject
 from zfunc.checkpoint.foreign_run import (
-    COPY_AGAIN,
     MOMENTS,
     NEW_MOMENTS,
     ForeignRun,
@@ -24,6 +23,7 @@ from zfunc.checkpoint.foreign_run import (
     load_pickle,
     one_step,
     own_name,
+    torn,
 )
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # of one process or DDP, by number; of FSDP, by name
@@ -53,7 +53,7 @@ def open_trainer(
     file = next(folder / x for x in OPTIMIZERS if (folder / x).is_file())
     saved = load_pickle(file, allow_pickle=allow_pickle)
     if not _is_state(saved):
-        reject(file, "no state of Adam", "what state_dict() of torch's Adam or AdamW returns", COPY_AGAIN)
+        torn(file, "no state of Adam", "what state_dict() of torch's Adam or AdamW returns")
     if any(x.get("amsgrad") for x in saved["param_groups"]):
         reject(file, "AMSGrad", "Adam or AdamW without it", "train on without amsgrad first")
     state = {own_name(x): own for x, own in _by_name(file, saved, groups).items()}
@@ -112,5 +112,5 @@ def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, Fore
         try:
             found |= {own_name(x): foreign_tensor(t) for x, t in load_file(file).items()}  # mapped, not read
         except (SafetensorError, OSError) as error:
-            reject(file, f"a file that cannot be read ({error!s:.200})", "a whole one", COPY_AGAIN)
+            torn(file, f"a file that cannot be read ({error!s:.200})", "a whole one")
     return found

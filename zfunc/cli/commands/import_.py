@@ -23,7 +23,7 @@ class ImportSettings:
     source: Path = _file(
         NOTHING,
         "folder of a DCP, or of a checkpoint of Trainer, with or without FSDP and adapters, or of DeepSpeed; of "
-        "several steps the last",
+        "several steps the last complete one",
         metavar="FOLDER",
         positional=True,
     )
@@ -76,7 +76,7 @@ def run_import(settings: ImportSettings) -> int:
     from zfunc.checkpoint.import_run import adapters_in, check_new, find_run, import_run
 
     with logged(COMMAND.options):
-        found = find_run(settings.source)
+        found = find_run(settings.source, allow_pickle=settings.allow_pickle)
         check_new(settings.out)
         lora = adapters_in(found.folder)
         if settings.quantize is not None and lora is None:
