@@ -299,15 +299,23 @@ def test_a_run_without_summary_gets_one_without_a_step(capsys: Out) -> None:
     assert all(summary("run")[k] == expected[0][k] for k in names)
 
 
-def test_a_damaged_checkpoint_is_skipped(at_step: Any, undisturbed: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda raw: raw[:-8] + bytes([raw[-8] ^ 1]) + raw[-7:], "is loaded instead of a later one"),
+        (lambda raw: raw[:-8], "is the newest complete one"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped(
+    damage: Callable[[bytes], bytes], said: str, at_step: Any, undisturbed: Path, capsys: Any
+) -> None:
+    """One line says so."""
     at_step(9, fail)
     assert train("--out", "run", "--save-every", 3) == 1
     shard = next(Path("run/checkpoints/step-00000006").glob("*.safetensors"))
-    raw = bytearray(shard.read_bytes())
-    raw[-8] ^= 1
-    shard.write_bytes(raw)
+    shard.write_bytes(damage(shard.read_bytes()))
     assert train("--out", "run", "--resume", "auto", "--save-every", 3) == 0
-    assert "step-00000003 is loaded instead of a later one" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(f"step-00000003 {said}") == 1
     assert measured("run") == measured(undisturbed)
 
 

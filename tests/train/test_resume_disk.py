@@ -96,6 +96,24 @@ def test_a_run_moves_between_the_disk_and_memory(at_step: Any, in_memory: Path, 
     assert main(["export", "third", "--out", "model.safetensors"]) == 0
 
 
+def test_a_damaged_checkpoint_is_said_once_where_the_swap_space_is_ahead_of_those_that_are_whole(
+    at_step: Any, in_memory: Path, capsys: Any
+) -> None:
+    """In memory to step 2, on the disk to step 3, in memory to step 4: this was damaged."""
+    run, memory = ("--out", "run", "--resume", "auto"), ("--save-every", 2)
+    for at, where in ((3, memory), (4, (*DISK, "--commit-every", 3)), (5, memory)):
+        at_step(at, made=True, happen=fail)
+        assert train(*run, *where) == 1
+    shard = next(Path("run/checkpoints/step-00000004").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-8])
+    capsys.readouterr()
+    assert train(*run, *DISK) == 0
+    out = capsys.readouterr().out
+    assert "goes on after step 3" in out
+    assert out.count("step-00000002 is the newest complete one") == 1
+    assert losses("run")[-3:] == losses(in_memory)[-3:]
+
+
 def test_bad_swap_spaces_are_one_line(capsys: pytest.CaptureFixture[str], in_memory: Path) -> None:
     assert train(*DISK, "--out", "first", "--steps", 2) == 0
     before = files("one")

@@ -137,18 +137,19 @@ def abandon_checkpoint(pending: UnfinishedCheckpoint) -> None:
     pending.release()
 
 
-def find_checkpoint(folder: Path) -> Checkpoint | None:
+def find_checkpoint(folder: Path, *, warn: bool = True) -> Checkpoint | None:
     """The newest complete checkpoint in `folder`, or None if none was ever saved.
 
-    The folders' names decide, not `latest`, which is for people. Where a newer one is damaged, a warning is logged.
-    Raises CheckpointError if there are checkpoints but none is complete: training must not silently start again.
+    The folders' names decide, not `latest`, which is for people. Where a newer one is damaged, a warning is logged
+    if `warn`. Raises CheckpointError if there are checkpoints but none is complete: training must not silently
+    start again.
     """
     refused: list[str] = []
     checkpoint = next(complete_checkpoints(folder, refused), None)
     reasons = "; ".join(refused)
-    if checkpoint is not None and refused:
+    if checkpoint is not None and refused and warn:
         log.warning("checkpoints: %s is the newest complete one: %s", checkpoint.path, reasons)
-    elif refused:
+    elif checkpoint is None and refused:
         disk.reject(folder, "no complete checkpoint", "one", reasons)
     return checkpoint
 

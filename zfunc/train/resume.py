@@ -154,11 +154,14 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
     """The ResumePoint of an earlier run: its newest checkpoint, else the one it began from, else none."""
     swap = _first(settings.swap) if {DISK, AUTO} & {*words_of(settings.state_on)} else []
-    checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)])
+    checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)], warn=False)
     ended, before = _text_in(run / SUMMARY, "ended"), _text_in(run / CONFIG, "resumed_from")
     if checkpoint is not None:
-        # Or the one before, if damaged.
-        origin = folder if checkpoint.path.parent == folder else checkpoint.path
+        origin = checkpoint.path
+        if origin.parent == folder:
+            origin = folder  # or the one before, if damaged: loading it warns
+        else:
+            checkpoints.find_checkpoint(folder)  # for its warning
         step, extra = checkpoint.manifest.position.batches, checkpoint.manifest.extra
         saved = _saved_progress(extra)[1]
         if settings.steps is None and settings.epochs is not None and saved.get("epochs") == settings.epochs:
@@ -183,10 +186,10 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
     return ResumePoint(folder)
 
 
-def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
-    """The newest checkpoint in the folder `run` or in a folder of `swap`. Raises CheckpointError for a swap space
-    that another run owns."""
-    saved = checkpoints.find_checkpoint(run / checkpoints.FOLDER)
+def _newest(run: Path, swap: Iterable[Path], *, warn: bool = True) -> Checkpoint | None:
+    """The newest checkpoint in the folder `run` or in a folder of `swap`; `warn` is that of `find_checkpoint`.
+    Raises CheckpointError for a swap space that another run owns."""
+    saved = checkpoints.find_checkpoint(run / checkpoints.FOLDER, warn=warn)
     found = [] if saved is None else [saved]
     for folder in filter(checkpoints.has_commit, dict.fromkeys(swap)):
         checkpoint = checkpoints.open_checkpoint(folder)
