@@ -1,11 +1,12 @@
 """Segments that are alike are traced once for all tests of a process: that is most of what a short training takes.
 
-Only those of the library's models, of torch's modules and of small_models: a test with a function of its own may
-change what that does between two programs, and traces it for each of them, as a user's program does.
+Only those of the library's models, of torch's modules and of small_models, and those cut from a module for any
+values of its batch: a test with a function of its own may change what that does between two programs, and traces it
+for each of them, as a user's program does.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from attrs import evolve
@@ -22,6 +23,7 @@ from zfunc.engine.trace.facts import Facts
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import layouts
+from zfunc.models.cut.modules import _run
 from zfunc.planner import traced_costs
 from zfunc.runtime import accelerator
 
@@ -29,6 +31,7 @@ SHARED = ("zfunc.models.", "torch.nn.", "small_models")
 _calls, _checked = passes.segment_calls, passes.checked
 _trace_one, _check = traced_spec._trace_one, traced_spec.check_deterministic
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
+_cut: dict[Any, Callable[..., Any]] = {}
 _shared: set[Callable[..., Any]] = set()
 _with_buffers: set[Callable[..., Any]] = set()
 _pure: dict[Any, tuple[Any, Facts]] = {}
@@ -45,7 +48,15 @@ def share_traces() -> None:
     traced_spec._trace_one, traced_spec.check_deterministic = _shared_trace, _shared_check
 
 
+def _is_cut(function: Any) -> bool:
+    """Whether it is of a cut module, whose trace does not depend on values."""
+    traces = function.args[0] if isinstance(function, partial) and function.func is _run else None
+    return traces is not None and not (traces.by_value or traces.in_eval)
+
+
 def _shareable(segment: Segment) -> bool:
+    if segment.function in _shared:
+        return True
     origin = segment.function if segment.module is None else type(segment.module)
     return origin.__module__.startswith(SHARED)
 
@@ -60,6 +71,10 @@ def _shared_calls(
 
 def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:
     """`segment` with the function of the first such segment."""
+    if _is_cut(segment.function):  # which is one of all segments that are alike
+        function = _cut.setdefault((segment.function, way), partial(segment.function))
+        _shared.add(function)
+        return evolve(segment, function=function)
     if not _shareable(segment):
         return segment
     alike = _functions.setdefault((segment.name, segment.short, way), [])
@@ -118,7 +133,7 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
     if not _shareable(segment):
         return _trace_one(owner, s, inputs, of_accelerator)
     leaves, structure = tree_flatten((call.trained, inputs, segment.constants, call.buffers))
-    shapes = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else None for t in leaves)
+    shapes = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in leaves)
     pulled = s >= owner.layout.first_trainable
     key = (
         id(call.passes),

@@ -32,7 +32,7 @@ class Sized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.extra = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, sizes: Tensor, ids: Tensor, extra: Tensor, y: Tensor) -> Tensor:
