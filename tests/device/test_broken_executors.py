@@ -65,7 +65,7 @@ TRAININGS: list[tuple[str, Any, dict[str, Any]]] = [
         {"bucket_size": 600, "params_on": "host", "activations_on": "host", "recompute": "min-cut"},
     ),
     ("tied GPT", "Overlapped", {"micro_batches": 2}),
-    ("tied GPT", "Interleaved", {"clip_norm": 0.5}),
+    ("tied GPT", "Interleaved", {"micro_batches": 2, "clip_norm": 0.5}),
     ("odd sizes", "Overlapped", {"bucket_size": 600, "clip_norm": 2.0, "state_on": "device:0.5,host"}),
     ("odd sizes", "Serial", {"bucket_size": 600}),
     ("odd sizes", "TwoThreads", {"bucket_size": 600, "params_on": "host"}),

@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batches": 2},
     "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
     "resident": {
+        "micro_batches": 2,
         "state_on": "device:0.5,host",
         "optimizer": zfunc.groups(("huge.*", zfunc.Lion(1e-2)), zfunc.AdamW(1e-2)),
     },
@@ -57,7 +58,7 @@ def bits(rank: int) -> dict[str, Any]:
     """Whether every schedule has the serial bits, and what those are."""
     seen: dict[str, Any] = {}
     issued, messages = pretend.load().issued, watched_messages()
-    for name, settings in SETTINGS.items():
+    for n, (name, settings) in enumerate(SETTINGS.items()):
         program, data = compiled(
             "odd sizes", f"pretend:{rank}", bucket_size=600, schedule="Serial", **settings
         )
@@ -66,7 +67,7 @@ def bits(rank: int) -> dict[str, Any]:
             "bits": [[loss for loss, _ in losses], params.double().sum().item()],
             "norms": [norm for _, norm in losses],
         }
-        for schedule in ("Overlapped", "Interleaved"):
+        for schedule in ("Overlapped", "Interleaved")[n % 2 :][:1]:
             other = rescheduled(program, make_schedule(schedule))
             again, same = run(other, data, jitter=Jitter(rank, 3e-4))
             seen[f"{name} {schedule}"] = repr(again) == repr(losses) and torch.equal(same, params)
@@ -74,11 +75,8 @@ def bits(rank: int) -> dict[str, Any]:
         seen[f"{name} issued"] = [call[:3] for call in calls]
         seen[f"{name} streams"] = sorted({stream for *_, stream in calls})
         seen[f"{name} messages"] = dict(Counter(messages))
+        seen[f"{name} remembered"] = len(program.ranks.queued)
         messages.clear()
-    # 20 steps of 2 collectives for each of 10 buckets.
-    program, data = compiled("odd sizes", f"pretend:{rank}", bucket_size=600, stage=3)
-    run(program, data, steps=20)
-    seen["remembered"] = len(program.ranks.queued)
     seen["refused"] = refused(rank)
     return seen
 
@@ -141,7 +139,7 @@ def failing(rank: int, action: str) -> dict[str, Any]:
             os._exit(DIES)
         STAGES["gather"](op, mem, step)
 
-    settings: dict[str, Any] = {"bucket_size": 600, "schedule": "Overlapped"}
+    settings: dict[str, Any] = {"bucket_size": 40, "schedule": "Overlapped"}
     if action == "reports":
         pretend.load().report_link_errors(True)
         settings["patience"] = 15.0
@@ -153,9 +151,7 @@ def failing(rank: int, action: str) -> dict[str, Any]:
         settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
     else:
         settings["stages"] = {"backward": backward}
-    model = (
-        "norms" if action == "stages" else "odd sizes"
-    )  # with buffers, which evaluation reads of all stages
+    model = "norms" if action == "stages" else "pairs"  # with buffers, which evaluation reads of all stages
     program, data = compiled(model, f"pretend:{rank}", **settings)
     state, begun = zfunc.init(program, seed=1), 0.0
     try:
@@ -276,9 +272,10 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_every_schedule_has_the_serial_bits_on_all_ranks(outcomes: dict[str, Any]) -> None:
     first, second = outcomes["bits-0"], outcomes["bits-1"]
     assert [name for name, seen in first.items() if seen is False] == []
-    assert max(seen.pop("remembered") for seen in (first, second)) < 50  # collectives, of some 400
-    assert {k: v for k, v in first.items() if "streams" not in k} == {
-        k: v for k, v in second.items() if "streams" not in k
+    collectives = len(first["stage 3 issued"])
+    assert max(seen.pop("stage 3 remembered") for seen in (first, second)) < 50 < collectives / 2
+    assert {k: v for k, v in first.items() if "streams" not in k and "remembered" not in k} == {
+        k: v for k, v in second.items() if "streams" not in k and "remembered" not in k
     }  # losses, norms and parameters, too
     assert first["stage 3"] == first["stage 3 on the host"]
     assert first["stage 3"]["bits"] == first["plain"]["bits"] == first["pipeline"]["bits"]
@@ -300,7 +297,7 @@ def test_collectives_and_messages_are_such_as_nccl_takes(outcomes: dict[str, Any
         gradients = {type for what, type, _ in calls if what == "reduce_scatter"}
         assert gradients == {"Float" if settings.get("precision") == "fp32" else "BFloat16"}
         for seen in (first, second):
-            assert 1 <= len(seen[f"{name} streams"]) <= 3  # that of each of the three programs
+            assert 1 <= len(seen[f"{name} streams"]) <= 2  # that of each of the two programs
             assert not {*seen[f"{name} streams"]} & {*DEFAULT_STREAMS}
         assert messages == {}
 

@@ -357,19 +357,23 @@ def test_recurrent_layers_need_the_same_memory_in_every_trace() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
-@pytest.mark.parametrize("how", ["reduce-overhead", pytest.param(True, marks=pytest.mark.slow)])
-def test_compiled_segments_give_the_same_losses(how: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every pass is compiled in the mode that is named."""
-    compiler = pytest.importorskip("torch._inductor.cpp_builder", exc_type=ImportError)
-    try:
-        compiler.get_cpp_compiler()
-    except Exception as error:
-        pytest.skip(f"torch.compile needs a C++ compiler: {error}")
-
-    # By day plain C++: a dozen tries of vector units, and the headers for them, take longer than the passes.
-    if how is not True:
-        monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
-        monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("reduce-overhead", "aot_eager"),
+        *(pytest.param(x, None, marks=pytest.mark.slow) for x in (True, "reduce-overhead")),
+    ],
+)
+def test_compiled_segments_give_the_same_losses(
+    how: bool | str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every pass is compiled in the mode that is named: by day to a graph, whose operations torch runs."""
+    if backend is None:
+        compiler = pytest.importorskip("torch._inductor.cpp_builder", exc_type=ImportError)
+        try:
+            compiler.get_cpp_compiler()
+        except Exception as error:
+            pytest.skip(f"torch.compile needs a C++ compiler: {error}")
 
     def losses(**settings: Any) -> list[float]:
         program = compiled(parts()[1:], **settings)  # of which each pass takes the C++ compiler seconds
@@ -380,7 +384,12 @@ def test_compiled_segments_give_the_same_losses(how: bool | str, monkeypatch: py
         return seen
 
     modes, real = list[Any](), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *a, **k: modes.append(k.get("mode", True)) or real(*a, **k))
+
+    def compiling(function: Any, **given: Any) -> Any:
+        modes.append(given.get("mode", True))
+        return real(function, **(given if backend is None else {"backend": backend}))
+
+    monkeypatch.setattr(torch, "compile", compiling)
     assert losses(compile_segments=how) == pytest.approx(losses(), rel=1e-5)
     assert {*modes} == {how}
 

@@ -11,7 +11,7 @@ from digests import ONE_KERNEL
 TOOL = Path(__file__).parents[1] / "digests.py"
 
 
-@pytest.mark.parametrize("every", [50, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [100, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_change_of_the_code_changes_no_bit(every: int) -> None:
     command = [sys.executable, TOOL, "--every", str(every)]
     done = subprocess.run(command, env={**os.environ, **ONE_KERNEL}, capture_output=True, text=True)
