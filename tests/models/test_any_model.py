@@ -591,6 +591,68 @@ def test_what_forward_keeps_of_a_call_is_the_callers(ran: bool) -> None:
     assert {**vars(model), "ones": {**model.ones}} == before
 
 
+class Assigned(Elsewhere):
+    """Buffers of each block and of the model that forward assigns: what follows them, one another, and a value
+    that is written into later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self, *self.layers):
+            for name in ("steps", "mean", "before"):
+                module.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        for layer in self.layers:
+            old = layer.mean
+            x = layer(x)
+            layer.steps = written = layer.steps + x.detach().mean()
+            layer.before, layer.mean = layer.mean, 0.9 * layer.mean + 0.1 * x.detach().mean(0)
+            written.mul_(0.5)
+            x = torch.tanh(x - old) + layer.mean + layer.before
+        return F.mse_loss(x, y)
+
+
+def test_buffers_that_forward_assigns_are_written_where_the_value_is_made() -> None:
+    """torch.export writes them last, which would make one segment of all that reads them."""
+    torch.manual_seed(0)
+    model, data = Assigned(), (torch.randn(4, 8), torch.randn(4, 8))
+    segments = zfunc.segments(model, data)
+    assert len(segments) == len(model.layers)
+    check(segments, model, data, None)
+
+
+class Made(Elsewhere):
+    """A table in a buffer that is made anew for a batch, and read in all blocks."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(size))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = torch.arange(8) / 8
+        if len(self.table) == 8:
+            self.table.copy_(made)
+        else:
+            self.table = made
+        for layer in self.layers:
+            x = layer(x) + self.table
+        return F.mse_loss(x, y)
+
+
+def test_why_segments_are_one_names_blocks_and_another_shape_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = torch.randn(4, 8), torch.randn(4, 8)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert len(zfunc.segments(Made(8), data)) == 1
+    assert "the code before layers.0 and the code after layers.3 are one" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"float32\[8\] to the buffer 'table', expected its torch.float32\[3\]"
+    ):
+        zfunc.segments(Made(3), data)
+
+
 class Hooked(Elsewhere):
     """The loss reads what hooks of blocks write into an attribute of the model that they close over."""
 

@@ -365,8 +365,8 @@ def _functional(
         replaced = [name for name, t in after.items() if t is not tensors[name] and name not in changing]
         if replaced:
             raise ValueError(
-                f"got an assignment to {replaced[0]!r} in forward, expected a pure function: do not assign to "
-                "parameters and buffers, but for those of nn.BatchNorm and spectral_norm"
+                f"got an assignment to {replaced[0]!r} in forward, expected parameters and buffers that stay the "
+                "same tensors: write into a buffer with copy_(), or make what forward sets a plain attribute"
             )
         return (y, {x: after[x] for x in changing}) if changing else y
 

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -44,11 +45,32 @@ class CalledModel(nn.Module):
 
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
-        if not self.by_value:
-            return self._called(x)
-        device = next((t.device for t in self.parameters()), torch.device("cpu"))
-        with KnownValues(device, self.read) as known:
-            return self._called(known.with_tensors(x))
+        with self._writing_assigned_buffers():
+            if not self.by_value:
+                return self._called(x)
+            device = next((t.device for t in self.parameters()), torch.device("cpu"))
+            with KnownValues(device, self.read) as known:
+                return self._called(known.with_tensors(x))
+
+    @contextmanager
+    def _writing_assigned_buffers(self) -> Iterator[None]:
+        """A context at whose end tensors assigned to buffers of child modules are written into the buffers, as
+        torch.export does for the model's own alone. Raises SettingError for another shape or dtype."""
+        before = [(name, m, {**m._buffers}) for name, m in self.named_modules()]
+        yield
+        for owner, m, buffers in before:
+            for name, t in buffers.items():
+                new = m._buffers[name]
+                if t is None or new is None or new is t:
+                    continue
+                if (new.shape, new.dtype) != (t.shape, t.dtype):
+                    path = f"{owner}.{name}".lstrip(".")
+                    got = f"an assignment of {new.dtype}{[*new.shape]} to the buffer {path!r}"
+                    do = "register it so, or keep it as a plain attribute"
+                    refuse("model", got, f"its {t.dtype}{[*t.shape]}", do)
+                if m._buffers is not self._buffers:
+                    t.copy_(new)
+                    m._buffers[name] = t
 
     def _called(self, x: Any) -> Any:
         model, loss = self.own

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.graph_cuts import changed_by, mutates
@@ -47,20 +47,35 @@ class BuffersWrittenError(Exception):
     """Raised, with their names, for buffers that forward writes and the caller did not list as changing."""
 
 
-def drop_copies_to_themselves(exported: ExportedProgram) -> None:
-    """Remove from an exported graph, in place, what returns or rewrites a tensor as it is."""
-    # A cast to the type that a tensor has returns the tensor, which a trace knows by its last name.
-    for n in exported.graph.nodes:
+def drop_casts(graph: Graph) -> None:
+    """Remove casts to the type that a tensor has, which return the tensor: a trace knows both by one name."""
+    for n in graph.nodes:
         said = (*n.args[1:], *n.kwargs.values())
         copies = any(x is True or isinstance(x, torch.memory_format) for x in said)
         if n.target in CASTS and not copies and n.meta["val"].dtype == n.args[0].meta["val"].dtype:
             n.replace_all_uses_with(n.args[0])
-    # A buffer assigned to itself, as by `self.steps += 1`, is copied to itself last.
-    base = memory_roots(exported.graph.nodes)
-    for n in exported.graph.find_nodes(op="call_function", target=aten.copy_.default):
+
+
+def place_assignments(graph: Graph) -> None:
+    """Move copies into buffers, which torch.export puts last for `self.steps = self.steps + 1`, to where the value
+    is made or, if that is later, the former one was last read. A buffer copied to itself, as after
+    `self.steps += 1`, is left alone."""
+    base = memory_roots(graph.nodes)
+    for n in graph.find_nodes(op="call_function", target=aten.copy_.default):
         to, x = n.args[:2]
-        if to.op == "placeholder" and base.get(x) is to and x.meta["val"].shape == to.meta["val"].shape:
-            exported.graph.erase_node(n)
+        if to.op != "placeholder":
+            continue
+        if base.get(x) is to and x.meta["val"].shape == to.meta["val"].shape:
+            graph.erase_node(n)
+            continue
+        at = {m: i for i, m in enumerate(graph.nodes)}
+        before = [m for m in at if at[m] < at[n]]
+        reads = [m for m in before if to in {base[y] for y in m.all_input_nodes}]
+        writes = [m for m in before if base[x] in {base[y] for y in arguments_written(m)}]
+        last = max((x, *reads, *writes), key=at.__getitem__)
+        if last.op == "call_function":
+            last.append(n)
+            n.meta["nn_module_stack"] = last.meta.get("nn_module_stack")
 
 
 def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: set[str]) -> None:

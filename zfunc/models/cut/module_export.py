@@ -223,7 +223,7 @@ class ModuleExport:
             if loss is None and given == "example" and takes_inputs_alone(model, inputs):
                 got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
                 refuse("loss", got, *NO_LOSS, cause=error)
-            if isinstance(error, SettingError) and error.names == ("loss",):
+            if isinstance(error, SettingError) and error.names[0] in ("loss", "model"):
                 raise
             said = f"{type(error).__name__} {_place(error)}: {error}"
             if dtype != torch.float32:  # the example's trace was

@@ -18,9 +18,10 @@ from zfunc.models.cut.exported_graph import (
     check_operations,
     check_writes,
     differentiable_nodes,
-    drop_copies_to_themselves,
+    drop_casts,
     memory_roots,
     needed_nodes,
+    place_assignments,
     place_of,
 )
 
@@ -87,7 +88,8 @@ def cut_graph(
     have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names
     of parameters, `changed` of buffers that forward writes. No cut is made for parameters that are not in
     `read`, if given. Raises BuffersWrittenError."""
-    drop_copies_to_themselves(exported)
+    drop_casts(exported.graph)
+    place_assignments(exported.graph)
     nodes, signature = [*exported.graph.nodes], exported.graph_signature
     sources = {
         **signature.inputs_to_parameters,
@@ -209,10 +211,19 @@ def _bonds(
 def _why_joined(spans: list[NodeSpan], bonds: Iterable[tuple[int, int, str]]) -> Iterator[str]:
     """Yield a line for the log for each of `bonds` whose two nodes are in different `spans`: the spans' names
     and why they must be one."""
-    of = [span for span in spans for _ in span.nodes]
+    of = [s for s, span in enumerate(spans) for _ in span.nodes]
+    names = [span.name for span in spans]
     for i, j, why in bonds:
-        if why and of[i] is not of[j]:
-            yield f"{' and '.join(x.name or 'the code outside of blocks' for x in (of[i], of[j]))} {why}"
+        if why and of[i] != of[j]:
+            yield f"{_called(names, of[i])} and {_called(names, of[j])} {why}"
+
+
+def _called(names: list[str], s: int) -> str:
+    """What a line for the log calls span `s`, with the `names` of all spans: code outside of blocks ("") is said
+    by the block before it, or after."""
+    after, before = (next(filter(None, x), "") for x in (reversed(names[:s]), names[s:]))
+    where = f"after {after}" if after else f"before {before}" if before else "outside of blocks"
+    return names[s] or f"the code {where}"
 
 
 @frozen(eq=False)
