@@ -514,7 +514,8 @@ def test_parameters_without_elements_change_nothing(name: str, place: str, tmp_p
                 state = zfunc.load(folder, program)
             return state
 
-        programs = programs_of(2, make, batch) if place == "disk" else [make()]
+        ranks = 2 if place == "disk" and name != "adafactor" else 1  # which updates parameters whole
+        programs = programs_of(ranks, make, batch) if ranks > 1 else [make()]
         on_every(programs, train)
         del programs
         gc.collect()
