@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_734,
+    "core": 7_736,
     "schedules and ground": 1_566,
     "runtime": 3_829,
     "optim": 3_218,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 6_352,
     "train": 6_534,
     "cli": 2_810,
-    "tests": 53_137,
+    "tests": 53_148,
     "course": 5_289,
     "benchmarks": 6_237,
     "docs": 1_786,

@@ -1,4 +1,5 @@
-"""The work of a segment with many parameters, each in a bucket of its own, grows as their number and no faster."""
+"""The work of a segment with many parameters, each in a bucket of its own, and of planning many segments, grows as
+their number and no faster."""
 
 import time
 from collections.abc import Callable
@@ -6,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import table
 import torch
 from torch import Tensor
 
 from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Parameter, make_layout
+from zfunc.core.pipeline import B, F
 from zfunc.core.slots import Ring
 from zfunc.engine.stages.stages import _weights, pack  # pyright: ignore
 from zfunc.engine.state.memory import Flat
@@ -66,7 +69,15 @@ def finding_paths(n: int) -> Callable[[], Any]:
     return lambda: paths_of(pull_of(function, True, False), weights, (torch.zeros(1),))
 
 
-@pytest.mark.parametrize("make", [reading_weights, packing, taking_slots, passing_through, finding_paths])
+def following_runs(n: int) -> Callable[[], Any]:
+    mesh = table.spec([[Parameter(f"p{s}", (8,))] for s in range(n // 4)]).mesh
+    return lambda: [mesh.run_of(way, 0, s) for way in (F, B) for s in range(n // 4)]
+
+
+MAKERS = reading_weights, packing, taking_slots, passing_through, finding_paths, following_runs
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_its_work_grows_as_their_number(make: Callable[[int], Callable[[], Any]]) -> None:
     def seconds(n: int) -> float:
         work, times = make(n), list[float]()

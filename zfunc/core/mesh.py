@@ -114,6 +114,8 @@ class DeviceMesh:
     def run_of(self, way: str, m: int, s: int) -> int:
         """The first of those consecutive segments up to `s`, in the order of passes of kind `way`, whose passes
         of micro-batch `m` are on the device of that of `s`: what they pass on has not come from another since."""
+        if not self.made_on:  # one device: no walk over all segments for each pass of each
+            return 0 if way == F else len(self.layout.segments) - 1
         here, step = self.device_of(way, m, s), -1 if way == F else 1
         while 0 <= s + step < len(self.layout.segments) and self.device_of(way, m, s + step) == here:
             s += step
