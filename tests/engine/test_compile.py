@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zfunc
 from zfunc import schedules
+from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter
 from zfunc.core.plan import Plan, PlanError
 from zfunc.engine.program.program import kept_in
@@ -343,6 +344,15 @@ def test_an_example_plans_memory_before_anything_runs() -> None:
     on_meta = zfunc.compile(segments, device="cpu", example=tuple(t.to("meta") for t in data(0)))
     assert max(op.flops for op in planned.plan.graph) > 0 == max(op.flops for op in without.plan.graph)
     assert planned.plan == on_meta.plan
+
+
+def test_a_step_is_planned_once_with_an_example_or_without() -> None:
+    segments, data = tied_gpt()
+    for example in (None, data(0)):
+        graphs = list[Graph]()
+        schedule = lambda graph, seen=graphs: (seen.append(graph), schedules.Serial()(graph))[1]  # noqa: E731
+        program = zfunc.compile(segments, device="cpu", example=example, schedule=schedule)
+        assert [program.plan.graph] == graphs
 
 
 def test_recurrent_layers_need_the_same_memory_in_every_trace() -> None:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zfunc.core.graph import Graph
 from zfunc.core.methods import above
-from zfunc.core.plan import project
+from zfunc.core.plan import Plan, project
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.setting_docs import takes_settings
 from zfunc.core.settings import StepSettings, settings_with
@@ -145,14 +146,17 @@ def compile(
         do = f"expected {setting('state_on', 'host')}; {setting('activations_on', 'disk')} works"
         refuse("state_on", got, do=do)
 
-    # 4. Graph and plan: the recipe's operations, scheduled and verified. Without costs, until there is a batch.
+    # 4. Graph and plan: the recipe's operations, scheduled and verified. Without a batch they have no costs; with
+    #    one they wait for its costs, because many operations take longer to plan than a few segments to trace.
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
         check_recipe(recipe, spec, functions)
     recipe = recipe or recipe_of(spec)
-    plan = project(make_plan(spec, schedule, recipe), spec.stage)
+    plan = Plan(Graph(()), (), ())
+    if batch is None:
+        plan = project(make_plan(spec, schedule, recipe), spec.stage)
 
-    # 5. Program: the passes of the segments, the lanes that run them, and the plan again for the shapes of a batch.
+    # 5. Program: the passes of the segments, the lanes that run them, and the plan for the shapes of a batch.
     if settings.deterministic:
         prepare_deterministic(device)
     default_threads()  # chosen and logged before any lane runs
