@@ -433,13 +433,16 @@ def _possible() -> list[Row]:
     return found
 
 
-def rows(meets: Callable[[Row], Collection[Any]], where: Callable[[Row], bool] = lambda _: True) -> list[Any]:
-    """For parametrize: all rows that are possible. By day those run in which all meets that does in any whose
-    model is traced by day, of rows that add alike those of the first jobs, which share models and plain results;
-    the others are `slow`."""
+def rows(
+    meets: Callable[[Row], Collection[Any]],
+    where: Callable[[Row], bool] = lambda _: True,
+    of_day: Callable[[Row], bool] = lambda row: row.by_day,
+) -> list[Any]:
+    """For parametrize: all rows that are possible. By day those run in which all meets that does in any that is
+    `of_day`, whose model is traced by day, of rows that add alike those of the first jobs, which share models and
+    plain results; the others are `slow`."""
     found = [row for row in _possible() if where(row)]
-    of_day = [row for row in found if row.by_day]
-    by_day = {*covering(sorted(of_day, key=lambda row: JOBS.index(row.job)), meets)}
+    by_day = {*covering(sorted(filter(of_day, found), key=lambda row: JOBS.index(row.job)), meets)}
     return [pytest.param(x, marks=() if x in by_day else (pytest.mark.slow,), id=str(x)) for x in found]
 
 

@@ -80,7 +80,7 @@ def gpt(
     config = GPTConfig(
         vocab_size=512,
         seq_length=length,
-        num_layers=layers or (8 if device == "cuda" else 5),
+        num_layers=layers or (8 if device == "cuda" else 4),
         hidden_size=hidden,
         num_attention_heads=hidden // 64,
         tied=tied,
