@@ -39,6 +39,16 @@ SEQ2SEQ = {
         "use_cache": False,
     },
 }
+SPEECH: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SPEECH |= {"num_attention_heads": 4, "vocab_size": 11, "conv_dim": (8, 8), "conv_stride": (3, 2)}
+SPEECH |= {"conv_kernel": (4, 3), "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+SPEECH |= {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+}
+SPEECH |= {"final_dropout": 0.0, "layerdrop": 0.0, "apply_spec_augment": False, "ctc_loss_reduction": "mean"}
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, "use_cache": False}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
@@ -112,6 +122,15 @@ def classes(n: int = 4) -> Tensor:
 
 def pairs() -> dict[str, Any]:
     return images(input_ids=ids(), attention_mask=torch.ones(4, 10, dtype=torch.long), return_loss=True)
+
+
+def speech(**more: Any) -> dict[str, Any]:
+    """Waves, and as many labels of each as the rest of a row of -100 leaves."""
+    labels, mask = torch.randint(1, 11, (4, 6)), torch.ones(4, 120, dtype=torch.long)
+    for row, count in zip(labels, torch.randint(1, 7, (4,)).tolist(), strict=True):
+        row[count:] = -100
+    mask[0, 80:] = 0
+    return {"input_values": torch.randn(4, 120), "attention_mask": mask, "labels": labels, **more}
 
 
 def with_image(token: int, count: int, **more: Any) -> dict[str, Any]:
@@ -397,6 +416,38 @@ def adapted(made: Callable[[], Made], *, several: bool = False, **given: Any) ->
     return with_adapters
 
 
+class Transcriber(nn.Module):
+    """A recurrent model of a small vocabulary with the loss of CTC, of targets and lengths as `given` has them."""
+
+    def __init__(self, given: str = "in rows", **loss: Any) -> None:
+        super().__init__()
+        self.given, self.loss = given, nn.CTCLoss(**loss)
+        self.rows = nn.LSTM(6, 16, batch_first=True)
+        self.layers, self.head = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 7)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x, _ = self.rows(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        scores, known = self.head(x).log_softmax(-1).transpose(0, 1), targets > 0
+        times, lengths = torch.full((len(targets),), len(scores)), known.sum(-1)
+        if self.given == "by masked_select":
+            targets = targets.masked_select(known)
+        elif self.given == "by an index":
+            targets = targets[known]
+        elif self.given == "lengths as numbers":
+            times, lengths = (len(scores),) * len(targets), (1,) * len(targets)
+        elif self.given == "too short":
+            times = times // 4
+        return self.loss(scores, targets, times, lengths).mean()
+
+
+def spoken(rows: int = 4, longest: int = 5) -> tuple[Tensor, Tensor]:
+    """Vectors [rows, 12, 6], and from 1 to `longest` targets of each row, behind which are zeros."""
+    targets, counts = torch.randint(1, 7, (rows, 5)), torch.randint(1, 1 + longest, (rows, 1))
+    return torch.randn(rows, 12, 6), targets * (torch.arange(5) < counts)
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "T5": of(
         config(
@@ -455,6 +506,12 @@ MODELS: dict[str, Callable[[], Made]] = {
         config("Whisper", **SEQ2SEQ, **WHISPER, suppress_tokens=None, begin_suppress_tokens=None),
         "WhisperForConditionalGeneration",
         lambda: {"input_features": torch.randn(4, 8, 20), "labels": ids()},
+    ),
+    "Wav2Vec2, CTC": of(config("Wav2Vec2", **SPEECH), "Wav2Vec2ForCTC", speech),
+    "Wav2Vec2, classes": of(
+        config("Wav2Vec2", **SPEECH),
+        "Wav2Vec2ForSequenceClassification",
+        lambda: speech(labels=classes()),
     ),
     "BERT, classes": of(
         config("Bert", **ENCODER, vocab_size=VOCAB),

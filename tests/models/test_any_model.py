@@ -39,6 +39,7 @@ BY_DAY = {  # one of a kind and a way each; GPT-2 and DiT train by day where pla
     "ResNet": "two devices",
     "T5": "host",
     "U-Net": "two devices",
+    "Wav2Vec2, CTC": "host",
     "Wan": "two devices",
     "graph network": "device",
 }

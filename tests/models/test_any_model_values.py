@@ -3,23 +3,28 @@
 import logging
 import re
 from contextlib import nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from any_models import ids
+from any_models import Transcriber, ids, spoken
 from attrs import evolve
 from module_law import CLOSE, WAYS, check
 from threaded_ranks import on_every, programs_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map_only
 
 import zfunc
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace.batches import unpacked
+from zfunc.engine.trace.cost_trace import AllocationTracker
+from zfunc.engine.trace.tensor_memory import FakeTensors
 from zfunc.errors import RankError
 from zfunc.models.cut.module_traces import ModuleTraces
 from zfunc.models.cut.modules import cuts
@@ -269,3 +274,89 @@ def test_ranks_whose_values_make_other_plans_are_told_the_values_and_what_to_do(
         specialize(program, unpacked(x, program.segments[-1]))
     for text in on_every(programs, _refusal, states, apart):
         assert re.search(r"that decide shapes, \[\[(40, 40|3, 3)\]\]: group rows by these values", text), text
+
+
+@pytest.mark.parametrize(
+    ("given", "loss"),
+    [
+        ("in rows", {"reduction": "sum"}),
+        ("by masked_select", {}),
+        ("by an index", {"reduction": "none"}),
+        ("lengths as numbers", {}),
+        ("too short", {"zero_infinity": True}),
+    ],
+)
+def test_ctc_of_any_targets_is_torchs_and_costs_one_trace(
+    given: str, loss: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, settings = Transcriber(given, **loss), {"optimizer": zfunc.SGD(lr=0.0), "micro_batches": 2}
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, spoken(rows=2))
+    assert len(segments) > 3
+    assert not caplog.messages
+    program = zfunc.compile(segments, precision="fp32", device="cpu", recompute="min-cut", **settings)
+    state = zfunc.init(program)
+    for longest in (5, 1, 3, 5):
+        x = spoken(longest=longest)
+        halves = [model(*(t[rows] for t in x)) for rows in (slice(2), slice(2, 4))]
+        norm = nn.utils.get_total_norm(torch.autograd.grad(sum(halves) / 2, [*model.parameters()]))
+        state, metrics = zfunc.train_step(program, state, x)
+        expected = sum(halves).item() / 2, norm.item()
+        assert (metrics.loss, metrics.grad_norm) == pytest.approx(expected, rel=CLOSE)
+        assert zfunc.evaluate(program, state, x) == pytest.approx(model(*x).item(), rel=CLOSE)
+    assert len(segments[0].function.args[0].known) == 2  # of two rows; in evaluation, of four
+
+
+def test_plans_count_the_tables_of_ctc() -> None:
+    """Beside what torch allocates inside, of targets of which one is as long as a row."""
+    targets, counts = torch.randint(1, 7, (4, 100)), torch.tensor([[100], [3], [7], [1]])
+    lengths = torch.full((4,), 400), counts[:, 0]
+    given = torch.randn(400, 4, 7).log_softmax(-1), targets, torch.arange(100) < counts, *lengths, 0, False
+    for op, args in (
+        (torch.ops.zfunc.ctc_losses, given),
+        (torch.ops.zfunc.pull_ctc_losses, (torch.ones(4), *given)),
+    ):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            op(*args)
+        events = profiled.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+        peak = max(accumulate(x.nbytes() for x in events if x.name() == "[memory]"))
+        with FakeTensors() as fake, AllocationTracker() as tracker:
+            op(*tree_map_only(Tensor, fake.from_tensor, args))
+        assert peak <= tracker.peak <= 1.02 * peak
+
+
+def test_a_target_beyond_the_classes_of_ctc_is_refused() -> None:
+    x, targets = spoken()
+    program = zfunc.compile(Transcriber("by an index"), example=(x, targets), precision="fp32", device="cpu")
+    with pytest.raises(ValueError, match="^batch: got the target 7 for ctc_loss of 7 classes, expected"):
+        zfunc.evaluate(program, zfunc.init(program), (x, targets.clamp(max=1) * 7))
+
+
+class Checked(Longer):
+    """Inputs that forward checks, as models of speech do, and none of whose values it needs."""
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        if more is not None and more.max() >= 100:
+            raise ValueError("too many")
+        assert (more >= 0).all().item(), "negative"
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y * more[:, None])
+
+
+def test_values_that_are_checked_alone_cost_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    def given(more: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "more": torch.tensor([more] * 4)}
+
+    torch.manual_seed(0)
+    model = Checked()
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, given(1))
+    assert not caplog.messages
+    check(segments, model, given(3), None, **WAYS["host"])
+    assert len(segments[0].function.args[0].known) == 1
+    with pytest.raises(
+        ValueError, match=r"^example: .*ValueError at .*test_any_model_values.py:\d+: too many"
+    ):
+        zfunc.segments(model, given(100))

@@ -8,6 +8,8 @@
     vmap           a vmap in a graph as the operations that it makes
     gradients      whether a trace has the gradients of its module
     called         a module called with a batch, which returns its loss
+    ctc            the loss of CTC in sizes that a trace knows
+    user_code      the user's code in a stack of calls: where, and whether it checks a value
     known          what a model computes from the values of a few inputs, beside its trace
 
 The way in is `zfunc.compile(model, example=batch)`, or `zfunc.segments(model, batch)`.

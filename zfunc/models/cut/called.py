@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 from zfunc.engine.trace.batches import LABELS, ByValue, Whole
 from zfunc.engine.trace.segment import NO_LOSS
 from zfunc.errors import refuse
+from zfunc.models.cut.ctc import SizedCTC
 from zfunc.models.cut.known import KnownValues
 
 Loss = Callable[[Any, Any], Tensor]
@@ -46,11 +47,10 @@ class CalledModel(nn.Module):
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
         with self._writing_assigned_buffers():
-            if not self.by_value:
-                return self._called(x)
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
-            with KnownValues(device, self.read) as known:
-                return self._called(known.with_tensors(x))
+            known = KnownValues(device, self.read) if self.by_value else None
+            with known or nullcontext(), SizedCTC():
+                return self._called(known.with_tensors(x) if known else x)
 
     @contextmanager
     def _writing_assigned_buffers(self) -> Iterator[None]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], x: Any) -> dict[str, Any]:
-    """The autograd nodes of the loss `function(params, x)`, by a hex digest of the node and all nodes below it."""
+    """The autograd nodes of the loss `function(params, x)` with a path to one of `params`, by a hex digest of the
+    node and such nodes below it."""
     with torch.enable_grad():
         loss = function(params, x)
     names = {id(t): name for name, t in params.items()}
@@ -25,6 +26,8 @@ def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], 
             left += unknown
             continue
         left.pop()
-        own = node.name(), names.get(id(getattr(node, "variable", None))), [(digests[f], n) for f, n in below]
-        digests[node] = hashlib.blake2b(repr(own).encode(), digest_size=12).hexdigest()
-    return {digests[f]: f for f in digests}
+        name = names.get(id(getattr(node, "variable", None)))
+        paths = [(digests[f], n) for f, n in below if digests[f]]
+        own = repr((node.name(), name, paths)).encode()
+        digests[node] = hashlib.blake2b(own, digest_size=12).hexdigest() if name or paths else ""
+    return {digest: f for f, digest in digests.items() if digest}

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zfunc.engine.trace.batches import BySample, Values
 from zfunc.engine.trace.tensor_memory import storage_of
+from zfunc.models.cut.user_code import in_a_check
 
 LARGEST = 1 << 20
 """Elements of a tensor whose values are computed beside a trace, at most."""
@@ -121,8 +122,9 @@ class KnownValues(TorchFunctionMode):
         names = frozenset[str]().union(*(x[1] for x in found if x))
         # 1. What reads values: numbers, or a constant in place of the result.
         free = known and bool(given) and self._may_depend_on(names)
-        if free and name in READS:
-            self._note(names)
+        checks = known and bool(given) and name in READS and in_a_check()
+        if name in READS and (free or checks):
+            self._note(names, count=checks)
             return self._real(func, args, kwargs)
         if free and (name in OF_VALUES or (name == "where" and len(args) + len(kwargs) == 1)):
             self._note(names)

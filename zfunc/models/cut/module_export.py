@@ -6,7 +6,6 @@ torch, a backward of the module's own. So a graph that is returned has the modul
 
 import contextvars
 import logging
-import os
 import random
 import re
 import traceback
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -43,6 +41,7 @@ from zfunc.models.cut.exported_graph import BRANCH, BuffersWrittenError, NotCutE
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import module_piece
 from zfunc.models.cut.spans import CutGraph, cut_graph
+from zfunc.models.cut.user_code import place_in, place_of_error
 from zfunc.models.cut.vmap import expand_vmaps
 
 BRANCHES = (
@@ -55,7 +54,6 @@ BRANCHES = (
     "_local_scalar_dense",
     "but got FakeTensor",
 )
-_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "concurrent")
 _LOUD = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace"
 
 
@@ -194,7 +192,7 @@ class ModuleExport:
         if not training:
             module.eval()
         module.by_value, found = by_value, (dict[str, str](), dict[str, str]())
-        module.read = lambda name, count: found[count].setdefault(name, _place_in(traceback.extract_stack()))
+        module.read = lambda name, count: found[count].setdefault(name, place_in(traceback.extract_stack()))
         # A check of values, which no trace keeps, reads none.
         checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
         with alone(), mode, _compiling_state_context(), _quiet(), ExitStack() as stack:
@@ -208,7 +206,7 @@ class ModuleExport:
                     raise ValueBranchError(
                         f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
                     ) from error
-                got = f"values that do not fit the model ({type(error).__name__} {_place(error)}: {error})"
+                got = f"values that do not fit the model ({type(error).__name__} {place_of_error(error)}: {error})"
                 refuse("example", got, "a real batch", "the model branches on values", cause=error)
         return *found, tensors.read
 
@@ -225,7 +223,7 @@ class ModuleExport:
                 refuse("loss", got, *NO_LOSS, cause=error)
             if isinstance(error, SettingError) and error.names[0] in ("loss", "model"):
                 raise
-            said = f"{type(error).__name__} {_place(error)}: {error}"
+            said = f"{type(error).__name__} {place_of_error(error)}: {error}"
             if dtype != torch.float32:  # the example's trace was
                 kind = str(dtype).removeprefix("torch.")
                 got = f"an error of its parameters and inputs in {kind} ({said}); buffers keep their dtype"
@@ -359,14 +357,4 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 def data_dependent(error: Exception) -> str:
     """The file and line where traced code branched on a tensor's value, if `error` says so; else ""."""
     text = f"{type(error).__name__}: {error}"
-    return _place(error) if any(x in text for x in BRANCHES) else ""
-
-
-def _place(error: Exception) -> str:
-    """The file and line of the user's code, neither torch's nor zfunc's, that raised `error`, as text."""
-    return _place_in(traceback.extract_tb(error.__traceback__))
-
-
-def _place_in(stack: traceback.StackSummary) -> str:
-    frames = [f for f in stack if not any(x in f.filename for x in _LIBRARIES)]
-    return f"at {frames[-1].filename}:{frames[-1].lineno}" if frames else "in forward"
+    return place_of_error(error) if any(x in text for x in BRANCHES) else ""

@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from zfunc.models.cut.ctc import ctc_losses
 from zfunc.models.cut.exported_graph import GRAD_MODE, REGIONS, region_of
 from zfunc.models.cut.spans import CutGraph
 
@@ -134,7 +135,11 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *args: A
     return torch.batch_norm(x, weight, bias, mean, var, *args)
 
 
-INSTEAD = {torch.ops.aten.one_hot.default: _one_hot, torch.ops.aten.batch_norm.default: _batch_norm}
+INSTEAD = {
+    torch.ops.aten.one_hot.default: _one_hot,
+    torch.ops.aten.batch_norm.default: _batch_norm,
+    torch.ops.zfunc.ctc_losses.default: ctc_losses,
+}
 
 
 def _with_grad_mode(run: GraphModule, mode: tuple[Any, ...], device: torch.device, *given: Any) -> Any:
