@@ -450,7 +450,7 @@ Batches = Callable[[int], tuple[Any, Any]]
 
 def gpt() -> tuple[list[tuple[str, torch.nn.Module]], dict[str, str], Batches]:
     """A tied GPT, and what it can learn: the next token follows from the last."""
-    config = GPTConfig(vocab_size=64, seq_length=32, num_layers=3, hidden_size=48, num_attention_heads=3)
+    config = GPTConfig(vocab_size=64, seq_length=32, num_layers=2, hidden_size=48, num_attention_heads=3)
 
     def batch(i: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(0, 64, (8, 33), generator=torch.Generator().manual_seed(i))

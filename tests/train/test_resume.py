@@ -77,7 +77,7 @@ SETTINGS = {
     # Of 100 documents of 3 to 21 bytes: an epoch is some steps long, and a row has more than any of them.
     # Of three files, one compressed: some passes, of a few buffers each.
     "a stream": (STREAM, (8,)),
-    "rows of many documents, in tiles": ([*ROWS, "--tiles", 2, "--recompute", "all", "--dropout", 0], (8,)),
+    "rows of many documents": ([*ROWS, "--dropout", 0], (8,)),
 }
 
 
