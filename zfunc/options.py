@@ -108,7 +108,7 @@ one_of = OneOf
 def path(name: str, value: Any) -> None:
     """Check that the path `value` of setting `name` names a file or folder: "", "." and "/" raise ValueError."""
     if value.exists() and not value.name:  # "", "." and "/"
-        refuse(name, repr(str(value)), "the path of a file or folder", "name it")
+        refuse(name, repr(str(value)), "the path of a file or folder", "name it by its whole path")
 
 
 def json_object(name: str, value: Any) -> None:

@@ -141,6 +141,20 @@ def test_tokens_of_a_bin(capsys: Out) -> None:
     assert summary("run")["sample"].split()[0].isdecimal()
 
 
+@pytest.mark.parametrize("stream", [[], ["--stream", "--eval-every", 0]], ids=["packed", "streamed"])
+def test_the_current_folder_is_data_and_its_runs_are_not(stream: list[Any], capsys: Out) -> None:
+    """A run leaves files of records there."""
+    text = Path("data.txt").read_text()
+    if stream:
+        lines = [json.dumps({"text": text[n : n + 200]}) for n in range(0, len(text), 200)]
+        Path("texts.jsonl").write_text("\n".join(lines))
+    for n in (1, 2):
+        assert train("--data", ".", "--steps", 3, "--no-sample", "--out", f"runs/{n}", *stream) == 0
+        said = capsys.readouterr().out
+        assert ("left out: runs/1/checkpoints/" in said) == (n == 2 and not stream)
+    assert losses("runs/1") == losses("runs/2")
+
+
 # --- how it ends -----------------------------------------------------------------------------------------
 
 

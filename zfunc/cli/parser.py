@@ -205,9 +205,17 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option, hel
     group.add_argument(name, default=argparse.SUPPRESS, **given)
 
 
+def _path(word: str) -> Path:
+    """The path typed as `word`; of one without a name, such as ".", the absolute path. Refuses ""."""
+    if not word:
+        raise argparse.ArgumentTypeError("got '', expected the path of a file or folder: name it")
+    path = Path(word).expanduser()
+    return path if path.name else path.absolute()
+
+
 READERS: dict[Any, Callable[[str], Any]] = {
     **{kind: kind for kind in (int, float, str)},
-    Path: lambda word: Path(word).expanduser(),
+    Path: _path,
 }
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 

@@ -21,15 +21,8 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.setting_values import BY_DEVICE, schedule_for
 from zfunc.core.simulator import simulate
 from zfunc.train.events import COMPLETE, ENDINGS
-from zfunc.train.run_history import (
-    METRICS,
-    TRACE,
-    RecordedStep,
-    Row,
-    RunHistory,
-    finite_number,
-    read_recorded_step,
-)
+from zfunc.train.run_files import METRICS, TRACE
+from zfunc.train.run_history import RecordedStep, Row, RunHistory, finite_number, read_recorded_step
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_clock, format_seconds
 from zfunc.viz.charts import Chart, Curve, chart_figure

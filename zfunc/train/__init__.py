@@ -8,6 +8,7 @@
     evaluations  the best checkpoint, and when to stop early, by held-out losses
     reference    the log-probabilities that DPO compares with, computed once and kept
     resume       when a run ends, and from which checkpoint it continues
+    run_files    the names of a run's files
     run_folder   the files of a run, written
     run_history  the files of a run, read back while they grow
     tracking     events as scalars for TensorBoard, Weights & Biases and trackio

@@ -25,8 +25,9 @@ from zfunc.errors import CheckpointError, about, refuse
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.evaluations import Evaluation, num_without_improvement
 from zfunc.train.events import COMPLETE, EARLY
+from zfunc.train.run_files import CONFIG, METRICS, SUMMARY
 from zfunc.train.run_folder import jsonable
-from zfunc.train.run_history import CONFIG, METRICS, SUMMARY, read_history, read_json_object
+from zfunc.train.run_history import read_history, read_json_object
 from zfunc.train.settings import AUTO, TrainSettings
 
 KEY = "train"  # in a checkpoint's extra

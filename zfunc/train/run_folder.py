@@ -37,12 +37,8 @@ from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.display import counted
 from zfunc.errors import refuse
 from zfunc.train.events import AT_ONCE, Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
+from zfunc.train.run_files import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 from zfunc.train.run_history import (
-    CONFIG,
-    METRICS,
-    PLAN,
-    SUMMARY,
-    TRACE,
     Row,
     held_out_unit,
     read_history,

@@ -1,6 +1,6 @@
 """Run folders read back: a run's history, up to now or ended, and the step that it measured.
 
-`zfunc.train.run_folder` says which files there are and writes them.
+`zfunc.train.run_folder` writes them.
 """
 
 import json
@@ -19,12 +19,11 @@ from zfunc.core.plan import Plan, parse
 from zfunc.core.timeline import Timeline
 from zfunc.errors import CheckpointError
 from zfunc.train.evaluations import Evaluation, best_saved
+from zfunc.train.run_files import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 from zfunc.train.settings import DPO
 from zfunc.units import format_parameters
 from zfunc.viz.chrome_trace import read_chrome_trace
 
-CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 LAST = 50  # steps that the loss of a run is the mean of
 Row = dict[str, Any]
 

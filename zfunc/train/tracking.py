@@ -19,8 +19,9 @@ from typing import Any
 
 from zfunc.errors import install, refuse
 from zfunc.train.events import Evaluated, Event, Started, Stepped
+from zfunc.train.run_files import METRICS
 from zfunc.train.run_folder import RunFolder, jsonable
-from zfunc.train.run_history import METRICS, Row, finite_number, rows_of
+from zfunc.train.run_history import Row, finite_number, rows_of
 from zfunc.train.settings import TrainSettings
 
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"

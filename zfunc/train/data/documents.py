@@ -43,6 +43,7 @@ from zfunc.train.data.records import (
     record_documents,
     refuse_preferences,
 )
+from zfunc.train.run_files import files_of_runs
 
 File = tuple[str, Path]  # a name, the same on every machine, and the path on this one
 PARQUET, ARROW = ".parquet", ".arrow"
@@ -126,10 +127,12 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
     is. With `text` a text file must be UTF-8, else its document is bytes. With `pairs` records are
     preferences, two documents each; texts are refused.
     """
-    holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in files}
+    runs = files_of_runs(x for x, _ in files)
+    own = [x for x in files if x[0] not in runs]
+    holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in own}
     told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
     kind = next((x for x in (True, False, None) if x in told), False)
-    read = [x for x in files if holds[x[0]] is kind]
+    read = [x for x in own if holds[x[0]] is kind]
     splits, held_out = dict.fromkeys(holds), ""
     if folder and kind:  # one format of them, as they may be the same records in several
         first = min((suffix_of(path) for _, path in read), key=[*FORMATS].index)
@@ -394,7 +397,8 @@ def stream_files(path: Path) -> tuple[list[File], list[str]]:
         return _saved_files(path)
     names = [Path(x) for x in glob(str(path), recursive=True)]
     found = walk(path) if path.is_dir() else sorted((str(x), x) for x in names if x.is_file())
-    read = [x for x in found if suffix_of(x[1]) in LINES or x[1].suffix in TABLES]
+    runs = files_of_runs(x for x, _ in found)
+    read = [x for x in found if x[0] not in runs and (suffix_of(x[1]) in LINES or x[1].suffix in TABLES)]
     if not read:
         got = f"{path}, where {named(x for x, _ in found)} is" if found else f"{path}, which names no file"
         expected = "JSONL, Parquet or Arrow files, a folder or a pattern of them"
