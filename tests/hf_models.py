@@ -118,6 +118,7 @@ HYBRIDS: dict[str, Callable[[], Any]] = {  # with states of convolutions or line
     "Qwen3-Next": config("Qwen3Next", **SIZE, **LINEAR, **EXPERTS, head_dim=16),
     "OLMo hybrid": config("OlmoHybrid", **SIZE, **LINEAR),
     "Falcon-H1": config("FalconH1", **SIZE, **MAMBA, mamba_d_ssm=64),
+    "Bamba": config("Bamba", **SIZE, **MAMBA, attn_layer_indices=[1]),
     "Nemotron-H": config("NemotronH", **SIZE, **NEMOTRON),
     "Granite 4": config(
         "GraniteMoeHybrid",

@@ -215,9 +215,9 @@ class _Cutter:
         """A copy of the model as `kind(..., **given)`, in which stand-ins replace the layers; stand-in number
         `place` runs `layer`, if given. Only parameters with ids in `kept` stay, and only an EmbedPart has
         dropout."""
-        as_tuple = self.recording.as_tuple
-        places = [LayerPlace(x, as_tuple) for x in self.layers]
-        places[place] = LayerPlace(self.layers[place], as_tuple, stops=kind is not HeadPart, layer=layer)
+        values = self.recording.values
+        places = [LayerPlace(x, values) for x in self.layers]
+        places[place] = LayerPlace(self.layers[place], values, stops=kind is not HeadPart, layer=layer)
         copied = self.copied(self.model, {id(self.layers): nn.ModuleList(places)})
         inside = {id(m) for x in places for m in x.modules()}
         absent: dict[str, tuple[int, ...]] = {}

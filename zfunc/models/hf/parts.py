@@ -35,11 +35,15 @@ class LayerPlace(nn.Module):
     With `x` set it returns `x` instead, or `layer` of `x`; if it `stops`, the model's forward ends there.
     """
 
-    def __init__(self, own: nn.Module, as_tuple: bool, *, stops: bool = False, layer: Any = None) -> None:
+    def __init__(self, own: nn.Module, values: int, *, stops: bool = False, layer: Any = None) -> None:
         super().__init__()
         # What the model reads of a layer, such as its attention_type.
         vars(self).update({k: v for k, v in vars(own).items() if isinstance(v, (str, int, float))})
-        self.as_tuple, self.stops, self.layer = as_tuple, stops, layer
+        self.values, self.stops, self.layer = (
+            values,
+            stops,
+            layer,
+        )  # in the tuple of the layer; 0: it has none
         self.x: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +56,7 @@ class LayerPlace(nn.Module):
             y = self.x
         if self.stops:
             raise _Reached(y)
-        return (y,) if self.as_tuple else y
+        return (y, *[None] * (self.values - 1)) if self.values else y
 
 
 def with_hidden(

@@ -29,7 +29,7 @@ class Recording:
     embed: frozenset[int]  # parameters that the input of the first layer depends on
     head: frozenset[int]  # parameters that the output depends on after the last layer
     places: tuple[int, ...]  # for each layer, the first one that is given the same
-    as_tuple: bool  # whether layers return tuples
+    values: int  # in the tuples that layers return; 0 if they return hidden states alone
     linear: str | None  # the module whose output is the logits, but for a soft cap
 
 
@@ -41,7 +41,8 @@ class _Calls:
     entered: list[Tensor] = field(factory=list[Tensor])  # hidden states as they came to each layer
     returned: list[Tensor] = field(factory=list[Tensor])  # and as they left it
     more: list[list[Any]] = field(factory=list[list[Any]])  # what else each layer got
-    as_tuple: bool = False
+    values: int = 0  # in the tuple that a layer returned
+    hands_on: bool = False  # whether a layer got what the one before returned beside hidden states
     others: list[Any] = field(factory=list[Any])  # what a layer returned beside hidden states
     projected: list[Tensor] = field(factory=list[Tensor])  # outputs of the module that makes logits
 
@@ -93,6 +94,12 @@ def record(model: Any, shadow: Any, ids: Tensor, *, packs: bool) -> Recording:
             f"model: got a {name}, expected a list of layers in it, each of which gets what the one before it "
             f"returns: {BY_TRACE}"
         )
+    if calls.hands_on:
+        got, expected = (
+            f"a {name} whose layers hand on more than hidden states",
+            "layers that hand on these alone",
+        )
+        refuse("model", got, expected, BY_TRACE)
     logits, projected = getattr(output, "logits", None), calls.projected
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     projects = len(projected) == 1 and logits is not None and (logits is projected[0] or softcap is not None)
@@ -104,7 +111,7 @@ def record(model: Any, shadow: Any, ids: Tensor, *, packs: bool) -> Recording:
         _reached(model, shadow, calls.entered[:1]),
         _reached(model, shadow, [t for t in tree_leaves(dict(output)) if isinstance(t, Tensor)]),
         tuple(firsts.setdefault(_key(x), n) for n, x in enumerate(calls.more)),
-        calls.as_tuple,
+        calls.values,
         next(x for x, m in shadow.named_modules() if m is linear) if projects else None,
     )
 
@@ -120,18 +127,20 @@ def _watch(
         x, *more = with_hidden(None, args, kwargs)
         calls.entered.append(x)
         calls.more.append(more)
+        others = {id(t) for t in tree_leaves(calls.others) if isinstance(t, Tensor)}
+        calls.hands_on |= any(id(t) in others for t in tree_leaves(more))
         _, args, kwargs = with_hidden(x.detach(), args, kwargs)
         return args, kwargs
 
     def leave(_: nn.Module, __: Any, y: Any) -> Any:
-        calls.as_tuple = isinstance(y, tuple)
-        x, *calls.others = y if calls.as_tuple else (y,)
+        calls.values = len(y) if isinstance(y, tuple) else 0
+        x, *calls.others = y if calls.values else (y,)
         calls.returned.append(x.detach())
-        return (calls.returned[-1], *calls.others) if calls.as_tuple else calls.returned[-1]
+        return (calls.returned[-1], *calls.others) if calls.values else calls.returned[-1]
 
     def hand_on(*args: Any, **kwargs: Any) -> Any:
         x = with_hidden(None, args, kwargs)[0]
-        return (x, *calls.others) if calls.as_tuple else x
+        return (x, *calls.others) if calls.values else x
 
     inside = {id(m) for layer in layers for m in layer.modules()}
     hooks = [
