@@ -353,7 +353,7 @@ def test_a_state_begun_after_a_release_is_as_any_other(begin: str, tmp_path: Pat
 
 
 def test_a_program_with_another_schedule_goes_on_after_a_release_of_either() -> None:
-    """Both have the constants of their segments in one memory."""
+    """Both have the constants of their segments in one memory at first."""
     program, batch = trained.compiled("odd sizes")
     both = program, rescheduled(program, schedules.Serial())
     assert any(x.constants for x in program.segments)
@@ -366,6 +366,19 @@ def test_a_program_with_another_schedule_goes_on_after_a_release_of_either() -> 
         state, own = trained.steps(both[used], state, batch, n, n + 1)
         told += own
     assert told == first[:4]
+
+
+def test_a_release_takes_nothing_from_a_step_of_a_program_with_another_schedule() -> None:
+    def forward(op: Any, mem: Any, step: Any) -> None:
+        zfunc.release(other, lent)
+        STAGES["forward"](op, mem, step)
+
+    program, batch = trained.compiled("odd sizes", stages={"forward": forward})
+    other = rescheduled(program, schedules.Serial())
+    lent = zfunc.init(other, seed=1)
+    plain, _ = trained.compiled("odd sizes")
+    told = [trained.steps(x, zfunc.init(x, seed=1), batch, 0, 2)[1] for x in (plain, program)]
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("row", [*SOURCES[1::3], *RELEASED[-4:]], ids=str)

@@ -241,7 +241,7 @@ def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
 
 
 def rescheduled(program: Program, schedule: Schedule) -> Program:
-    """The program with another schedule, for the same States; both share traces, and the memory of constants."""
+    """The program with another schedule, for the same States; both share traces, and constants till a release."""
     cache = program.cache
     return evolve(
         program,

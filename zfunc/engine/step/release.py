@@ -78,7 +78,7 @@ def _free(program: Program, buffers: Buffers) -> None:
     cache.released = tuple({*cache.released, *(r for r in cache.staging if r.tier == "device")})
     for r in cache.released:
         cache.staging.pop(r, None)
-    cache.constants.clear()
+    cache.constants = {}  # a program with another schedule has the others too, perhaps in a step
     if on_accelerator(program.device):
         torch.accelerator.empty_cache()
 
