@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, product
 from typing import Any
 
 import fuzz_models
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hf_models import CONFIGS, transformers
 from small_models import MODELS
+from torch.profiler import ProfilerActivity, profile
 
 import zfunc
 import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
@@ -257,8 +259,8 @@ def test_backward_of_attention_counts_what_its_kernel_on_cuda_allocates(
 def test_backward_of_an_embedding_counts_what_its_kernel_on_cuda_allocates(
     tokens: int, vocabulary: int, scaled: bool
 ) -> None:
-    """The tensors of `embedding_backward_cuda_kernel` that are alive with the sums, in its words; and the copy of a
-    gradient that is not contiguous."""
+    """The tensors of `embedding_backward_cuda_kernel` that are alive with the sums, in its words; and copies of a
+    gradient and of indices that are not contiguous."""
     max_segments = min(tokens, vocabulary)
     max_partial_segment = tokens // 10 + max_segments
     with torch.device("meta"):
@@ -272,8 +274,28 @@ def test_backward_of_an_embedding_counts_what_its_kernel_on_cuda_allocates(
     allocated += [partials_per_segment_offset, partial_segment_offset, *([count] if scaled else [])]
     needed = sum(x.nbytes for x in allocated) if tokens > 3072 or scaled else 0
     run = torch.ops.aten.embedding_dense_backward.default
-    for grad, copied in ((given, 0), (given[:, :1].expand_as(given), given.nbytes)):
-        assert cost_trace.cuda_kernel_bytes(run, (grad, indices, vocabulary, -1, scaled)) == needed + copied
+    every_second = torch.empty(1, 2 * tokens, dtype=torch.int64, device="meta")[:, ::2]
+    ways = (given, indices, 0), (given[:, :1].expand_as(given), indices, given.nbytes)
+    for grad, at, copied in (*ways, (given, every_second, indices.nbytes)):
+        assert cost_trace.cuda_kernel_bytes(run, (grad, at, vocabulary, -1, scaled)) == needed + copied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_backward_of_an_embedding_counts_what_its_kernel_on_the_cpu_allocates(
+    dtype: torch.dtype, scaled: bool
+) -> None:
+    """By the allocator's own record: the most that is alive beside the result, which is there from the start."""
+    run = torch.ops.aten.embedding_dense_backward.default
+    grad, indices = torch.ones(6, 5, 7, dtype=dtype), torch.arange(30).reshape(6, 5)
+    grads = grad, grad[:, :1].expand(6, 5, 7), grad.permute(1, 0, 2).contiguous().permute(1, 0, 2)
+    for given, at in product(grads, (indices, indices.mT.contiguous().mT)):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            out = run(given, at, 40, -1, scaled)
+        events = [x for x in seen.profiler.kineto_results.events() if x.name() == "[memory]"]  # pyright: ignore
+        alive = accumulate(x.nbytes() for x in sorted(events, key=lambda x: x.start_ns()))
+        counted = cost_trace.cpu_kernel_bytes(run, (given, at, 40, -1, scaled), out)
+        assert counted == max(alive) - out.nbytes
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -182,12 +182,15 @@ def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
     """Bytes of workspace that the CPU's kernel of an operation allocates beside its result.
 
     A product of 16-bit matrices whose first factor is transposed is summed in fp32 (`gemm_transb_impl` in torch's
-    ATen/native/cpu/BlasKernel.cpp), the products of a batch one after the other.
+    ATen/native/cpu/BlasKernel.cpp), the products of a batch one after the other. Backward of an embedding copies a
+    gradient and indices that are not contiguous (ATen/native/Embedding.cpp).
 
     >>> x = torch.ones(2, 3, dtype=torch.bfloat16)
     >>> [cpu_kernel_bytes(torch.ops.aten.mm.default, (a, a.mT), a @ a.mT) for a in (x, x.mT)]
     [0, 36]
     """
+    if func._overloadpacket is torch.ops.aten.embedding_dense_backward:
+        return _copied_bytes(*args[:2])
     factor = PRODUCTS.get(func._overloadpacket)
     if factor is None or out.device.type != "cpu" or out.dtype not in (torch.bfloat16, torch.float16):
         return 0
@@ -210,7 +213,7 @@ def cuda_kernel_bytes(func: Any, args: Any) -> int:
 
     The gradient of an embedding is summed in fp32, ten tokens of a kind at a time, if there are more than 3,072 or
     their counts scale it (EmbeddingBackwardKernel.cu): a row for each such sum, at most, and indices of tokens and
-    rows. One that is not contiguous, as of a sum over tokens, is copied (Embedding.cu).
+    rows. It is copied if it is not contiguous, as that of a sum over tokens, and so are indices (Embedding.cu).
     """
     if (packet := func._overloadpacket) is torch.ops.aten.embedding_dense_backward:
         (*_, width), tokens, scaled = args[0].shape, args[1].numel(), args[4]
@@ -218,7 +221,7 @@ def cuda_kernel_bytes(func: Any, args: Any) -> int:
         rows = tokens // 10 + kinds
         indices = 8 * ((3 + scaled) * tokens + 2 * kinds + rows)
         sums = rows * width * max(4, args[0].itemsize) + indices if tokens > 3072 or scaled else 0
-        return sums + _copied_bytes(args[0])
+        return sums + _copied_bytes(*args[:2])
     if packet is torch.ops.aten._scaled_dot_product_efficient_attention_backward:
         (*batch, tokens, size), (*_, keys, _), (*_, width) = (x.shape for x in args[1:4])
         heads, widest, half = math.prod(batch), max(size, width), args[1].itemsize == 2
