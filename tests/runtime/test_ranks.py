@@ -48,13 +48,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"activations_on": "host", "defer": True, "ema": 0.9},
     },
     "several optimizers in 16 bits": {
-        **{"model": "odd sizes", "precision": "fp32", "bucket_size": 600, "clip_norm": 0.5, "ema": 0.9},
-        "stage": 1,
+        **{"model": "tied GPT", "precision": "fp32", "stage": 1, "clip_norm": 0.5, "ema": 0.9},
         "optimizer": zfunc.groups(
             ("*.bias", zfunc.SGD(0.1, momentum=0.9, moments="16bit")),
-            ("inlet.*", zfunc.Adagrad(1e-2, moments="16bit")),
-            ("huge.*", zfunc.Lion(1e-4, weight_decay=1.0, moments="16bit")),
-            ("back.*", zfunc.AdamW(1e-2, moments="16bit")),
+            ("*.ln_*", zfunc.Adagrad(1e-2, moments="16bit")),
+            ("block0.*", zfunc.Lion(1e-4, weight_decay=1.0, moments="16bit")),
+            ("block1.*", zfunc.AdamW(1e-2, moments="16bit")),
             zfunc.AdamW(1e-3, weight_decay=0.1, moments="16bit"),
         ),
     },

@@ -78,6 +78,7 @@ SETTINGS = {
     # Of three files, one compressed: some passes, of a few buffers each.
     "a stream": (STREAM, (8,)),
     "rows of many documents": ([*ROWS, "--dropout", 0], (8,)),
+    "rows of many documents, in tiles": ([*ROWS, "--tiles", 2, "--recompute", "all", "--dropout", 0], (8,)),
 }
 
 
@@ -88,7 +89,9 @@ def write_shards() -> None:
         path.write_bytes(gzip.compress(path.read_bytes()) if name.endswith("gz") else path.read_bytes())
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if "in tiles" in x else x for x in SETTINGS]
+)
 def test_a_failed_run_resumes_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
     settings, failing = SETTINGS[name]
     write_jsonl(Path("short.jsonl"), *({"text": "abc" * (1 + n % 7)} for n in range(100)))
