@@ -35,6 +35,7 @@ def test_an_interrupt_at_any_moment_leaves_no_call_under_way() -> None:
                 raise KeyboardInterrupt
             return trace
 
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it in settrace alone
         sys.settrace(trace)
         try:
             call_each(threads, call, range(4), range(4, 8))
