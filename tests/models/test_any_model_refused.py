@@ -4,11 +4,13 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from any_models import Transcriber, ids, spoken
+from any_models import SPEECH, Transcriber, ids, speech, spoken, transformers
 from module_law import Block, Late, Tied, batch, check
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -141,8 +143,28 @@ class WithLegacy(Block):
 
 
 class Drawn(Block):
+    """A number of a generator beside torch's, or of a function that draws from one."""
+
+    def __init__(self, generator: Any, _: float) -> None:
+        super().__init__()
+        self.generator = generator
+
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return super().forward(x, table) + random.random()
+        return super().forward(x, table) + getattr(self.generator, "random", self.generator)()
+
+
+class Generated(Block):
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) + torch.rand(x.shape, generator=self.generator)
+
+
+def speaker(**given: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SPEECH | given))
+    return model.train(), {name: x for name, x in speech().items() if "mask" not in name}
 
 
 class Noisy(Block):
@@ -297,7 +319,29 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
         (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore
-        (lambda: zfunc.segments(Tied(block=Drawn), batch()), "random numbers from Python's random module"),
+        *(
+            (
+                lambda generator=generator: zfunc.segments(Tied(block=partial(Drawn, generator)), batch()),
+                r"another number \(.* at .*_refused.py:\d+\) when called again.*random module or NumPy",
+            )
+            for generator in (random.random, np.random.random)
+        ),
+        *(
+            (
+                lambda generator=generator: zfunc.segments(Tied(block=partial(Drawn, generator)), batch()),
+                "got (random numbers from|another number .*) Python's random module or NumPy, expected torch's",
+            )
+            for generator in (random.Random(0), np.random.default_rng(0))
+        ),
+        (lambda: zfunc.segments(Tied(block=Generated), batch()), "got a torch.Generator of its own"),
+        (
+            lambda: zfunc.segments(*speaker(apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2)),
+            r"another tensor .*modeling_wav2vec2.py:\d+\) .*\(of transformers, apply_spec_augment=False\)",
+        ),
+        (
+            lambda: zfunc.segments(*speaker(layerdrop=0.5)),
+            r"branch on the value .*modeling_wav2vec2.py:\d+, .*\(of transformers, layerdrop=0.0, apply",
+        ),
         (lambda: zfunc.segments(Tied(block=Counted), batch()), r"calls \(.*changes from call to call"),
         (
             lambda: zfunc.segments(ALONE, (*ONES[:1], *ONES[:1]), Weighted()),

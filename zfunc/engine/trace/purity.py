@@ -97,6 +97,37 @@ class _Log(TorchDispatchMode):
                 raise _InPlaceError(func, t)
 
 
+class _Repeated(_Log):
+    """A mode that records the operations of a call, pure or not, each with what `place` returns. Tensors without
+    values that no operation made are all alike."""
+
+    def __init__(self, place: Callable[[], str]) -> None:
+        super().__init__()
+        self._place = place
+
+    def record(self, func: Any, arguments: Any) -> list[Any]:
+        return super().record(f"{func} {self._place()}", arguments)
+
+    def _token(self, x: Any) -> Any:
+        token = super()._token(x)
+        if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return type(x)
+        return "outside" if isinstance(x, Tensor) and token[0] == "outside" else token
+
+    def _check_pure(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> None: ...
+
+
+def changes_from_call_to_call(call: Callable[[], Any], place: Callable[[], str]) -> str:
+    """Text on the first operation in which a second call of `call` differs from the first, with what `place()`
+    returns there; "" if none does."""
+    logs = list[_Log]()
+    for _ in range(2):
+        with _Repeated(place) as log:
+            call()
+        logs.append(log)
+    return _difference(*logs)
+
+
 def check_deterministic(
     module: nn.Module | None,
     function: Callable[..., Any],

@@ -26,8 +26,9 @@ CHECKS = {  # of what a trace knows, or of values
 }
 BRANCH = (
     "on which a shape or a branch depends, expected what can be traced without values: compute all of it, and mask "
-    "with torch.where(mask, a, b), compute it in the collator and pass the number, or pass what decides it as a "
-    "Python number in the batch"
+    "with torch.where(mask, a, b), compute it in the collator and pass the number, pass what decides it as a "
+    "Python number in the batch, or leave out what skips or masks at random (of "
+    "transformers, layerdrop=0.0, apply_spec_augment=False)"
 )
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 aten = torch.ops.aten

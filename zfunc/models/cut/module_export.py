@@ -8,7 +8,6 @@ import contextvars
 import logging
 import random
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from zfunc.core.layout import Parameter
 from zfunc.engine.trace.batches import unmarked
 from zfunc.engine.trace.facts import Facts, first_change, held
 from zfunc.engine.trace.graph_cuts import alone
-from zfunc.engine.trace.purity import SEEDED
+from zfunc.engine.trace.purity import SEEDED, changes_from_call_to_call
 from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tensors_held
 from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.errors import SettingError, refuse, setting
@@ -41,9 +40,13 @@ from zfunc.models.cut.exported_graph import BRANCH, BuffersWrittenError, NotCutE
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import module_piece
 from zfunc.models.cut.spans import CutGraph, cut_graph
-from zfunc.models.cut.user_code import place_in, place_of_error
+from zfunc.models.cut.user_code import place_here, place_of_error
 from zfunc.models.cut.vmap import expand_vmaps
 
+BESIDE_TORCH = (
+    f"Python's random module or NumPy, expected torch's: {SEEDED}. Pass them in the batch, or leave out what draws "
+    "them (of transformers, apply_spec_augment=False)"
+)
 BRANCHES = (
     "DataDependentOutput",
     "DynamicOutputShape",
@@ -108,7 +111,7 @@ class ModuleExport:
         if by_value is not None:
             module.by_value = by_value
         # 2. Its graph, cut.
-        drawn = _generator_states()
+        drawn = _generator_states(module.own[0])
         with alone(), _quiet(), _states_of_lstm(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
@@ -129,10 +132,9 @@ class ModuleExport:
                 raise NotCutError(
                     f"torch.export cannot trace it ({type(error).__name__}: {reason})"
                 ) from error
-        if _generator_states() != drawn:
-            raise ValueError(
-                f"model: got random numbers from Python's random module or numpy.random, expected torch's: {SEEDED}"
-            )
+        drew = _generator_states(module.own[0]) != drawn
+        if any(isinstance(x, torch.Generator) for x in exported.constants.values()):
+            raise ValueError(f"model: got a torch.Generator of its own, expected the default one: {SEEDED}")
         specs = exported.graph_signature.output_specs
         if assigned := {x.target for x in specs if x.kind.name == "BUFFER_MUTATION"} - {*self.changing}:
             raise BuffersWrittenError(assigned)
@@ -150,6 +152,8 @@ class ModuleExport:
         if training:
             with alone(), mode, _compiling_state_context():
                 self._compare(cut_in(set(), starts=frozenset(), most=0), fakes, inputs, dtype)
+        if drew:
+            raise ValueError(f"model: got random numbers from {BESIDE_TORCH}")
         return cut_in
 
     @property
@@ -192,7 +196,7 @@ class ModuleExport:
         if not training:
             module.eval()
         module.by_value, found = by_value, (dict[str, str](), dict[str, str]())
-        module.read = lambda name, count: found[count].setdefault(name, place_in(traceback.extract_stack()))
+        module.read = lambda name, count: found[count].setdefault(name, place_here())
         # A check of values, which no trace keeps, reads none.
         checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
         with alone(), mode, _compiling_state_context(), _quiet(), ExitStack() as stack:
@@ -268,6 +272,10 @@ class ModuleExport:
                     f"model: got {change}, which changes from call to call and would stay as in the trace, "
                     "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
                 )
+        if change := changes_from_call_to_call(lambda: module(params, inputs), place_here):
+            raise ValueError(
+                f"model: got {change} when called again, perhaps by random numbers from {BESIDE_TORCH}"
+            )
         different = next((node for digest, node in own.items() if digest not in others), None)
         if different is None:
             return
@@ -316,9 +324,12 @@ def _states_of_lstm() -> Iterator[None]:
         yield
 
 
-def _generator_states() -> str:
-    """The states of Python's and NumPy's generators as text, which numbers drawn from them change."""
-    return repr((random.getstate(), np.random.get_bit_generator().state))
+def _generator_states(model: nn.Module) -> str:
+    """The states of Python's and NumPy's generators, and of those that `model` has, as text, which draws change."""
+    own = [x for m in model.modules() for x in vars(m).values()]
+    states = [x.getstate() for x in own if isinstance(x, random.Random)]
+    states += [x.bit_generator.state for x in own if isinstance(x, np.random.Generator)]
+    return repr((random.getstate(), np.random.get_bit_generator().state, states))
 
 
 def without_values(call: BatchCall) -> Any:

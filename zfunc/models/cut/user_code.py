@@ -3,8 +3,11 @@
 import ast
 import linecache
 import os
+import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -13,22 +16,19 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent
 
 def place_of_error(error: Exception) -> str:
     """The file and line of the user's code that raised `error`, as text."""
-    return place_in(traceback.extract_tb(error.__traceback__))
+    return _text(_first_of(reversed([*traceback.walk_tb(error.__traceback__)])))
 
 
-def place_in(stack: traceback.StackSummary) -> str:
-    """The file and line of the user's code that is called last in `stack`, as text."""
-    frame = _last_in(stack)
-    return f"at {frame.filename}:{frame.lineno}" if frame else "in forward"
+def place_here() -> str:
+    """The file and line of the user's code that is called last, as text."""
+    return _text(_first_of(traceback.walk_stack(sys._getframe())))
 
 
 def in_a_check() -> bool:
     """Whether the user's code evaluates the condition of an `assert`, or of an `if` that raises an error."""
-    frame = _last_in(traceback.extract_stack())
-    if frame is None or frame.lineno is None:
-        return False
+    file, line = _first_of(traceback.walk_stack(sys._getframe())) or ("", 0)
     try:
-        tree = ast.parse("".join(linecache.getlines(frame.filename)))
+        tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # a file that is not Python's
         return False
     checks = (
@@ -36,8 +36,14 @@ def in_a_check() -> bool:
         for x in ast.walk(tree)
         if isinstance(x, ast.Assert) or (isinstance(x, ast.If) and isinstance(x.body[0], ast.Raise))
     )
-    return any(x.lineno <= frame.lineno <= (x.end_lineno or x.lineno) for x in checks)
+    return any(x.lineno <= line <= (x.end_lineno or x.lineno) for x in checks)
 
 
-def _last_in(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
-    return next((f for f in reversed(stack) if not any(x in f.filename for x in _LIBRARIES)), None)
+def _first_of(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, int] | None:
+    """File and line of the first of `frames`, innermost first, that is the user's."""
+    found = ((f.f_code.co_filename, line) for f, line in frames)
+    return next((x for x in found if not any(library in x[0] for library in _LIBRARIES)), None)
+
+
+def _text(place: tuple[str, int] | None) -> str:
+    return f"at {place[0]}:{place[1]}" if place else "in forward"
