@@ -403,6 +403,40 @@ if hasattr(transformers, "ZayaForCausalLM"):  # whose routers read what those of
     )
 
 
+class Scaled(torch.nn.Module):
+    """An embedding scaled by its rows' size, whose gradient has residuals; `made` is what it last returned."""
+
+    def __init__(self, embedding: torch.nn.Module) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.nn.functional.embedding(ids, self.weight)
+        self.made = x * x.square().mean(-1, keepdim=True)
+        return self.made
+
+
+class Returned(torch.nn.Module):
+    """A last norm that reads the embeddings, too, as Inkling 2's."""
+
+    def __init__(self, norm: torch.nn.Module, embedding: Scaled) -> None:
+        super().__init__()
+        self.norm, self.embedding = norm, (embedding,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.embedding[0].made)
+
+
+def test_embeddings_that_the_last_segment_reads_too_are_a_weight_of_both() -> None:
+    """Cutting holds loss and gradients to the model's. Both outputs of a trace have the embeddings' backward."""
+    model = transformers.GraniteForCausalLM(config("Granite", **SIZE)())
+    model.model.embed_tokens = Scaled(model.model.embed_tokens)
+    model.model.norm = Returned(model.model.norm, model.model.embed_tokens)
+    first, *_, last = zfunc.hf.segments(model)
+    shared = {p.name for p in first.parameters} & {p.name for p in last.parameters}
+    assert shared == {"model.embed_tokens.weight"}
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_unsupported_models_are_refused_with_what_to_do(message: str) -> None:
     torch.manual_seed(0)  # which parameter is the first that differs depends on the values

@@ -167,7 +167,11 @@ def _watch(
 def _reached(model: nn.Module, shadow: nn.Module, outputs: Sequence[Tensor]) -> frozenset[int]:
     """The ids of the parameters of `model` on which `outputs` of its copy `shadow` depend."""
     sums = [t.sum() for t in outputs if t.requires_grad]
-    grads = torch.autograd.grad(sums, [*shadow.parameters()], allow_unused=True) if sums else ()
+    grads = (
+        torch.autograd.grad(sums, [*shadow.parameters()], allow_unused=True, retain_graph=True)
+        if sums
+        else ()
+    )
     return frozenset(id(p) for p, g in zip(model.parameters(), grads, strict=bool(sums)) if g is not None)
 
 
