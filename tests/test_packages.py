@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_829,
     "optim": 3_218,
     "checkpoint": 4_477,
-    "engine": 11_315,
+    "engine": 11_316,
     "viz": 1_238,
     "planner": 3_770,
     "models": 6_567,

@@ -403,7 +403,8 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """`copy.deepcopy` of a module, whose hooks, and other functions in attributes, know the copies of what they
     close over: a hook that writes into an attribute of a module writes into that of its copy."""
     held = (x for m in modules_held(module) for x in vars(m).values())
-    copied = copy.deepcopy(module, memo | {id(x): x for x in held if isinstance(x, torch.Generator)})
+    memo.update({id(x): x for x in held if isinstance(x, torch.Generator)})  # torch copies none
+    copied = copy.deepcopy(module, memo)
     for m in modules_held(copied):
         for holder in (vars(m), *(x for x in vars(m).values() if isinstance(x, dict))):
             for name, f in [*holder.items()]:
