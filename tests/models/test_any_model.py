@@ -654,6 +654,11 @@ def test_why_segments_are_one_names_blocks_and_another_shape_is_refused(
         zfunc.segments(Made(3), data)
 
 
+def test_a_second_call_that_finds_what_a_first_kept_is_no_change() -> None:
+    """Fake tensors keep results: of the calls that are compared, the first alone asks for a device."""
+    assert len(zfunc.segments(*MODELS["SD3"]())) == 11
+
+
 class Hooked(Elsewhere):
     """The loss reads what hooks of blocks write into an attribute of the model that they close over."""
 
