@@ -27,7 +27,7 @@ from zfunc.core.layout import round_up
 from zfunc.engine.program.fit_to_memory import first_cut_that_fits
 from zfunc.engine.program.program import Program
 from zfunc.engine.program.specialize import specialize
-from zfunc.errors import Message, OutOfMemory, marked, setting
+from zfunc.errors import Message, OutOfMemory, SettingError, marked, setting
 from zfunc.models.cut.modules import cuts
 from zfunc.runtime.direct_io import DirectFile
 
@@ -594,16 +594,18 @@ def test_what_forward_keeps_of_a_call_is_the_callers(ran: bool) -> None:
 
 class Assigned(Elsewhere):
     """Buffers of each block and of the model that forward assigns: what follows them, one another, and a value
-    that is written into later."""
+    that is written into later. One beside them is None."""
 
     def __init__(self) -> None:
         super().__init__()
         for module in (self, *self.layers):
-            for name in ("steps", "mean", "before"):
-                module.register_buffer(name, torch.zeros(8))
+            module.register_buffer("none", None)
+            for n, name in enumerate(("steps", "mean", "before")):
+                module.register_buffer(name, torch.full((8,), n / 4))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         self.steps = self.steps + 1
+        self.mean, self.before = self.before, self.mean
         for layer in self.layers:
             old = layer.mean
             x = layer(x)
@@ -621,6 +623,66 @@ def test_buffers_that_forward_assigns_are_written_where_the_value_is_made() -> N
     segments = zfunc.segments(model, data)
     assert len(segments) == len(model.layers)
     check(segments, model, data, None)
+
+
+class Kept(Elsewhere):
+    """Assigns to the buffer "kept" of a block what `value` makes of the model."""
+
+    def __init__(self, kept: Tensor | None, value: Callable[[nn.Module], Tensor | None]) -> None:
+        super().__init__()
+        self.value = value
+        for layer, t in zip(self.layers, (kept, torch.ones(8)), strict=False):
+            layer.register_buffer("kept", t)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        self.layers[0].kept = self.value(self)
+        return loss + self.layers[1].kept.sum()
+
+
+def test_assignments_that_no_write_stands_for_are_refused() -> None:
+    """Plain PyTorch goes on with a buffer where none was, or with one tensor under two names."""
+    kept, tied = torch.zeros(8), Kept(torch.zeros(8), lambda m: m.layers[0].kept + 1)
+    tied.layers[1].kept = tied.layers[0].kept
+    of_other = Kept(kept, lambda m: m.layers[1].kept)
+    for model, got in (
+        (Kept(None, lambda _: torch.ones(8)), r"of torch.float32\[8\] to the buffer .*, expected its None"),
+        (Kept(kept, lambda _: None), r"of None to the buffer .*, expected its torch.float32\[8\]"),
+        (of_other, "to the buffer 'layers.0.kept', whose memory another tensor"),
+        (Kept(kept, lambda m: m.layers[1].bias.detach()), "to .*, whose memory another tensor"),
+        (tied, "to .*, whose memory another tensor"),
+    ):
+        with pytest.raises(SettingError, match=f"model: got an assignment {got}"):
+            zfunc.segments(model, (torch.randn(4, 8), torch.randn(4, 8)))
+
+
+class Whole(Elsewhere):
+    """One segment; writes into one buffer, and assigns another one of a block, in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_buffer("steps", torch.zeros(()))
+            layer.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.steps += 1
+            layer.passes = layer.passes + 1
+        return super().forward(x, y) + torch.func.grad(torch.sin)(y.mean())
+
+
+def test_evaluation_of_one_segment_changes_no_buffer() -> None:
+    data = torch.randn(4, 8), torch.randn(4, 8)
+    segments = zfunc.segments(Whole(), data)
+    assert len(segments) == 1
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), data)
+    for _ in range(2):
+        zfunc.evaluate(program, state, data)
+    buffers = zfunc.buffers(program, state)
+    assert len(buffers) == 8
+    assert {*map(float, buffers.values())} == {1.0}
 
 
 class Made(Elsewhere):

@@ -288,7 +288,7 @@ def make_segment(
         shared=frozenset(share.values()),
         origins={full: own[short] for full, short in chosen.items()},
         twins={short: twin for short, twin in twins.items() if short != twin},
-        evaluate=_functional(_skeleton(module).eval(), twins, types),
+        evaluate=_functional(_skeleton(module).eval(), twins, types, changing, returned=False),
         constants={k: v for k, v in constants.items() if k not in changing},
         buffers={k: constants[k] for k in changing},
         module=skeleton,
@@ -348,11 +348,16 @@ def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
 
 
 def _functional(
-    skeleton: nn.Module, twins: Mapping[str, str], types: Mapping[str, str], changing: tuple[str, ...] = ()
+    skeleton: nn.Module,
+    twins: Mapping[str, str],
+    types: Mapping[str, str],
+    changing: tuple[str, ...],
+    *,
+    returned: bool = True,
 ) -> Callable[..., Any]:
     """A module as a function of parameters and inputs. `twins` maps a tied tensor's name to that of its
-    owner, `types` a tensor to be cast to the one whose dtype it gets. With buffers `changing`, also returns
-    their new values."""
+    owner, `types` a tensor to be cast to the one whose dtype it gets. Of buffers `changing`, copies are written;
+    if there are any, the function also returns their new values, if `returned`."""
     lock = threading.RLock()  # during the call the skeleton holds the parameters
 
     def function(params: Mapping[str, Tensor], *inputs: Any, skeleton: nn.Module = skeleton) -> Any:
@@ -368,7 +373,7 @@ def _functional(
                 f"got an assignment to {replaced[0]!r} in forward, expected parameters and buffers that stay the "
                 "same tensors: write into a buffer with copy_(), or make what forward sets a plain attribute"
             )
-        return (y, {x: after[x] for x in changing}) if changing else y
+        return (y, {x: after[x] for x in changing}) if changing and returned else y
 
     function.module = skeleton  # type: ignore[attr-defined]
     return function

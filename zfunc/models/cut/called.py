@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from zfunc.engine.trace.batches import LABELS, ByValue, Whole
 from zfunc.engine.trace.segment import NO_LOSS
+from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 from zfunc.models.cut.ctc import SizedCTC
 from zfunc.models.cut.known import KnownValues
@@ -54,23 +55,34 @@ class CalledModel(nn.Module):
 
     @contextmanager
     def _writing_assigned_buffers(self) -> Iterator[None]:
-        """A context at whose end tensors assigned to buffers of child modules are written into the buffers, as
-        torch.export does for the model's own alone. Raises SettingError for another shape or dtype."""
-        before = [(name, m, {**m._buffers}) for name, m in self.named_modules()]
-        yield
-        for owner, m, buffers in before:
-            for name, t in buffers.items():
-                new = m._buffers[name]
-                if t is None or new is None or new is t:
-                    continue
-                if (new.shape, new.dtype) != (t.shape, t.dtype):
-                    path = f"{owner}.{name}".lstrip(".")
-                    got = f"an assignment of {new.dtype}{[*new.shape]} to the buffer {path!r}"
-                    do = "register it so, or keep it as a plain attribute"
-                    refuse("model", got, f"its {t.dtype}{[*t.shape]}", do)
-                if m._buffers is not self._buffers:
-                    t.copy_(new)
-                    m._buffers[name] = t
+        """A context at whose end tensors assigned to buffers are written into the buffers. Raises SettingError for
+        what no write stands for: another shape or dtype, None, or memory that another tensor of the model has."""
+        owners = [*{id(m._buffers): (path, m._buffers) for path, m in self.named_modules()}.values()]
+        before = {(path, x): t for path, buffers in owners for x, t in buffers.items()}
+        # torch.export would write the model's own as well, and beside a None into another one: it looks here.
+        own, self._buffers = self._buffers, {**self._buffers}
+        try:
+            yield
+        finally:
+            self._buffers = own
+        after = {(path, x): t for path, buffers in owners for x, t in buffers.items()}
+        assigned = [x for x in {**before, **after} if before.get(x) is not after.get(x)]
+        for x in assigned:
+            name, t, new = ".".join(filter(None, x)), before.get(x), after.get(x)
+            if t is None or new is None or (new.shape, new.dtype) != (t.shape, t.dtype):
+                got = f"an assignment of {_kind(new)} to the buffer {name!r}"
+                do = "register it so, or keep what is made anew for each batch as a plain attribute"
+                refuse("model", got, f"its {_kind(t)}", do)
+            if _shared(t, before.values()) or _shared(new, [*after.values(), *self.parameters()]):
+                got = f"an assignment to the buffer {name!r}, whose memory another tensor of the model has"
+                refuse("model", got, "memory of its own", "clone() what is assigned, or untie the buffer")
+        # A value that is a former buffer, as of two that are swapped, is copied before any is written.
+        places = {_memory(before[x]) for x in assigned}
+        values = {x: after[x].clone() if _memory(after[x]) in places else after[x] for x in assigned}
+        for path, buffers in owners:
+            for name in [x for x in buffers if (path, x) in values]:
+                before[path, name].copy_(values[path, name])
+                buffers[name] = before[path, name]
 
     def _called(self, x: Any) -> Any:
         model, loss = self.own
@@ -84,6 +96,19 @@ class CalledModel(nn.Module):
         if not isinstance(x, BatchCall):
             return output
         return loss_in(model, output) if loss is None else loss(output, *targets)
+
+
+def _kind(t: Tensor | None) -> str:
+    return "None" if t is None else f"{t.dtype}{[*t.shape]}"
+
+
+def _memory(t: Tensor) -> int:
+    return storage_of(torch.func.debug_unwrap(t))  # also where torch.func has wrapped it
+
+
+def _shared(t: Tensor, tensors: Iterable[Tensor | None]) -> bool:
+    """Whether more than one of `tensors`, of which `t` is one, are in its memory."""
+    return sum(x is not None and _memory(x) == _memory(t) for x in tensors) > 1
 
 
 def without_idle_draws(model: nn.Module) -> nn.Module:

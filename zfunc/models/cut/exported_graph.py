@@ -3,6 +3,7 @@
 import operator
 import os
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +59,33 @@ def drop_casts(graph: Graph) -> None:
 
 
 def place_assignments(graph: Graph) -> None:
-    """Move copies into buffers, which torch.export puts last for `self.steps = self.steps + 1`, to where the value
-    is made or, if that is later, the former one was last read. A buffer copied to itself, as after
-    `self.steps += 1`, is left alone."""
+    """Move copies into buffers, which CalledModel puts last for `self.steps = self.steps + 1`, to where the value
+    is made or, if that is later, the former one was last read; and clones of former buffers among these values, as
+    of two that are swapped, to where the buffer is read first, if nothing has written it by then."""
     base = memory_roots(graph.nodes)
-    for n in graph.find_nodes(op="call_function", target=aten.copy_.default):
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    copies = [n for n in copies if n.args[0].op == "placeholder"]
+    for x in dict.fromkeys(n.args[1] for n in copies):
+        if x.target is aten.clone.default and x.args[0].op == "placeholder":
+            reads, writes = _uses_before(x, x.args[0], base)
+            if reads and not writes:
+                reads[0].prepend(x)
+                x.meta["nn_module_stack"] = reads[0].meta.get("nn_module_stack")
+    for n in copies:
         to, x = n.args[:2]
-        if to.op != "placeholder":
-            continue
-        if base.get(x) is to and x.meta["val"].shape == to.meta["val"].shape:
-            graph.erase_node(n)
-            continue
         at = {m: i for i, m in enumerate(graph.nodes)}
-        before = [m for m in at if at[m] < at[n]]
-        reads = [m for m in before if to in {base[y] for y in m.all_input_nodes}]
-        writes = [m for m in before if base[x] in {base[y] for y in arguments_written(m)}]
-        last = max((x, *reads, *writes), key=at.__getitem__)
+        last = max((x, *_uses_before(n, to, base)[0], *_uses_before(n, base[x], base)[1]), key=at.__getitem__)
         if last.op == "call_function":
             last.append(n)
             n.meta["nn_module_stack"] = last.meta.get("nn_module_stack")
+
+
+def _uses_before(node: Node, root: Node, base: Mapping[Node, Node]) -> tuple[list[Node], list[Node]]:
+    """The nodes before `node` that get memory of `root`, and those of them that write it. `base` is of
+    `memory_roots`."""
+    before = [*takewhile(lambda m: m is not node, node.graph.nodes)]
+    reads = [m for m in before if root in {base[y] for y in m.all_input_nodes}]
+    return reads, [m for m in reads if root in {base[y] for y in arguments_written(m)}]
 
 
 def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: set[str]) -> None:

@@ -121,6 +121,8 @@ class ModuleExport:
                     raise ValueBranchError(
                         f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
                     ) from error
+                if isinstance(error, SettingError) and error.names == ("model",):
+                    raise
                 with mode:
                     self._try(fakes | buffers, inputs, dtype, given)
                 reason = str(error).strip().partition("\n")[0][:300]
@@ -225,7 +227,7 @@ class ModuleExport:
             if loss is None and given == "example" and takes_inputs_alone(model, inputs):
                 got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
                 refuse("loss", got, *NO_LOSS, cause=error)
-            if isinstance(error, SettingError) and error.names[0] in ("loss", "model"):
+            if isinstance(error, SettingError) and error.names == ("loss",):
                 raise
             said = f"{type(error).__name__} {place_of_error(error)}: {error}"
             if dtype != torch.float32:  # the example's trace was
