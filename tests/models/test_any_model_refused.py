@@ -124,6 +124,22 @@ class CountedWhole(Tied):
         return super().forward(input_ids, labels) * self.calls
 
 
+class Averaged(Tied):
+    """Keeps an average, in a tensor that is no buffer, replaced or `written` in place."""
+
+    def __init__(self, *, written: bool) -> None:
+        super().__init__()
+        self.written, self.mean = written, torch.zeros(())
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss = super().forward(input_ids, labels) * (1 + self.mean)
+        if self.written:
+            self.mean.add_(0.1)
+        else:
+            self.mean = self.mean + 0.1
+        return loss
+
+
 class DataRead(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
@@ -354,6 +370,13 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.segments(nn.Sequential(nn.Embedding(9, 4, sparse=True)), ids()),
             r"got '0' with sparse=True, expected a dense gradient: leave sparse out",
+        ),
+        *(
+            (
+                lambda written=written: zfunc.segments(Averaged(written=written), batch()),
+                r"tensor in an attribute that forward changes at .*_refused.py:\d+, .*register_buffer",
+            )
+            for written in (False, True)
         ),
         (lambda: zfunc.segments(CountedWhole(), batch()), r"attribute calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),

@@ -99,35 +99,51 @@ class _Log(TorchDispatchMode):
 
 class _Repeated(_Log):
     """A mode that records the operations of a call, pure or not, each with what `place` returns. Tensors without
-    values that no operation made are all alike."""
+    values that no operation made are all alike; `read` and `written` say where those that the call did not make
+    are read, by id, and written, by storage."""
 
     def __init__(self, place: Callable[[], str]) -> None:
         super().__init__()
-        self._place = place
+        self._place, self._here = place, ""
+        self.read, self.written = dict[int, str](), dict[int, str]()
 
     def record(self, func: Any, arguments: Any) -> list[Any]:
-        return super().record(f"{func} {self._place()}", arguments)
+        self._here = self._place()
+        return super().record(f"{func} {self._here}", arguments)
 
     def _token(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and id(x) not in self._results:
+            self.read.setdefault(id(x), self._here)
         token = super()._token(x)
         if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
             return type(x)
         return "outside" if isinstance(x, Tensor) and token[0] == "outside" else token
 
-    def _check_pure(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> None: ...
+    def _check_pure(self, func: Any, args: Any, kwargs: Any, *_: Any) -> None:
+        for t in written_by(func, args, kwargs) if mutates(func) else ():
+            if isinstance(t, Tensor) and storage_of(t) not in self._own:
+                self.written.setdefault(storage_of(t), self._here)
 
 
-def changes_from_call_to_call(call: Callable[[], Any], place: Callable[[], str]) -> str:
-    """Text on the first operation in which a call of `call` differs from the one before, with what `place()`
-    returns there; "" if two calls in a row are alike. A third call follows two that differ: the second may have
-    read what the first made and kept, as a mode of fake tensors does."""
-    logs, difference = list[_Log](), "no call"
-    while difference and len(logs) < 3:
+def changes_from_call_to_call(
+    call: Callable[[], Any], place: Callable[[], str], held: Callable[[], list[Tensor]]
+) -> tuple[str, str]:
+    """Texts on the first operation in which a call of `call` differs from the one before, and on where it writes
+    into one of the tensors `held()`, or reads one that it then replaces, with what `place()` returns there; "" if
+    nothing changes. A third call follows two that differ: the second may have read what the first made and kept,
+    as a mode of fake tensors does."""
+    logs, difference, kept = list[_Repeated](), "", ""
+    while len(logs) < 2 or (len(logs) < 3 and (difference or kept)):
+        before = held()
         with _Repeated(place) as log:
             call()
+        after = {id(t) for t in held()}
+        gone = (log.read.get(id(t), "") for t in before if id(t) not in after)
+        written = (log.written.get(storage_of(t), "") for t in before)
+        kept = next(filter(None, (*gone, *written)), "")
         logs.append(log)
-        difference = _difference(*logs[-2:]) if len(logs) > 1 else difference
-    return difference
+        difference = _difference(*logs[-2:]) if len(logs) > 1 else ""
+    return difference, kept
 
 
 def check_deterministic(

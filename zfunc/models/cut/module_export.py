@@ -274,9 +274,17 @@ class ModuleExport:
                     f"model: got {change}, which changes from call to call and would stay as in the trace, "
                     "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
                 )
-        if change := changes_from_call_to_call(lambda: module(params, inputs), place_here):
+        difference, kept = changes_from_call_to_call(
+            lambda: module(params, inputs), place_here, lambda: tensors_held(called.own[0])
+        )
+        if kept:
             raise ValueError(
-                f"model: got {change} when called again, perhaps by random numbers from {BESIDE_TORCH}"
+                f"model: got a tensor in an attribute that forward changes {kept}, which would stay as in the "
+                "trace, expected a buffer: register it (register_buffer), or pass it in the batch"
+            )
+        if difference:
+            raise ValueError(
+                f"model: got {difference} when called again, perhaps by random numbers from {BESIDE_TORCH}"
             )
         different = next((node for digest, node in own.items() if digest not in others), None)
         if different is None:
