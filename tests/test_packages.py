@@ -60,7 +60,7 @@ BUDGETS = {
     "engine": 11_339,
     "viz": 1_238,
     "planner": 3_770,
-    "models": 6_611,
+    "models": 6_609,
     "train": 6_554,
     "cli": 2_811,
     "tests": 53_537,

@@ -71,7 +71,7 @@ class Flow:
         return self.taker(spec, (i[0], self.before(i[1])))
 
     def before(self, number: int) -> int:
-        """The number that the pass takes which makes `number`."""
+        """The number of the input, or gradient, taken by the pass whose result is `number` of this flow."""
         return number + 1 if self.back else number - 1
 
     def first_there(self, spec: StepSpec, m: int, number: int) -> int:

@@ -371,7 +371,7 @@ def _functional(
         if replaced:
             raise ValueError(
                 f"got an assignment to {replaced[0]!r} in forward, expected parameters and buffers that stay the "
-                "same tensors: write into a buffer with copy_(), or make what forward sets a plain attribute"
+                "same tensors: write into a buffer with copy_(), or keep what is made anew in a plain attribute"
             )
         return (y, {x: after[x] for x in changing}) if changing and returned else y
 

@@ -24,9 +24,7 @@ class SizedCTC(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.selected: Any = (
-            WeakTensorKeyDictionary()
-        )  # (tensor, mask) by what the mask selected of the tensor
+        self.selected: Any = WeakTensorKeyDictionary()  # (tensor, mask), by what was selected
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

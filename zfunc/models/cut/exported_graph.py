@@ -59,9 +59,9 @@ def drop_casts(graph: Graph) -> None:
 
 
 def place_assignments(graph: Graph) -> None:
-    """Move copies into buffers, which CalledModel puts last for `self.steps = self.steps + 1`, to where the value
-    is made or, if that is later, the former one was last read; and clones of former buffers among these values, as
-    of two that are swapped, to where the buffer is read first, if nothing has written it by then."""
+    """Move each copy into a buffer of an exported `graph`, which a trace has at its end (CalledModel), to where the
+    copied value is made, or behind the last read of the buffer's former value. A clone of a former value, as where
+    two buffers are swapped, moves before the first read of its buffer, unless a node writes the buffer earlier."""
     base = memory_roots(graph.nodes)
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     copies = [n for n in copies if n.args[0].op == "placeholder"]

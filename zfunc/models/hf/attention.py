@@ -194,7 +194,7 @@ class PastTokens:
 
     @property
     def layers(self) -> _ByNumber:
-        """The states of each layer by its number."""
+        """The recurrent states of a model's layers, as this cache has them, by the number of the layer."""
         reads = self.get_conv_state, self.get_recurrent_state
         return _ByNumber(lambda layer: _LayerStates(*(_ByNumber(partial(read, layer)) for read in reads)))
 
