@@ -1,6 +1,7 @@
 """Any module as segments: the loss and the weights of the module itself, whatever is where."""
 
 import copy
+import inspect
 import logging
 import math
 from collections import Counter
@@ -714,6 +715,29 @@ def test_why_segments_are_one_names_blocks_and_another_shape_is_refused(
         ValueError, match=r"float32\[8\] to the buffer 'table', expected its torch.float32\[3\]"
     ):
         zfunc.segments(Made(3), data)
+
+
+class Stepped(Elsewhere):
+    """A counter that blocks read and assign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + self.count
+            self.count = self.count + 1
+        return F.mse_loss(x, y)
+
+
+def test_a_write_of_an_assigned_buffer_is_at_the_line_that_makes_the_value(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert len(zfunc.segments(Stepped(), (torch.randn(4, 8), torch.randn(4, 8)))) == 1
+    line = inspect.getsourcelines(Stepped)[1] + 10
+    assert caplog.text.rstrip().endswith(f"is written at {__file__}:{line}")
 
 
 def test_a_second_call_that_finds_what_a_first_kept_is_no_change() -> None:

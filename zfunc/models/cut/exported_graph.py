@@ -1,10 +1,9 @@
 """Questions about the nodes of a module's exported graph: what they write, share and need, and what is refused."""
 
 import operator
-import os
+import re
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.graph_cuts import changed_by, mutates
+from zfunc.models.cut.user_code import LIBRARIES
 
 GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -31,7 +31,6 @@ BRANCH = (
     "Python number in the batch, or leave out what skips or masks at random (of "
     "transformers, layerdrop=0.0, apply_spec_augment=False)"
 )
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
 STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
@@ -61,7 +60,8 @@ def drop_casts(graph: Graph) -> None:
 def place_assignments(graph: Graph) -> None:
     """Move each copy into a buffer of an exported `graph`, which a trace has at its end (CalledModel), to where the
     copied value is made, or behind the last read of the buffer's former value. A clone of a former value, as where
-    two buffers are swapped, moves before the first read of its buffer, unless a node writes the buffer earlier."""
+    two buffers are swapped, moves before the first read of its buffer, unless a node writes the buffer earlier.
+    A copy gets the line of the value."""
     base = memory_roots(graph.nodes)
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     copies = [n for n in copies if n.args[0].op == "placeholder"]
@@ -70,9 +70,10 @@ def place_assignments(graph: Graph) -> None:
             reads, writes = _uses_before(x, x.args[0], base)
             if reads and not writes:
                 reads[0].prepend(x)
-                x.meta["nn_module_stack"] = reads[0].meta.get("nn_module_stack")
+                x.meta |= {k: reads[0].meta.get(k) for k in ("nn_module_stack", "stack_trace")}
     for n in copies:
         to, x = n.args[:2]
+        n.meta["stack_trace"] = x.meta.get("stack_trace")
         at = {m: i for i, m in enumerate(graph.nodes)}
         last = max((x, *_uses_before(n, to, base)[0], *_uses_before(n, base[x], base)[1]), key=at.__getitem__)
         if last.op == "call_function":
@@ -199,8 +200,7 @@ def place_of(node: Node) -> str:
     if node.target in REGIONS:
         inside = [n for n in region_of(node)[0].graph.nodes if n.meta.get("stack_trace")]
         return place_of(inside[0]) if inside else node.name
-    lines = [
-        x.strip() for x in (node.meta.get("stack_trace") or "").splitlines() if x.strip().startswith("File ")
-    ]
-    lines = [x for x in lines if _TORCH not in x] or lines
-    return lines[-1].replace('File "', "").replace('", line ', ":").partition(",")[0] if lines else node.name
+    trace = node.meta.get("stack_trace") or ""
+    lines = re.findall(r'^ *File "(.*)", line (\d+)', trace, re.MULTILINE)  # innermost last
+    lines = [x for x in lines if not x[0].startswith(LIBRARIES)] or lines
+    return ":".join(lines[-1]) if lines else node.name

@@ -1,9 +1,11 @@
 """The user's code, neither torch's nor zfunc's, in a stack of calls: where it is, and whether it checks a value."""
 
 import ast
+import concurrent.futures
 import linecache
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +13,11 @@ from types import FrameType
 
 import torch
 
-_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "concurrent")
+_ZFUNC = Path(__file__).parents[2]
+_FOLDERS = (Path(torch.__file__).parent, Path(concurrent.futures.__file__).parent)
+_FOLDERS += (_ZFUNC / "engine", _ZFUNC / "models" / "cut", _ZFUNC / "models" / "hf")
+LIBRARIES = (*(f"{x}{os.sep}" for x in _FOLDERS), threading.__file__)
+"""The beginnings of the names of files that are not the user's code. The models of zfunc itself count as such."""
 
 
 def place_of_error(error: Exception) -> str:
@@ -42,7 +48,7 @@ def in_a_check() -> bool:
 def _first_of(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, int] | None:
     """File and line of the first of `frames`, innermost first, that is the user's."""
     found = ((f.f_code.co_filename, line) for f, line in frames)
-    return next((x for x in found if not any(library in x[0] for library in _LIBRARIES)), None)
+    return next((x for x in found if not x[0].startswith(LIBRARIES)), None)
 
 
 def _text(place: tuple[str, int] | None) -> str:
