@@ -1,5 +1,6 @@
 """A training of FSDP2, Trainer, torchtitan or DeepSpeed goes on in zfunc: the same bits, and the same next loss."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.import_run import find_run, import_run
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.cli.main import main
+from zfunc.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -60,6 +62,7 @@ def test_the_command_says_which_step_it_takes(tmp_path: Path, capsys: pytest.Cap
     assert "step-10, the last of 2 steps" in capsys.readouterr().out
 
 
+PIECES = "__0_0.distcp"
 ZERO_1, OF_HEAD = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero/head.bias/fp32.pt"
 
 
@@ -72,6 +75,13 @@ def torn(file: Path) -> None:
     [
         ("dcp", "step-", lambda x: torn(x / ".metadata"), "none that can be read"),
         ("dcp", "step-", lambda x: (x / ".metadata").unlink(), "has neither .metadata nor"),
+        (
+            "dcp",
+            "step-",
+            lambda x: (x / PIECES).unlink(),
+            f"{PIECES}: got no such file, expected the one with",
+        ),
+        ("dcp", "step-", lambda x: torn(x / PIECES), rf"{PIECES}: got \d+ bytes, expected \d+ with"),
         ("trainer, one process", "checkpoint-", lambda x: torn(x / "optimizer.pt"), "no readable tensors"),
         ("zero 2", "global_step", lambda x: torn(x / ZERO_1), f"{ZERO_1}: got no readable tensors"),
         ("zero 2", "global_step", lambda x: (x / ZERO_1).unlink(), "got optimizer states of 1 rank"),
@@ -99,7 +109,44 @@ def test_of_several_steps_the_last_complete_one_is_taken_and_what_later_ones_lac
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     of_later = f"{name}10 is the last complete one: {tmp_path / name}12 has neither .metadata nor"
     assert of_later in warning
-    assert lacks in warning.partition(of_later)[2]
+    assert re.search(lacks, warning.partition(of_later)[2])
+
+
+@pytest.mark.parametrize("torn_ones", [(), ("3_universal",), ("3_universal", "3")])
+def test_what_a_pointer_of_deepspeed_names_is_passed_over_if_it_is_torn(
+    torn_ones: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, form in (("3_universal", "universal"), ("3", "zero 1"), ("2", "zero 1"), ("4", "zero 1")):
+        SAVED[form](tmp_path / f"global_step{name}", *trained())
+    (tmp_path / "global_step4" / ZERO_1).unlink()
+    (tmp_path / "latest_universal").write_text("global_step3_universal")
+    (tmp_path / "latest").write_text("global_step3\n")
+    for name in torn_ones:
+        (tmp_path / f"global_step{name}" / (OF_HEAD if "uni" in name else ZERO_1)).unlink()
+    expected = ["global_step3_universal", "global_step3", "global_step2"][len(torn_ones)]
+    assert find_run(tmp_path).files.name == expected
+    said = caplog.text.partition(f"{expected} is the last complete one: ")[2]
+    assert bool(said) == bool(torn_ones)
+    assert re.findall(r"global_step(\w+)(?:: got optimizer states of 1|/\S+: got no such)", said) == [
+        *torn_ones,
+        *(["4"] if expected == "global_step2" else []),
+    ]
+
+
+@pytest.mark.parametrize("reads", ["read_text", "iterdir"])
+def test_a_folder_or_pointer_that_cannot_be_read_is_named(
+    reads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **given: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "latest").write_text("global_step3")
+    monkeypatch.setattr(Path, reads, fails)
+    with pytest.raises(
+        CheckpointError, match=f"{tmp_path}.*: got 'Permission denied' .*: name a folder this"
+    ):
+        find_run(tmp_path)
 
 
 def test_a_step_that_is_there_as_a_universal_checkpoint_too_is_one_step(

@@ -104,16 +104,24 @@ class _Folder:
             do = "save it with torch.distributed.checkpoint.save and its FileSystemWriter"
             reject(self.path / METADATA, f"no file of {key!r} that can be read", "one in its folder", do)
         file = self.path / info.relative_path
-        if not file.is_file():
-            do = "copy the files of all ranks into one folder"
-            torn(file, "no such file", f"the one with a piece of {key!r}", do)
         with reading_pickle(file), file.open("rb") as data:
             data.seek(info.offset)
-            raw = data.read(info.length)
-            if len(raw) < info.length:
-                end = info.offset + info.length
-                torn(file, f"{info.offset + len(raw)} bytes", f"{end} with {key!r}")
-            return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+            return torch.load(io.BytesIO(data.read(info.length)), map_location="cpu", weights_only=True)
+
+    def check_files(self) -> None:
+        """Raise TornError for a file of this DCP that is missing or shorter than the metadata say."""
+        stored: dict[Any, Any] = self.metadata.storage_data or {}
+        ends: dict[str, tuple[int, str]] = {}  # of each file, and what is there
+        for at, info in stored.items():
+            there = info.offset + info.length, at.fqn
+            ends[info.relative_path] = max(there, ends.get(info.relative_path, there))
+        for name, (end, key) in ends.items():
+            file = self.path / name
+            if not file.is_file():
+                do = "copy the files of all ranks into one folder"
+                torn(file, "no such file", f"the one with a piece of {key!r}", do)
+            if (size := file.stat().st_size) < end:
+                torn(file, f"{size} bytes", f"{end} with {key!r}")
 
 
 def open_dcp(folder: Path, *, head_dim: int | None = None) -> ForeignRun:
@@ -127,6 +135,7 @@ def open_dcp(folder: Path, *, head_dim: int | None = None) -> ForeignRun:
     places: dict[str, _Folder] = {}
     for path in paths:
         opened = _open_metadata(path)
+        opened.check_files()
         places |= dict.fromkeys(opened.metadata.state_dict_metadata, opened)
     found = {key: m for key in places if (m := _MOMENT.fullmatch(key))}
     weights = {key: x for key in places if key not in found and (x := _tensor(places[key], key))}

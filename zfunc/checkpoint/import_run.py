@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
@@ -21,7 +21,7 @@ from torch import Tensor
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.dcp import METADATA, PARTS, open_dcp
 from zfunc.checkpoint.deepspeed_files import is_deepspeed, open_deepspeed
-from zfunc.checkpoint.durable_files import reject
+from zfunc.checkpoint.durable_files import os_errors_as, reject
 from zfunc.checkpoint.foreign_run import (
     MOMENTS,
     NEW_MOMENTS,
@@ -112,13 +112,24 @@ def find_run(source: str | os.PathLike[str], *, allow_pickle: bool = False) -> F
         reject(source, "a file", _EXPECTED, do)
     if not source.is_dir():
         reject(source, "no such folder", _EXPECTED, "check the path")
-    if found := _run_in(source):
-        return found
+    with os_errors_as(source, "looking for a checkpoint there"):
+        return _complete_run(source, allow_pickle)
+
+
+def _complete_run(source: Path, allow_pickle: bool) -> FoundRun:
+    runs = _runs_in(source)
+    if runs and runs[0].files == source:
+        return runs[0]
     named = ((_STEP.fullmatch(x.name), x) for x in source.iterdir() if x.is_dir())
     steps = sorted(((int(step[1]), x) for step, x in named if step), reverse=True)
-    runs = {x: run for _, x in steps if (run := _run_in(x))}
+    tries: dict[Path, FoundRun | None] = {
+        x.files: x for x in runs
+    }  # what DeepSpeed's pointers name comes first
+    for _, x in steps:
+        for files, run in {run.files: run for run in _runs_in(x)}.items() or [(x, None)]:
+            tries.setdefault(files, run)
     none = f"neither {' nor '.join(checkpoints.OF_OTHERS)}"
-    if not runs:
+    if not any(tries.values()):
         got = none
         do = "name the folder of one step, such as checkpoint-500"
         with suppress(CheckpointError):
@@ -126,39 +137,41 @@ def find_run(source: str | os.PathLike[str], *, allow_pickle: bool = False) -> F
             got, do = "a checkpoint of zfunc", "go on from it as it is, by zfunc train --resume or zfunc.load"
         reject(source, got, _EXPECTED, do)
     refused: list[str] = []
-    for _, folder in steps:
-        why = runs[folder].lacks(allow_pickle=allow_pickle) if folder in runs else f"{folder} has {none}"
-        if why is None:
+    for files, run in tries.items():
+        why = run.lacks(allow_pickle=allow_pickle) if run else f"{files} has {none}"
+        if run and why is None:
             break
-        refused.append(why)
+        refused += [why or ""]
     else:
         reject(source, "no complete checkpoint", "one", "; ".join(refused))
-    several = len({step for step, x in steps if x in runs})  # one may be there in two forms
+    several = len({step for step, x in steps if tries.get(x)})  # one may be there in two forms
+    which = "which a pointer of DeepSpeed names" if runs else f"the last of {several:,} steps"
     if refused:
-        log.warning("import: %s is the last complete one: %s", folder, "; ".join(refused))
+        log.warning("import: %s is the last complete one: %s", files, "; ".join(refused))
     else:
-        of = f", the last of {several:,} steps; to take another, name its folder" if several > 1 else ""
-        log.info("import: %s%s", folder, of)
-    return runs[folder]
+        log.info("import: %s%s", files, f", {which}; to take another, name its folder" if several > 1 else "")
+    return run
 
 
-def _run_in(folder: Path) -> FoundRun | None:
-    files = folder if _is_dcp(folder) else _last_of_deepspeed(folder) or folder
-    found = (FoundRun(folder, files, read, takes) for known, read, takes in _FORMATS if known(files))
-    return next(found, None)
+def _runs_in(folder: Path) -> list[FoundRun]:
+    """The checkpoints that `folder` has without looking for steps, that to take first: those that DeepSpeed's
+    pointers name, then its own files."""
+    places = [folder] if _is_dcp(folder) else [*_pointed_at(folder), folder]
+    formats = {files: next((x for x in _FORMATS if x[0](files)), None) for files in places}
+    return [FoundRun(folder, files, *x[1:]) for files, x in formats.items() if x]
 
 
 def _is_dcp(folder: Path) -> bool:
     return any((folder / x / METADATA).exists() for x in ("", *PARTS))
 
 
-def _last_of_deepspeed(folder: Path) -> Path | None:
-    """The folder in `folder` that DeepSpeed's file `latest` names; None without that file, or that folder."""
+def _pointed_at(folder: Path) -> Iterator[Path]:
+    """Yield the folders in `folder` that DeepSpeed's pointers name, as far as they are there."""
     for pointer in (folder / x for x in _POINTERS if (folder / x).is_file()):
-        tag = pointer.read_text("utf-8", errors="replace").strip()
+        with os_errors_as(pointer, "reading it"):
+            tag = pointer.read_text("utf-8", errors="replace").strip()
         if Path(tag).name == tag not in ("", "..") and os.path.isdir(folder / tag):  # no way back to here
-            return folder / tag
-    return None
+            yield folder / tag
 
 
 _FORMATS = (  # whether a folder has a checkpoint of a format, its reader, and what this takes; the first is taken
