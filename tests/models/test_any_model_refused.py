@@ -36,6 +36,19 @@ class OwnBackward(Block):
         return Halved.apply(super().forward(x, table))
 
 
+class Legacy(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    backward = Halved.backward
+
+
+class WithLegacy(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return Legacy.apply(super().forward(x, table))
+
+
 class Branch(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) if x.sum() > 0 else x
@@ -50,6 +63,7 @@ class Differentiated(Block):
     ("block", "why"),
     [
         (OwnBackward, "has no HalvedBackward"),
+        (WithLegacy, "has no LegacyBackward"),
         (Differentiated, r"has _unwrap_for_grad at .*test_any_model_refused.py:\d+, as torch.func.grad"),
     ],
 )
@@ -143,19 +157,6 @@ class Averaged(Tied):
 class DataRead(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
-
-
-class Legacy(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    backward = Halved.backward
-
-
-class WithLegacy(Block):
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return Legacy.apply(super().forward(x, table))
 
 
 class Drawn(Block):
@@ -308,7 +309,6 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
             lambda: zfunc.segments(Tied(block=DataRead), batch()),
             r"got .data of .*test_any_model_refused.py:\d+, whose",
         ),
-        (lambda: zfunc.segments(Tied(block=WithLegacy), batch()), "got Legacy of .*without setup_context"),
         (
             lambda: zfunc.segments(Tied(block=Noisy), batch()),
             r"number of a tensor's value at .*test_any_model_refused.py",

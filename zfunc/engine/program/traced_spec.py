@@ -36,8 +36,8 @@ NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what t
         "leave it out, and set recompute, which is 'all' unless set",
     ),
     "must override the setup_context staticmethod": (
-        "a torch.autograd.Function without setup_context, as reentrant torch.utils.checkpoint is one",
-        "give it setup_context, or in place of a checkpoint set recompute, which is 'all' unless set",
+        "reentrant torch.utils.checkpoint",
+        "leave it out, and set recompute, which is 'all' unless set",
     ),
     "DataDependentOutputException": (
         "a branch on the value of a tensor",

@@ -6,6 +6,7 @@
     segment_vjp             forward and backward of a segment as a value: what they take, return and leave
     joint_graph             forward and backward traced as one graph
     traced_passes           passes as graphs cut from it, cached by shapes
+    autograd_functions      the user's autograd functions within torch.func.vjp
     vjp                     `make_vjp`: the passes of a function, traced or by torch.func.vjp
     host_keys               host memory for keys and values of rows, which a trace only counts
     cost_trace              FLOPs and bytes of a segment, traced without data

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import vjp
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from zfunc.engine.trace.autograd_functions import applied_by, apply_in_vjp
 from zfunc.engine.trace.graph_cuts import Paths, keep_as_autograd, min_cut, repeat_forward, sized_min_cut
 from zfunc.engine.trace.joint_graph import CotangentLayout, Joints, joint_graph
 from zfunc.engine.trace.pass_options import PassOptions
@@ -125,7 +126,7 @@ def pull_of(function: Callable[..., Tree], wrt_input: bool, last: bool) -> Pull:
             return outputs, [t for t in tree_leaves(output) if isinstance(t, Tensor)]
 
         # Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
-        with torch.enable_grad(), redirected():
+        with torch.enable_grad(), redirected(), applied_by(apply_in_vjp):
             if not weights.trained and not moving:
                 call({}, [])
                 if paths is not None:

@@ -22,7 +22,6 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch._decomp import decompositions
 from torch._export.utils import _compiling_state_context
-from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -289,10 +288,6 @@ class ModuleExport:
         different = next((node for digest, node in own.items() if digest not in others), None)
         if different is None:
             return
-        kind = getattr(type(different), "_forward_cls", Function)
-        if kind is not Function and kind.setup_context is Function.setup_context:
-            got = f"{kind.__qualname__} of {kind.__module__}, a torch.autograd.Function without setup_context"
-            refuse("model", got, "what torch.func differentiates", "give it setup_context, or leave it out")
         raise NotCutError(f"its trace by torch.export has no {different.name()} where the module has one")
 
     def _by_short(self) -> list[tuple[str, Parameter]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.engine.trace.autograd_functions import applied_by, apply_in_vjp
 from zfunc.engine.trace.segment import Segment
 from zfunc.models.hf.families import BY_TRACE
 from zfunc.models.loss import collated_batch, next_token_loss
@@ -166,7 +167,8 @@ def _compared(model: Any, own: Tensor, loss_of: Callable[[dict[str, Tensor]], Te
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(own, list(named.values()), allow_unused=True, materialize_grads=True)
     try:
-        y, pullback = torch.func.vjp(loss_of, {name: p.detach() for name, p in named.items()})
+        with applied_by(apply_in_vjp):
+            y, pullback = torch.func.vjp(loss_of, {name: p.detach() for name, p in named.items()})
         others = pullback(torch.ones_like(y))[0]
     except Exception as error:
         return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -1,0 +1,228 @@
+"""The user's autograd functions in a segment have autograd's gradients; refused is what would lose gradients."""
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_purity import program_of, step
+from torch import Tensor, nn
+
+import zfunc
+from zfunc.core.setting_values import RECOMPUTE
+from zfunc.engine.trace.pass_options import PassOptions
+from zfunc.engine.trace.segment_vjp import SegmentWeights
+from zfunc.engine.trace.vjp import make_vjp
+from zfunc.runtime.rng import redirected, seeded
+
+Function = torch.autograd.Function
+
+
+class Straight(Function):
+    """A straight-through estimator, which saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
+        return grads[0]
+
+
+class Reversed(Function):
+    """A gradient reversal, which returns its input and keeps a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
+        ctx.rate = rate
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return -ctx.rate * grads[0], None
+
+
+class Gated(Function):
+    """Inputs, results and what is between them, saved and in attributes; results of all kinds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, noise: float = 0.5) -> tuple[Any, ...]:
+        y = x @ w
+        gate, between = y.sigmoid() + noise * torch.rand_like(y), x.cos()
+        ctx.save_for_backward(x, w, gate, None)
+        ctx.kept, ctx.shape = {"between": [between, y], "half": 0.5}, x.shape
+        ctx.mark_non_differentiable(gate)
+        return y * gate, gate, y.argmax(-1), None, y.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w, gate, nothing = ctx.saved_tensors
+        (between, y), half = ctx.kept["between"], ctx.kept["half"]
+        assert nothing is None
+        assert x.shape == ctx.shape
+        grad = grads[0] * gate + half * y + grads[1] + grads[-1]  # zeros: marked, not read
+        return grad @ w.T * between, x.flatten(0, -2).T @ grad.flatten(0, -2), None
+
+
+class Asking(Function):
+    """Forward computes what backward needs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.x = x if w.requires_grad else None
+        ctx.w = w if ctx.needs_input_grad[0] else None
+        return x @ w, x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad, none = grads
+        assert none is None
+        below = None if ctx.w is None else 3 * grad @ ctx.w.T
+        return below, None if ctx.x is None else ctx.x.flatten(0, -2).T @ grad.flatten(0, -2)
+
+
+straight = Straight.apply  # as modules keep it
+CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "straight": lambda x, w: straight(x @ w),  # pyright: ignore
+    "reversed": lambda x, w: Reversed.apply(x @ w, 0.3) * 2,  # pyright: ignore
+    "gated": lambda x, w: (lambda y: y[0] + y[1] * x + y[2][..., None])(Gated.apply(x, w)),
+    "asking": lambda x, w: Asking.apply(x, w)[0] + x,
+    "asked of a constant": lambda x, w: Asking.apply(x.detach(), w)[0],
+    "asked for the input": lambda x, w: Asking.apply(x * w.sum(), w.detach())[0],
+}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_one_without_setup_context_has_the_gradients_of_autograd(
+    name: str, traced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = CASES[name](x, params["w"])
+        return y if traced or float(x.detach().sum()) < 1e9 else x  # a branch on a value
+
+    torch.manual_seed(0)
+    x, w, grad = torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(2, 3, 4)
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    with seeded(5), redirected():
+        y = function({"w": leaves[1]}, leaves[0])
+    expected = torch.autograd.grad(y, leaves, grad, allow_unused=True, materialize_grads=True)
+    for recompute in RECOMPUTE:
+        pair = make_vjp(function, PassOptions(recompute, wrt_input=True), name="s")
+        given = SegmentWeights({"w": w}, {}), (x,)
+        with torch.no_grad(), seeded(5):
+            mine, residuals = pair.forward(*given)
+        with torch.no_grad(), seeded(5):
+            grads, below = pair.backward(*given, residuals, [grad])
+        got = [mine, *below, *grads.values()]
+        assert all(map(torch.equal, got, [y, *expected])), recompute
+    assert ("without being traced" in caplog.text) == (not traced)
+
+
+class Changed(Straight):
+    """A function that marks its input, which it changes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Checkpointed(Function):
+    """As CheckpointFunction, by `setup_context`: parameters of a closure receive gradients beside backward's."""
+
+    @staticmethod
+    def forward(run: Any, x: Tensor) -> Tensor:
+        return run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.run, x = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run(x), *grads)
+        return None, x.grad
+
+
+class Reading(Checkpointed):
+    """Backward reads a parameter of a module that it was given."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0] @ ctx.run.weight
+
+
+class Older(Function):
+    """Reading in the older style."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor) -> Tensor:
+        ctx.run = run
+        return run(x)
+
+    backward = Reading.backward
+
+
+def by_closure(kind: type[Function]) -> Callable[[Any, Tensor], Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        w = self.inner.weight
+        return kind.apply(lambda y: y @ w, x)
+
+    return forward
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "changed": (lambda self, x: Changed.apply(self.inner(x)), "got ctx.mark_dirty in Changed of "),
+    "closure": (by_closure(Checkpointed), "got torch.autograd.backward in the backward of Checkpointed of "),
+    "module": (
+        lambda self, x: Reading.apply(self.inner, x),
+        "got an nn.Parameter in the backward of Reading ",
+    ),
+    "older": (lambda self, x: Older.apply(self.inner, x), "got an nn.Parameter in the backward of Older "),
+}
+
+
+class Applied(nn.Module):
+    def __init__(self, call: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.before, self.inner, self.call = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self, self.before(x))
+
+
+@pytest.mark.parametrize(("call", "got"), REFUSED.values(), ids=[*REFUSED])
+def test_what_would_lose_gradients_is_refused_by_name(call: Callable[[Any, Tensor], Any], got: str) -> None:
+    with pytest.raises(ValueError, match=f"^segment 's': {re.escape(got)}.*, expected "):
+        step(program_of(zfunc.segment("s", Applied(call))))
+
+
+def test_other_code_has_torchs_functions_while_a_segment_runs() -> None:
+    """Code of another thread, and torch.func outside of a segment."""
+    x, said = torch.ones(4), list[str]()
+
+    def elsewhere() -> None:
+        try:
+            torch.func.vjp(Straight.apply, x)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def inside(_: Any, y: Tensor) -> Any:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return Straight.apply(y)
+
+    step(program_of(zfunc.segment("s", Applied(inside))))
+    elsewhere()
+    assert len(said) > 1
+    assert all("must override the setup_context" in text for text in said)

@@ -1,0 +1,211 @@
+"""The user's `torch.autograd.Function`s within `torch.func.vjp`: one without setup_context as one that has it.
+
+torch.func refuses the older style, in which `forward(ctx, *args)` itself saves what `backward(ctx, *grads)` reads,
+and tells forward of no argument that it requires a gradient. What a backward would lose in silence is refused.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
+
+from zfunc.errors import refuse
+
+Apply = Callable[..., Any]  # of a class derived from Function, and what its `apply` gets
+_thread = threading.local()  # .carrier: what carries out `apply` in this thread
+
+
+@contextmanager
+def applied_by(carrier: Apply | None) -> Iterator[None]:
+    """A context in which `carrier(kind, *args, **kwargs)` carries out each `kind.apply(*args, **kwargs)` of this
+    thread; None: torch does."""
+    before = getattr(_thread, "carrier", None)
+    _thread.carrier = carrier
+    try:
+        yield
+    finally:
+        _thread.carrier = before
+
+
+def _apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    carrier: Apply = getattr(_thread, "carrier", None) or apply_of_torch
+    return carrier(kind, *args, **kwargs)
+
+
+class _Hooked:
+    def apply(self, *args: Any, _apply: Apply, **kwargs: Any) -> Any:
+        __class__  # noqa: B018 - a cell, as torch's function has one
+        return _apply(self, *args, **kwargs)
+
+
+# In place, because a module may keep `sine = Sine.apply`.
+_hooked: Any = Function.apply.__func__  # type: ignore[attr-defined]
+apply_of_torch = FunctionType(
+    _hooked.__code__, _hooked.__globals__, _hooked.__name__, _hooked.__defaults__, _hooked.__closure__
+)
+_hooked.__code__, _hooked.__kwdefaults__ = _Hooked.apply.__code__, {"_apply": _apply}
+
+
+def apply_in_vjp(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """What `kind.apply(*args, **kwargs)` returns, with gradients by `torch.func` for either style of `kind`."""
+    if not torch._C._are_functorch_transforms_active() or kind is CheckpointFunction:
+        return apply_of_torch(kind, *args, **kwargs)
+    needs = tuple(isinstance(x, Tensor) and _requires_grad(x) for x in args)
+    if kind.setup_context is not Function.setup_context:
+        own = {"forward": _told(kind.forward, needs), "backward": _checked(kind)}
+        return apply_of_torch(_class_of(kind, kind, own), *args, **kwargs)
+    *made, held = apply_of_torch(_with_setup_context(kind, needs), *args, **kwargs)
+    return tuple(made[: len(held.outputs)]) if held.several else made[0]
+
+
+class _At(int):
+    """Stands for a tensor: its place among the arguments, results and further tensors of a forward."""
+
+
+@frozen(eq=False)
+class _Held:
+    """What a forward leaves on its ctx: the attributes as a pytree's leaves, with _At in place of tensors."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    outputs: list[Any]  # arguments of torch.zeros, or None, of each result
+    several: bool  # whether the results are a tuple
+
+    def attributes(self, tensors: Callable[[_At], Any]) -> dict[str, Any]:
+        """The attributes, with what `tensors` returns in place of _At."""
+        return tree_unflatten([tensors(x) if isinstance(x, _At) else x for x in self.leaves], self.spec)
+
+
+def _with_setup_context(kind: type[Function], needs: tuple[bool, ...]) -> type[Function]:
+    """A class with setup_context that computes what `kind`, without one, does. Its forward returns the results,
+    the further tensors on the ctx, and a _Held. `needs` says which arguments need gradients."""
+
+    def forward(*args: Any) -> tuple[Any, ...]:
+        ctx: Any = FunctionCtx()
+        ctx.needs_input_grad = needs
+        y = _told(kind.forward, needs, first=1)(ctx, *args)
+        if getattr(ctx, "dirty_tensors", ()):
+            refuse((), f"ctx.mark_dirty in {_name(kind)}", "setup_context with it", "return a new tensor")
+        outputs = y if isinstance(y, tuple) else (y,)
+        given = tree_leaves((args, outputs))
+        at = {id(t): n for n, t in enumerate(given)}
+        leaves, spec = tree_flatten(vars(ctx))
+        more = {id(t): t for t in leaves if isinstance(t, Tensor) and id(t) not in at}
+        at |= {x: len(given) + n for n, x in enumerate(more)}
+        leaves = [_At(at[id(t)]) if isinstance(t, Tensor) else t for t in leaves]
+        zeros = [
+            (t.shape, {"dtype": t.dtype, "device": t.device}) if isinstance(t, Tensor) else None
+            for t in outputs
+        ]
+        return *outputs, *more.values(), _Held(leaves, spec, zeros, isinstance(y, tuple))
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *made, ctx.held = output
+        num = len(ctx.held.outputs)
+        tensors = [*tree_leaves((inputs, tuple(made[:num]))), *made[num:]]
+        own = ctx.held.attributes(tensors.__getitem__)
+        ctx.mark_non_differentiable(*own.get("non_differentiable", ()), *made[num:])
+        ctx.set_materialize_grads(False)  # or there would be zeros for the further tensors, too
+        ctx.save_for_backward(*(tensors[x] for x in ctx.held.leaves if isinstance(x, _At)))
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        own, saved = FunctionCtx(), iter(ctx.saved_tensors)
+        vars(own).update(ctx.held.attributes(lambda _: next(saved)))
+        own.saved_tensors, own.needs_input_grad = getattr(own, "to_save", ()), ctx.needs_input_grad
+        if getattr(own, "materialize_grads", True):
+            pairs = zip(grads, ctx.held.outputs, strict=False)
+            grads = tuple(x and torch.zeros(x[0], **x[1]) if g is None else g for g, x in pairs)
+        return _checked(kind)(own, *grads[: len(ctx.held.outputs)])
+
+    return _class_of(
+        kind, Function, {"forward": forward, "setup_context": setup_context, "backward": backward}
+    )
+
+
+def _class_of(
+    kind: type[Function], base: type[Function], own: dict[str, Callable[..., Any]]
+) -> type[Function]:
+    return type(kind.__name__, (base,), {name: staticmethod(f) for name, f in own.items()})
+
+
+def _requires_grad(t: Tensor) -> bool:
+    """Whether `t` requires a gradient, at any level of `torch.func`."""
+    inner = torch._C._functorch
+    return t.requires_grad or (inner.is_gradtrackingtensor(t) and _requires_grad(inner.get_unwrapped(t)))
+
+
+def _told(forward: Callable[..., Any], needs: tuple[bool, ...], first: int = 0) -> Callable[..., Any]:
+    """`forward`, to which arguments from number `first` on say whether a gradient is asked of them: `needs`."""
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _Told({id(x): need for x, need in zip(args[first:], needs, strict=False) if need}):
+            return forward(*args, **kwargs)
+
+    return call
+
+
+class _Told(TorchFunctionMode):
+    """A mode in which `requires_grad` of the tensors `needing`, by id, is True."""
+
+    def __init__(self, needing: dict[int, bool]) -> None:
+        super().__init__()
+        self.needing = needing
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asked = func == Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+        return (asked and self.needing.get(id(args[0]))) or func(*args, **(kwargs or {}))
+
+
+def _checked(kind: type[Function]) -> Callable[..., Any]:
+    """The backward of `kind`, which raises ValueError where gradients would be lost."""
+
+    @wraps(kind.backward)
+    def backward(*args: Any) -> Any:
+        with _Checked(_name(kind)):
+            return kind.backward(*args)
+
+    return backward
+
+
+class _Checked(TorchFunctionMode):
+    """A mode of the backward of a function, called `name`, which refuses what would lose a gradient."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        got = ""
+        if func in (Tensor.backward, torch.autograd.backward):
+            got, do = "torch.autograd.backward", "use torch.autograd.grad(y, inputs, grads)"
+        elif any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))) and "__get__" not in str(
+            func
+        ):
+            got, do = (
+                "an nn.Parameter",
+                "pass what it reads as an argument of apply (of a module, its weight)",
+            )
+        if got:
+            expected = "gradients of the function's arguments alone, or others would be lost"
+            refuse((), f"{got} in the backward of {self.name}", expected, do)
+        return func(*args, **(kwargs or {}))
+
+
+def _name(kind: type[Function]) -> str:
+    return f"{kind.__qualname__} of {kind.__module__}, a torch.autograd.Function"
