@@ -130,6 +130,50 @@ class Penalized(nn.Linear):
         return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
+class Assigned(Tied):
+    """Assigns to .data of its buffer, or of a parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer("scale", torch.ones(61, 8))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        {"scale": self.scale, "embed.weight": self.embed.weight}[self.name].data = torch.ones(61, 8)
+        return super().forward(input_ids, labels) * self.scale.mean()
+
+
+class Adversary(nn.Module):
+    """Two networks, of which the second is frozen in forward for a part of the loss, or called `detached`."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.detached = detached
+        self.made = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.judge = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.made(x)
+        loss = F.softplus(self.judge(made.detach())).mean() + F.softplus(-self.judge(y)).mean()
+        if self.detached:
+            own = {name: p.detach() for name, p in self.judge.named_parameters()}
+            return loss + F.softplus(-torch.func.functional_call(self.judge, own, (made,))).mean()
+        self.judge.requires_grad_(False)
+        loss = loss + F.softplus(-self.judge(made)).mean()
+        self.judge.requires_grad_(True)
+        return loss
+
+
+def test_a_part_whose_parameters_are_detached_trains_as_one_that_is_frozen_in_forward() -> None:
+    torch.manual_seed(0)
+    data, frozen = (torch.randn(4, 8), torch.randn(4, 8)), Adversary(detached=False)
+    detached = Adversary(detached=True)
+    detached.load_state_dict(frozen.state_dict())
+    check(zfunc.segments(detached, data), frozen, data, None)
+    with pytest.raises(ValueError, match=r"False for 'judge.0.weight' at .*_refused.py:\d+, .*detached"):
+        zfunc.segments(frozen, data)
+
+
 class CountedWhole(Tied):
     calls = 0
 
@@ -377,6 +421,13 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
                 r"tensor in an attribute that forward changes at .*_refused.py:\d+, .*register_buffer",
             )
             for written in (False, True)
+        ),
+        *(
+            (
+                lambda name=name: zfunc.segments(Assigned(name), batch()),
+                rf"assignment to .data of '{name}' at .*_refused.py:\d+, expected .*buffer with copy_\(\)",
+            )
+            for name in ("scale", "embed.weight")
         ),
         (lambda: zfunc.segments(CountedWhole(), batch()), r"attribute calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from zfunc.engine.trace.batches import LABELS, ByValue, Whole
@@ -16,8 +17,11 @@ from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 from zfunc.models.cut.ctc import SizedCTC
 from zfunc.models.cut.known import KnownValues
+from zfunc.models.cut.user_code import place_here
 
 Loss = Callable[[Any, Any], Tensor]
+DATA_SET = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class BatchCall(NamedTuple):
@@ -50,7 +54,7 @@ class CalledModel(nn.Module):
         with self._writing_assigned_buffers():
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
             known = KnownValues(device, self.read) if self.by_value else None
-            with known or nullcontext(), SizedCTC():
+            with known or nullcontext(), _AssignmentsRefused(self), SizedCTC():
                 return self._called(known.with_tensors(x) if known else x)
 
     @contextmanager
@@ -96,6 +100,31 @@ class CalledModel(nn.Module):
         if not isinstance(x, BatchCall):
             return output
         return loss_in(model, output) if loss is None else loss(output, *targets)
+
+
+class _AssignmentsRefused(TorchFunctionMode):
+    """A mode that refuses what a trace would lose: an assignment to .data of a tensor, and a parameter of `model`
+    that forward freezes or unfreezes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(t): repr(x) for x, t in (*model.named_parameters(), *model.named_buffers())}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = self.names.get(id(args[0])) if args else None
+        if func == DATA_SET:
+            got = f"an assignment to .data of {name or 'a tensor'} {place_here()}"
+            do = "write into a buffer with copy_(), assign others (x = ...), and leave parameters to the optimizer"
+            refuse("model", got, "one that a trace has", do)
+        if name and func in REQUIRES_GRAD:
+            wanted = (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True)
+            if wanted != args[0].requires_grad:
+                got = f"requires_grad={wanted} for {name} {place_here()}"
+                do = "call that part by torch.func.functional_call with its parameters detached"
+                refuse("model", got, "parameters that forward neither freezes nor unfreezes", do)
+        return func(*args, **(kwargs or {}))
 
 
 def _kind(t: Tensor | None) -> str:
