@@ -152,7 +152,28 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
         r"neither model\.safetensors nor .*: let transformers read pytorch_model.bin, and save_pretrained",
     ),
-    "a lost shard": (a_shard(Path.unlink), "got no '"),
+    "a lost shard": (
+        a_shard(Path.unlink),
+        r"got no model-0000\d-of-0000\d\.safetensors, one of \d shards that .*index\.json names, .*: copy or",
+    ),
+    "an index that is torn": (
+        a_shard(lambda x: (x.parent / "model.safetensors.index.json").write_text('{"weight_map": 1')),
+        r"index\.json: got no index that can be read \(JSONDecodeError: .*: copy it again",
+    ),
+    "a pointer of git lfs": (
+        lambda folder: (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\n"
+        ),
+        "model.safetensors: got a pointer of git lfs: fetch the weights, by git lfs pull",
+    ),
+    "an adapter on top": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        "got adapter_config.json, of an adapter that transformers would put .*, expected a model alone: save the",
+    ),
+    "an adapter alone": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        "got no config.json in it, .*: it has an adapter alone: name the folder of the model that it adapts",
+    ),
     "a short shard": (a_shard(lambda x: x.write_bytes(x.read_bytes()[:-8])), "cannot be read"),
 }
 
@@ -177,6 +198,17 @@ def test_experts_that_are_not_all_there_are_refused(lost: str, message: str, tmp
     )
     with pytest.raises(CheckpointError, match=f"experts.*({message})"):
         zfunc.hf.load(folder)
+
+
+def test_of_shards_of_two_saves_those_of_the_index_are_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = random_model("Llama")
+    folder = write(model, tmp_path / "m", max_shard_size="20KB")
+    older = {x: t + 1 for x, t in model.state_dict().items()}
+    save_file(older, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    values = {x: t for s in zfunc.hf.load(folder)[1] for x, t in s.initial(0).items()}
+    assert all(torch.equal(values[x], p) for x, p in model.named_parameters())
 
 
 def test_a_head_that_is_tied_but_stored_otherwise_is_refused(tmp_path: Path) -> None:

@@ -153,6 +153,16 @@ FOLDERS: dict[
         "r|text|{\n}",
         "b.csv",
     ),
+    "texts in splits": (
+        {"README.md": b"r", "a-train.txt": b"a", "a-valid.txt": b"b", "a-test.txt": b"c"},
+        "a|b",
+        "README.md, a-test.txt",
+    ),
+    "a test among texts": (
+        {"train.py": b"a", "test.py": b"b", "setup.py": b"c", "a.csv": b"id\n1\n"},
+        "c|b|a",
+        "a.csv",
+    ),
     "one of each": ({"test.jsonl": RECORD, "LICENSE": b"mine"}, "from records", "LICENSE"),
 }
 
@@ -165,7 +175,13 @@ def test_of_a_folder_records_are_read_and_what_is_left_out_is_named(name: str, t
     corpus = opened(tmp_path / "in", tmp_path)
     assert bytes(tokens_of(corpus)).decode().rstrip("\0").split("\0") == documents.split("|")
     assert f"left out: {left_out}" in str(corpus).splitlines()
-    assert ("held out: the split" in str(corpus)) == (name in ("as downloaded", "splits"))
+    assert ("held out: the split" in str(corpus)) == ("splits" in name or name == "as downloaded")
+
+
+def test_a_byte_order_mark_is_no_text(tokenizer_file: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "w1 w2".encode("utf-8-sig"))
+    corpus = opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))
+    assert tokens_of(corpus) == [WORDS.index("w1"), WORDS.index("w2"), END]
 
 
 def test_a_cell_of_a_million_characters_and_a_pipe(tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ REFUSED: dict[
         ({"input_ids": [1]}, "got an object with input_ids, expected text, or"),
         ({"question": "a", "answer": "b"}, "got an object with answer, question, expected text, or"),
         ({"messages": [ANSWER]}, f"{LINE}: .*surrogates"),
+        (
+            {"conversations": [{"from": "human", "value": "<image>\na"}], "image": "a.jpg"},
+            f"{LINE}: got a text with <image>, in the place of .*'image' beside it, expected .*: leave it out",
+        ),
+        ({"text": "a <video>", "videos": ["b.mp4"]}, f"{LINE}: got a text with <video>, in the place of"),
         ("", "got no text in .*, expected at least one document"),
     ],
     "a.json": [
@@ -101,6 +106,23 @@ REFUSED: dict[
     ],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
     "empty.bin": [(b"", "empty.bin, which is empty; expected data")],
+    "wide.bin": [
+        (
+            np.arange(300, dtype="<u4").tobytes(),
+            "wide.bin, in which every second uint16 is 0, as if it were written as uint32, .*: pass dtype='uint32'",
+        )
+    ],
+    "others.bin": [
+        (
+            np.array([20240520, 1], "<i4").tobytes(),
+            "which llm.c .* wrote, .* before .*: cut them off, by tail -c",
+        ),
+        (np.array([20240801, 1], "<i4").tobytes(), r"tail -c \+1025 OLD > NEW.bin, and pass dtype='uint32'"),
+        (b"\x93NUMPY\1\0", "others.bin, which is an array of NumPy, expected tokens alone, as a .bin: write"),
+    ],
+    "a.npy": [
+        (b"\x93NUMPY\1\0", "a.npy, which is an array of NumPy, expected tokens alone, as a .bin: write")
+    ],
     "odd.bin": [(b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that")],
     "in/.hidden": [(b"text", r"got no text in .*in, expected at least one document")],
     "in/empty": [(b"", r"got no text in .*in \(1 empty file\), expected .*document: name")],
@@ -110,6 +132,7 @@ REFUSED: dict[
         ({"prompt": ["a"]}, "with the columns prompt, expected text"),
         ({"text": ["a", None]}, "row 1: got an object with nothing, expected text"),
         ({"text": [1, 2]}, "row 0, 'text': got 1, expected a string"),
+        ({"text": ["a", "<image>"], "images": ["b", "c"]}, "row 1: got a text with <image>, in the place of"),
         ({"prompt": [CHAT], "completion": ["b"]}, "row 0: got 'b', expected JSON"),
         ({"input_ids": [[[1, 2]], [[3]]]}, "row 0: got input_ids .*, expected a list of whole numbers"),
         ({"input_ids": [[1, 2]], "labels": [1]}, "row 0: got labels 1, expected a list of whole"),

@@ -6,6 +6,7 @@ from typing import Any
 from zfunc.errors import CheckpointError, refuse, setting
 
 NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft, beside adapters' weights
 
 # Of a model that is believed: building a larger one would take hours.
 MOST_LAYERS, LARGEST_SIZE = 10_000, 1 << 24
@@ -35,6 +36,8 @@ def check_flags(flags: Any, place: Path, longest: int | None, vocab_size: int) -
 def _advice(folder: Path) -> str:
     """The end of an error's text about a `folder` without a model: what to do, such as a download if the name
     looks like a model's on the Hugging Face Hub."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return "it has an adapter alone: name the folder of the model that it adapts"
     if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
         return NEXT
     return (

@@ -6,6 +6,7 @@ memory once.
 """
 
 import copy
+import json
 import logging
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -19,10 +20,11 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
+from zfunc.core.display import counted
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
 from zfunc.errors import CheckpointError, Message, did_you_mean, refuse, setting
-from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
+from zfunc.models.config_file import ADAPTER_CONFIG, LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters, found_tensors
 from zfunc.models.hf.bitsandbytes import (
     INSTEAD,
@@ -44,6 +46,8 @@ from zfunc.options import one_of
 from zfunc.values import of_type
 
 SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
+_INDEX = f"{SINGLE}.index.json"  # names the shards
+_POINTER = b"version https://git-lfs"  # in the place of a file that git lfs has not fetched
 _OLD_BUFFERS = r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq|position_ids)$"  # that older versions saved
 LARGEST = {
     "num_hidden_layers": MOST_LAYERS,
@@ -85,6 +89,10 @@ def load_folder(
     """
     folder = Path(folder).expanduser()
     config = read_config(folder, text_only=text_only)
+    if (folder / ADAPTER_CONFIG).is_file() and not isinstance(lora, str | PathLike):
+        got = f"{folder}: got {ADAPTER_CONFIG}, of an adapter that transformers would put on the model's weights"
+        do = "save the model with the adapter merged into it, or move that file away to begin without the adapter"
+        raise CheckpointError(f"{got}, expected a model alone: {do}")
     stored = _check_quantized(read_config(folder), quantize, lora, folder)
     config = config if not stored else unquantized(config)
     model = empty_model(config, folder)
@@ -449,21 +457,18 @@ def _stored_tensors(folder: Path) -> list[_StoredTensor]:
     """Every tensor in a folder's weight files; one model.safetensors goes before shards, as in transformers."""
     from safetensors import SafetensorError, safe_open
 
-    files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob(SHARDS))
-    if not files:
-        pickled = next(folder.glob("pytorch_model*.bin"), None)
-        do = f"let transformers read {pickled.name}, and save_pretrained write them" if pickled else NEXT
-        do = "name its folder" if folder.is_file() else do
-        raise CheckpointError(f"{folder}: got neither {SINGLE} nor {SHARDS}, expected one of them: {do}")
     tensors: list[_StoredTensor] = []
-    for file in files:
+    for file in _weight_files(folder):
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  not a dict
                     part = opened.get_slice(name)
                     tensors.append(_StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {NEXT}") from error
+            pointer = file.is_file() and file.read_bytes()[: len(_POINTER)] == _POINTER
+            got = "a pointer of git lfs" if pointer else f"a file that cannot be read ({error})"
+            do = "fetch the weights, by git lfs pull in its folder" if pointer else NEXT
+            raise CheckpointError(f"{file}: got {got}: {do}") from error
     shapes = {t.name: t.shape for t in tensors}
     encoded = encoded_weights({t.name: t.value for t in tensors}, shapes, folder)
     inside = {x for _, _, _, names in encoded.values() for x in names}
@@ -473,6 +478,32 @@ def _stored_tensors(folder: Path) -> list[_StoredTensor]:
         return evolve(t, dtype=kind, shape=shape, encoded=read)
 
     return [joined_parts(t) if t.name in encoded else t for t in tensors if t.name not in inside]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files with a folder's weights, as transformers chooses them: one, or the shards that its index names, or
+    all shards without an index. Raises CheckpointError if one is missing."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    files = sorted(folder.glob(SHARDS))
+    if (index := folder / _INDEX).is_file():
+        try:
+            names = {*json.loads(index.read_bytes())["weight_map"].values()}
+            files = [folder / Path(x).name for x in sorted(names)]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            got = f"no index that can be read ({type(error).__name__}: {error})"
+            raise CheckpointError(
+                f"{index}: got {got}, expected the names of all shards: copy it again"
+            ) from error
+        if missing := [x.name for x in files if not x.is_file()]:
+            got = f"no {missing[0]}, one of {counted(len(files), 'shard')} that {_INDEX} names"
+            raise CheckpointError(f"{folder}: got {got}, expected all of them: copy or download the rest")
+    if not files:
+        pickled = next(folder.glob("pytorch_model*.bin"), None)
+        do = f"let transformers read {pickled.name}, and save_pretrained write them" if pickled else NEXT
+        do = "name its folder" if folder.is_file() else do
+        raise CheckpointError(f"{folder}: got neither {SINGLE} nor {SHARDS}, expected one of them: {do}")
+    return files
 
 
 def saved_buffers(model: Any, folder: Path | None) -> Values:

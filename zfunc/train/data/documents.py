@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sysconfig
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from zfunc.train.data.records import (
     preference_of,
     read_keys,
     record_documents,
+    refuse_media,
     refuse_preferences,
 )
 from zfunc.train.run_files import files_of_runs
@@ -123,9 +125,9 @@ def is_held_out(name: str) -> bool:
 def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool = False) -> DocumentSource:
     """The documents of one file or, if `folder`, of a folder: of its files of records, else of its text files.
 
-    Files whose names name a split, as "validation", are held out; without such names, a share of the files
-    is. With `text` a text file must be UTF-8, else its document is bytes. With `pairs` records are
-    preferences, two documents each; texts are refused.
+    Files whose names name a split, as "validation", are held out, of texts where all names do; without such
+    names, a share of the files is. With `text` a text file must be UTF-8, else its document is bytes. With
+    `pairs` records are preferences, two documents each; texts are refused.
     """
     runs = files_of_runs(x for x, _ in files)
     own = [x for x in files if x[0] not in runs]
@@ -137,11 +139,13 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
     if folder and kind:  # one format of them, as they may be the same records in several
         first = min((suffix_of(path) for _, path in read), key=[*FORMATS].index)
         read = [x for x in read if suffix_of(x[1]) == first]
-        splits = {name: _split_of(name) for name, _ in read}
-        held_out = next(
-            (x for x in HELD_OUT if x in splits.values() and {TRAIN, None} & {*splits.values()}), ""
-        )
-        read = [x for x in read if not held_out or splits[x[0]] in (held_out, TRAIN, None)]
+    if folder and kind is not None:
+        splits = {name: _split_of(name) for name, _ in read if kind or not _DESCRIPTION.match(name)}
+        told = {*splits.values()}
+        # Texts have splits where all are named so: among others, a test is a text.
+        whole = {TRAIN, None} & told if kind else TRAIN in told and None not in told
+        held_out = next((x for x in HELD_OUT if x in told and whole), "")
+        read = [x for x in read if not held_out or splits.get(x[0], "") in (held_out, TRAIN, None)]
 
     def parts(counts: Counter[str]) -> Parts:
         apart = {name: splits[name] == held_out if held_out else is_held_out(name) for name, _ in read}
@@ -201,7 +205,7 @@ def _text_of(path: Path, content: bytes, *, as_text: bool) -> Document:
     if not as_text:
         return Document("bytes", content + b"\0")
     try:
-        return Document("text", {"text": content.decode()})
+        return Document("text", {"text": content.removeprefix(BOM_UTF8).decode()})
     except UnicodeDecodeError as error:
         raise ValueError(
             f"got {path}, which is not UTF-8 at byte {error.start:,}, expected text for a tokenizer: convert it, "
@@ -284,6 +288,7 @@ def open_saved(path: Path, *, pairs: bool = False) -> DocumentSource:
         features = splits[name].features or dict.fromkeys(columns)
         for number, row in enumerate(_each(path, splits[name], columns)):
             row, where = _without_nulls(row, features), f"{path}, row {number}"
+            refuse_media(row, left_out["columns"], where)
             yield from record_documents(row, where, counts, RECORDS, pairs=pairs)
 
     def parts(counts: Counter[str]) -> Parts:
@@ -432,9 +437,10 @@ def table_rows(path: Path, first: int) -> Iterator[dict[str, Any]]:
     if not (columns := read_keys(rows.column_names)):
         names = ", ".join(rows.column_names)
         raise ValueError(f"got {path} with the columns {names:.300}, {EXPECTED}, or {IDS}: rename them")
-    with _reading(path):
-        for row in evolve(rows.select_columns([*columns]), first=first):
-            yield _without_nulls(row, rows.features)
+    others = {*rows.column_names} - {*columns}
+    for number, row in enumerate(_each(path, evolve(rows, first=first), columns), first):
+        refuse_media(row, others, f"{path}, row {number}")
+        yield _without_nulls(row, rows.features)
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:

@@ -40,10 +40,23 @@ from zfunc.train.data.documents import (
 from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suffix_of
 from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document, preference_of
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
+from zfunc.train.settings import TOKEN_TYPES
 
 SOURCES = Path(__file__).parent  # what they make of the same files changes with them, and with these packages
 PACKAGES = ("tokenizers", "transformers", "jinja2", "datasets", "pyarrow")
 STDLIB = "Python standard library"
+_HEADER = "which llm.c or modded-nanogpt wrote, with 1,024 bytes before the tokens"
+_OF_OTHERS = {  # what files begin with whose tokens are in another form: what they are, and what to do
+    b"\x93NUMPY": (
+        "which is an array of NumPy",
+        "write its numbers by array.astype('uint16').tofile('tokens.bin')",
+    ),
+    **{
+        number.to_bytes(4, "little"): (_HEADER, f"cut them off, by tail -c +1025 OLD > NEW.bin{more}")
+        for number, more in ((20240520, ""), (20240801, f", and pass {setting('dtype', 'uint32')}"))
+    },
+}
+_FIRST = 256  # tokens by which the width of a file's numbers is told
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call
 Encoded = tuple[
@@ -101,14 +114,33 @@ def open_data(
     plain = path is not None and not (saved or folder) and suffix_of(path) not in FORMATS
     if path is not None and plain:
         with opened(path) as file:
-            if is_packed(file.read(16)):
+            if is_packed(begin := file.read(16)):
                 raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+        _refuse_tokens_of_others(path, begin)
         if not (text or whole_documents or pairs or path.suffix.lower() in COMPRESSED):
             return _mapped(path, np.dtype(np.uint8), BYTES.vocab_size, split)
     files = stdlib_files() if path is None else walk(path) if folder else [(path.name, path)]
     source = saved or file_documents(files, text=text, folder=folder, pairs=pairs)
     rows = None if whole_documents is None else (whole_documents, long_documents)
     return _packed(str(path or STDLIB), source, cache, vocabulary, split, rows, pairs)
+
+
+def _refuse_tokens_of_others(path: Path, begin: bytes) -> None:
+    """Raise ValueError for a file at `path` that begins with the bytes `begin` of tokens in another form."""
+    for head, (got, do) in _OF_OTHERS.items():
+        if begin.startswith(head):
+            refuse((), f"{path}, {got}", "tokens alone, as a .bin", do, ValueError)
+
+
+def _refuse_wider(path: Path, first: np.ndarray) -> None:
+    """Raise ValueError if of the `first` tokens of the file at `path` every second is 0, as halves of wider ones
+    are."""
+    if len(first) < _FIRST or first[1::2].any() or not first.any():
+        return
+    wider = f"uint{16 * first.dtype.itemsize}"
+    do = f"pass {setting('dtype', wider)}" if wider in TOKEN_TYPES else f"write them as {TOKEN_TYPES[-1]}"
+    got = f"{path}, in which every second {first.dtype.name} is 0, as if it were written as {wider}"
+    refuse((), got, "tokens", do, ValueError)
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) -> Corpus:
@@ -123,7 +155,11 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", vocab_size: int, split: bool) ->
                 f"got {path} of {size:,} bytes; expected a multiple of {dtype.itemsize} "
                 f"({dtype.name}); check that the file is complete, and the dtype it was written in"
             )
-        return np.memmap(path, dtype, mode="r")
+        tokens = np.memmap(path, dtype, mode="r")
+        if dtype.itemsize > 1:
+            _refuse_tokens_of_others(path, tokens[:8].tobytes())
+            _refuse_wider(path, tokens[:_FIRST])
+        return tokens
 
     train, beside = opened(path), path.with_name("val.bin")
     if path.name == "train.bin" and beside.is_file():

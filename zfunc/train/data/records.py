@@ -7,7 +7,7 @@ be brought into the template's form is refused with its place: the template woul
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ PREFERENCES = ((("chosen", "rejected"), ("prompt", "tools")),)
 EXPECTED = "expected text, or prompt and completion, or messages"
 PAIRS = "expected a prompt, and two answers that differ as chosen and rejected, of text or messages"
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+_MEDIA = frozenset(("image", "video", "audio"))  # keys of LLaVA and others, with or without an "s"
 _ROLES = {  # of ShareGPT
     **{"system": "system", "human": "user", "user": "user", "tool": "tool", "observation": "tool"},
     **{"gpt": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT, ASSISTANT: ASSISTANT},
@@ -75,6 +76,15 @@ def refuse_preferences(record: Mapping[str, Any], where: str) -> None:
         way = "pass `loss=dpo`, or " if "chosen" in keys else ""
         do = f"{way}keep what is to be learned, under one of these names"
         refuse(where, f"a preference ({', '.join(keys)}) with a loss of tokens, {EXPECTED}", do=do)
+
+
+def refuse_media(record: Mapping[str, Any], others: Iterable[str], where: str) -> None:
+    """Raise ValueError if a text in `record` has the mark of an image, video or sound in one of the `others`, its
+    keys that are not read: the mark would be learned as a text."""
+    for kind in _MEDIA.intersection(x.removesuffix("s") for x in others):
+        if (mark := f"<{kind}>") in str(record):
+            got = f"a text with {mark}, in the place of what the record has under {kind!r} beside it"
+            refuse(where, f"{got}, {EXPECTED}", do="leave it out, or take the mark out of the text")
 
 
 def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Document]:
@@ -148,6 +158,7 @@ def document_of(record: Any, where: str, counts: Counter[str], kinds: Any = RECO
         raise ValueError(f"{where}: got an object with {names:.200}, {EXPECTED}: rename its keys")
     counts.update(f"key {name}" for name in record.keys() - set(read))
     values = {name: record[name] for name in read}
+    refuse_media(values, (name for name in record.keys() - values.keys() if record[name]), where)
     if read[0] == "prompt" and all(_is_json_of_messages(values[x]) for x in read[:2]):
         values |= {x: json.loads(values[x]) for x in read[:2]}
     if read[0] in (IDS, "text") or (read[0] == "prompt" and not isinstance(values["prompt"], list)):
