@@ -150,7 +150,7 @@ def test_sums_are_rounded_once_and_a_thousand_operations_take_no_frame(tmp_path:
         [random.choice((1, -1)) * random.random() * 2.0 ** random.randint(-60, 60) for _ in range(9)]
         for _ in range(300)
     ]
-    sums += [[1.0, 2**-53, x] for x in (2**-110, -(2**-110))] + [[]]
+    sums += [[1.0, 2**-53, x] for x in (2**-110, -(2**-110), 5e-324, -5e-324)] + [[]]
     plan, _ = large(1000)
     data = live_data({("a",): plan}, ROUND, ["which"])
     script = f"""const data = {json.dumps(data)}, plan = planOf(data, 0);

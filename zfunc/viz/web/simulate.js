@@ -161,7 +161,7 @@ function exactSum(values) {
   }
   const next = parts.at(-1) ?? 0; // half way between two numbers, what is left decides
   const rounded = high + 2 * low;
-  return low * next > 0 && 2 * low === rounded - high ? rounded : high;
+  return Math.sign(low) === Math.sign(next) && 2 * low === rounded - high ? rounded : high;
 }
 
 // --- the step ---
