@@ -1,5 +1,6 @@
 """A plan counts the arithmetic of a model: what its sizes say, for every family, length and kind of attention."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ BY_HAND = {
     "GPT-OSS",
 }  # no fused kernel bounds scores or has sinks: two products forward, four back
 ALL_EXPERTS = {"Llama 4"}  # its layers multiply by every expert themselves
+ANGLES_IN_PRODUCTS = " @ " in inspect.getsource(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding)
 
 
 def costs_of(segments: Any, batch: Any, *, on_gpu: bool = True, **more: Any) -> tuple[int, int]:
@@ -74,6 +76,13 @@ def attended(name: str, model: Any, seq: int) -> Iterator[tuple[int, bool]]:
         yield ROWS * heads * size * (pairs if fused else 2 * seq**2), fused
 
 
+def rotated(model: Any, seq: int, rows: int = 1) -> int:
+    """FLOPs of the angles of rotary positions, which each block makes anew: a product in older transformers."""
+    frequencies = next((x.numel() for name, x in model.named_buffers() if name.endswith("inv_freq")), 0)
+    has_positions = getattr(model.config, "no_rope_layers", None) or [1] * model.config.num_hidden_layers
+    return 2 * rows * seq * frequencies * sum(has_positions) * ANGLES_IN_PRODUCTS
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[] if x in BY_DAY else pytest.mark.slow) for x in CONFIGS]
 )
@@ -87,7 +96,7 @@ def test_flops_are_those_of_the_sizes_of_a_model_at_any_length(name: str) -> Non
     for seq, counted in zip(LENGTHS, (short, long), strict=True):
         linear = 2 * ROWS * seq * in_products(name, model, grouped=True)
         layers = [*attended(name, model, seq)]
-        forward = sum(2 * one for one, _ in layers)
+        forward = rotated(model, seq) + sum(2 * one for one, _ in layers)
         backward = sum(5 * one if fused else 4 * one for one, fused in layers)
         assert counted == (linear + forward, 2 * linear + backward), seq
     assert 4 * short[0] < long[0], "a row of four times the length is more than four times the work"
@@ -111,7 +120,8 @@ def test_experts_are_grouped_where_the_device_has_such_kernels() -> None:
 def test_grouped_queries_and_documents_of_a_row() -> None:
     """Without a kernel of groups, keys and values are repeated: the same arithmetic, whose copies have room in the
     plan. Documents count as one, where they begin is data; beside it each block of a row is attended in full."""
-    segments, (x, y) = tuple(zfunc.hf.segments(meta_model("Llama"))), tokens(16)
+    model, (x, y) = meta_model("Llama"), tokens(16)
+    segments = tuple(zfunc.hf.segments(model))
     costs = traced_costs(segments, (x, y), AdamW())
     whole, without = (
         costs.traced(StepSettings(recompute="none"), on_gpu=True, grouped=grouped).costs
@@ -120,8 +130,9 @@ def test_grouped_queries_and_documents_of_a_row() -> None:
     assert whole[1].forward.flops == without[1].forward.flops
     assert whole[1].residual_bytes < without[1].residual_bytes
     packed = costs_of(segments, ({"input_ids": x, "position_ids": x}, y))
-    one = next(attended("Llama", meta_model("Llama"), 16))[0]
-    assert packed[0] - sum(c.forward.flops for c in whole) == 3 * 4 * one
+    one = next(attended("Llama", model, 16))[0]
+    of_each_row = rotated(model, 16, ROWS) - rotated(model, 16)
+    assert packed[0] - sum(c.forward.flops for c in whole) == 3 * 4 * one + of_each_row
     assert packed[1] - sum(c.backward.flops for c in whole) == 3 * 10 * one
 
 
@@ -290,7 +301,7 @@ def test_backward_of_an_embedding_counts_what_its_kernel_on_the_cpu_allocates(
     grad, indices = torch.ones(6, 5, 7, dtype=dtype), torch.arange(30).reshape(6, 5)
     grads = grad, grad[:, :1].expand(6, 5, 7), grad.permute(1, 0, 2).contiguous().permute(1, 0, 2)
     for given, at in product(grads, (indices, indices.mT.contiguous().mT)):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
             out = run(given, at, 40, -1, scaled)
         events = [x for x in seen.profiler.kineto_results.events() if x.name() == "[memory]"]  # pyright: ignore
         alive = accumulate(x.nbytes() for x in sorted(events, key=lambda x: x.start_ns()))
