@@ -208,7 +208,7 @@ def test_what_would_lose_gradients_is_refused_by_name(call: Callable[[Any, Tenso
 
 def test_other_code_has_torchs_functions_while_a_segment_runs() -> None:
     """Code of another thread, and torch.func outside of a segment."""
-    x, said = torch.ones(4), list[str]()
+    x, said, own, codes = torch.ones(4), list[str](), Function.apply.__code__, set[Any]()
 
     def elsewhere() -> None:
         try:
@@ -220,9 +220,13 @@ def test_other_code_has_torchs_functions_while_a_segment_runs() -> None:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
+        codes.add(Function.apply.__code__)
         return Straight.apply(y)
 
     step(program_of(zfunc.segment("s", Applied(inside))))
     elsewhere()
+    assert Function.apply.__code__ is own
+    assert codes - {own}
+    assert own.co_filename == torch.autograd.function.__file__
     assert len(said) > 1
     assert all("must override the setup_context" in text for text in said)

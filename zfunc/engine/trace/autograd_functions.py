@@ -29,12 +29,14 @@ _thread = threading.local()  # .carrier: what carries out `apply` in this thread
 @contextmanager
 def applied_by(carrier: Apply | None) -> Iterator[None]:
     """A context in which `carrier(kind, *args, **kwargs)` carries out each `kind.apply(*args, **kwargs)` of this
-    thread; None: torch does."""
+    thread; None: torch does, as outside of such contexts."""
     before = getattr(_thread, "carrier", None)
     _thread.carrier = carrier
+    _count(1)
     try:
         yield
     finally:
+        _count(-1)
         _thread.carrier = before
 
 
@@ -49,12 +51,21 @@ class _Hooked:
         return _apply(self, *args, **kwargs)
 
 
-# In place, because a module may keep `sine = Sine.apply`.
+# The code is exchanged, not the function, because a module may keep `sine = Sine.apply`.
 _hooked: Any = Function.apply.__func__  # type: ignore[attr-defined]
+_hooked.__kwdefaults__ = {"_apply": _apply}  # which torch's code does not look at
 apply_of_torch = FunctionType(
     _hooked.__code__, _hooked.__globals__, _hooked.__name__, _hooked.__defaults__, _hooked.__closure__
 )
-_hooked.__code__, _hooked.__kwdefaults__ = _Hooked.apply.__code__, {"_apply": _apply}
+_lock, _contexts = threading.Lock(), 0  # of all threads
+
+
+def _count(change: int) -> None:
+    """Add `change` to the number of contexts; while there are any, `Function.apply` has the code of _Hooked."""
+    global _contexts
+    with _lock:
+        _contexts += change
+        _hooked.__code__ = _Hooked.apply.__code__ if _contexts else apply_of_torch.__code__
 
 
 def apply_in_vjp(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
