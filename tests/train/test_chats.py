@@ -136,8 +136,8 @@ def test_a_turn_with_weight_0_is_not_learned(template: str, tmp_path: Path) -> N
     texts = learned(tokenizer, tokens_of(corpus), loss_mask_of(corpus))
     assert [x.strip()[:1] for x in texts] == ["H", "2"]
     none = write_jsonl(tmp_path / "b.jsonl", {"messages": [x | {"weight": 0} for x in chat]})
-    with pytest.raises(ValueError, match="0 of them longer than seq_length=99, and none .*give it a label"):
-        opened(none, tmp_path, tokenizer=tokenizer, whole_documents=99, split=False)
+    with pytest.raises(ValueError, match="got nothing to learn in 1 document of .*b.jsonl, expected a label"):
+        opened(none, tmp_path, tokenizer=tokenizer)
 
 
 def test_chats_and_texts_keep_their_order(tmp_path: Path) -> None:

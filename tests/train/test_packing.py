@@ -215,6 +215,9 @@ def test_longer_documents_are_said_and_what_becomes_of_them(tmp_path: Path) -> N
         ValueError, match="got 3 documents, 3 of them longer than seq_length=4, and none with a label"
     ):
         opened(path, tmp_path, whole_documents=4, long_documents="drop", split=False)
+    firsts = save(tmp_path / "firsts", {"input_ids": [[1, 2]], "labels": [[1, -100]]})
+    with pytest.raises(ValueError, match="0 of them longer than seq_length=4, and none .*give it a label"):
+        opened(firsts, tmp_path, whole_documents=4, split=False)
 
 
 # --- records ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Data that cannot be trained on is refused with its place; a first look ends behind its characters."""
 
+import errno
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ import pytest
 from small_trainings import train
 from text_data import CHAT, opened, save, save_splits, tokens_of, write
 
-from zfunc.train.data import documents
+from zfunc.train.data import documents, packing
 from zfunc.train.data.documents import first_look
 from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
@@ -66,6 +67,10 @@ REFUSED: dict[
         (
             {"instruction": "a", "input": ["b"], "output": "c"},
             f"{LINE}, message 1: got .*b.* as content, exp",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+            f"{LINE}, message 2: got a function_call, expected tool_calls, .*: rewrite it",
         ),
         ({"messages": [{"content": "a"}]}, f"{LINE}, message 1: got None as role, expected text, as in"),
         ({"messages": [{"role": "user"}]}, f"{LINE}, message 1: got None as content, expected text"),
@@ -142,6 +147,10 @@ REFUSED: dict[
         ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [4, -100]]}, "row 1: got the label 4 for the"),
         ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]}, "row 1: got 1 labels for 2 input_ids"),
         ({"input_ids": [[1], [99_999]]}, "row 1: got tokens from 99999 to 99999, expected .* below 50257"),
+        (
+            {"input_ids": [[1, 2]], "labels": [[-100, -100]]},
+            "got nothing to learn in 1 document of .*, expected a label at least: look at their weights or labels",
+        ),
         ({"input_ids": [[1], [-1, 3]]}, "row 1: got tokens from -1 to 3"),
         ({"text": [""]}, "got no text in"),
         ({"input_ids": [[]]}, "got no text in"),
@@ -204,6 +213,27 @@ def test_missing_and_unreadable_data_is_named(
     assert train("--data", "in") == 2
     message = "--data: got in/a.txt, which cannot be read (Permission denied), expected"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize("full", [False, True])
+def test_a_folder_that_cannot_keep_tokens_is_not_the_data(
+    full: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write(Path("in/a.txt"), b"text")
+    write(Path("home" if not full else "other"), b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", "home")
+    monkeypatch.setattr(packing, "sync", fails)
+    assert train("--data", "in") == 1
+    said = " ".join(capsys.readouterr().err.split())
+    reason = "No space left on device" if full else "Not a directory"
+    assert (
+        f"home/zfunc: got '{reason}' while keeping the data's tokens: set XDG_CACHE_HOME to a folder" in said
+    )
+    assert "--data" not in said
 
 
 def test_a_tokenizer_takes_text_in_utf8(tokenizer_file: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.setting_values import BY_DEVICE, DISK, TIERS_OF
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import words_of
-from zfunc.errors import about, refuse, setting
+from zfunc.errors import DiskError, about, refuse, setting
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, check_config_file
 from zfunc.models.gpt_config import GPTConfig
 from zfunc.optim.by_name import CLASSES
@@ -541,6 +541,8 @@ def reading(name: str, place: Path | None) -> Generator[None]:
     """A context that turns an error in reading the data of setting `name` into a ValueError with that name."""
     try:
         yield
+    except DiskError:  # of the folder that keeps its tokens
+        raise
     except OSError as error:
         got = f"{error.filename or place}, which cannot be read ({error.strerror})"
         expected = "text, JSONL, a folder of them, a dataset or a .bin of tokens"

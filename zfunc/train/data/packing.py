@@ -7,14 +7,15 @@ again when a source file, the tokenizer, or the code that reads them changes. So
 and position, as from any other data (`zfunc.train.data.corpus`).
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from zfunc.checkpoint.durable_files import sync
 from zfunc.core.display import counted
-from zfunc.errors import refuse, setting
+from zfunc.errors import DiskError, explain_os_errors, refuse, setting
 from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.planner.kept_costs import code_digest
 from zfunc.train.data.corpus import Corpus, TokenStream
@@ -204,11 +205,12 @@ def _packed(
     begin = f".packed-{_short_hash(data)}-"  # hidden: `cache` may lie in the folder that is read
     folder = cache / f"{begin}{_short_hash((code, stats))}"
     if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=cache, prefix=".packing-", ignore_cleanup_errors=True
-        ) as unfinished:
-            _write(Path(unfinished), name, source, vocabulary, bool(rows), pairs)
+        with _keeping_tokens(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+            made = tempfile.TemporaryDirectory(dir=cache, prefix=".packing-", ignore_cleanup_errors=True)
+        with made as unfinished:
+            with _keeping_tokens(cache, errno.ENOSPC, errno.EDQUOT):  # other errors are of the data
+                _write(Path(unfinished), name, source, vocabulary, bool(rows), pairs)
             with suppress(OSError):  # another process was first
                 os.rename(unfinished, folder)
         for older in cache.glob(f"{begin}*"):  # of the same data, by what it was or how it was read then
@@ -239,6 +241,21 @@ def _packed(
         parts = [part.of_whole_documents(x, *rows, pairs) for part, x in zip(parts, both, strict=True)]
         lines += _rows(parts[0], both[0], *rows)
     return Corpus(name, *parts, vocabulary.vocab_size, tuple(lines))
+
+
+@contextmanager
+def _keeping_tokens(cache: Path, *codes: int) -> Generator[None]:
+    """A context that turns an OSError, of one of the `codes` if given, into a DiskError of the folder `cache`."""
+    try:
+        yield
+    except OSError as error:
+        if codes and error.errno not in codes:
+            raise
+        do = "set XDG_CACHE_HOME to a folder with room that can be written"
+        with explain_os_errors(
+            DiskError, cache, "keeping the data's tokens", dict.fromkeys(errno.errorcode, do)
+        ):
+            raise
 
 
 def _short_hash(values: tuple[Any, ...]) -> str:
@@ -316,6 +333,10 @@ def _write(
         got = f"got no text in {name}{left_out and f' ({left_out})'}, expected at least one document"
         do = "save UTF-16 as UTF-8, or " * (binary > 0)
         raise ValueError(f"{got}: {do}name other data, or a .bin of tokens")
+    if not counts["learned"]:
+        got = f"nothing to learn in {counted(counts['documents'], 'document')} of {name}"
+        do = "look at their weights or labels, and at the chat template"
+        refuse((), got, "a label at least", do, ValueError)
     for path in paths.values():
         sync(path)
     if not counts["pairs"]:

@@ -216,6 +216,10 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
         raise ValueError(
             f"{where}: got {got!r:.60} as {missing[0]}, expected {text}, as in {EXAMPLE}: correct it"
         )
+    if "function_call" in m:  # no template writes it
+        raise ValueError(
+            f"{where}: got a function_call, expected tool_calls, its newer form, which templates read: rewrite it"
+        )
     if m.get("weight", 1) not in (0, 1):
         raise ValueError(
             f"{where}: got {m['weight']!r:.60} as weight, expected 0 or 1: correct it, or leave it out"
