@@ -129,6 +129,7 @@ def written(folder: Path, rows: list[Row], *, step: bool = False, name: str = "r
     settings = {
         "num_layers": 2,
         "clip": 1.0,
+        "fp32_params": [],
         "schedule": "Overlapped",
         "precision": "fp32",
         "seed": 7,

@@ -5,6 +5,7 @@ with two groups of parameters and a frozen layer, and its `ds_to_universal` on 2
 its zero_to_fp32 for stage 3, and of the source of universal files; 1 and 2 only in part.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,18 @@ def save_by_name(folder: Path, model: Small, optimizer: Any) -> None:
     folder.mkdir()
     weights, moments = get_state_dict(model, optimizer)
     torch.save(weights, folder / "pytorch_model_fsdp.bin")
+    torch.save(moments, folder / "optimizer.bin")
+
+
+def save_shards(folder: Path, model: Small, optimizer: Any) -> None:
+    """What a Trainer with FSDP writes whose weights are too large for one file."""
+    folder.mkdir()
+    weights, moments = get_state_dict(model, optimizer)
+    own = {x: t for x, t in weights.items() if x != "head.weight"}
+    files = {x: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, x in enumerate(own)}
+    for file in {*files.values()}:
+        save_file({x: own[x] for x in own if files[x] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     torch.save(moments, folder / "optimizer.bin")
 
 
@@ -255,6 +268,7 @@ SAVED: dict[str, Callable[[Path, Small, Any], None]] = {
     "trainer": save_trainer,
     "trainer, one process": save_by_number,
     "trainer, full state": save_by_name,
+    "trainer, in shards": save_shards,
     "trainer, torch before 1.6": lambda *given: save_by_number(*given, zipped=False),
     "zero 2, without its pointer": save_zero_steps,
     "universal": lambda *given: save_deepspeed(*given, stage=0),

@@ -62,7 +62,7 @@ def test_the_command_says_which_step_it_takes(tmp_path: Path, capsys: pytest.Cap
     assert "step-10, the last of 2 steps" in capsys.readouterr().out
 
 
-PIECES = "__0_0.distcp"
+PIECES, SHARD = "__0_0.distcp", "model-00002-of-00002.safetensors"
 ZERO_1, OF_HEAD = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero/head.bias/fp32.pt"
 
 
@@ -83,6 +83,12 @@ def torn(file: Path) -> None:
         ),
         ("dcp", "step-", lambda x: torn(x / PIECES), rf"{PIECES}: got \d+ bytes, expected \d+ with"),
         ("trainer, one process", "checkpoint-", lambda x: torn(x / "optimizer.pt"), "no readable tensors"),
+        (
+            "trainer, in shards",
+            "checkpoint-",
+            lambda x: (x / SHARD).unlink(),
+            f"got no {SHARD}, one of 2 shards",
+        ),
         ("zero 2", "global_step", lambda x: torn(x / ZERO_1), f"{ZERO_1}: got no readable tensors"),
         ("zero 2", "global_step", lambda x: (x / ZERO_1).unlink(), "got optimizer states of 1 rank"),
         ("zero 3", "global_step", lambda x: (x / ZERO_1).unlink(), "got optimizer states of 1 rank"),

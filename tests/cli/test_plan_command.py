@@ -222,7 +222,10 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
         ("byts.host=1e11", "v100-32gb: byts: got an unknown name, expected one of count, bytes, "),
         ("bytes.hst=1e11", "bytes.hst: got an unknown name, expected one of device, host, disk, context"),
         ("bytes.host=3", "bytes.host: got 3, expected between"),
-        ("bytes.host=much", "could not convert string to float: 'much'"),
+        (
+            "bytes.host=12GB",
+            "bytes.host: got '12GB', expected a number in the unit of its table: write 1.28e11",
+        ),
         ("host=1e11", "figures such as bytes.host=1.28e11: v100-32gb: : got an unknown name"),
     ],
 )

@@ -83,12 +83,17 @@ REFUSED: dict[
             f"{LINE}: got a text with <image>, in the place of .*'image' beside it, expected .*: leave it out",
         ),
         ({"text": "a <video>", "videos": ["b.mp4"]}, f"{LINE}: got a text with <video>, in the place of"),
+        (
+            '{\n "text": "a"\n}',
+            f"{LINE}: got invalid JSON .*: write one object a line, or name the file .json",
+        ),
         ("", "got no text in .*, expected at least one document"),
     ],
     "a.json": [
         ([{"txt": "a"}], r"a\.json, record 1: got an object with txt, expected .*rename its keys"),
         ("[1", r"a\.json: got invalid JSON"),
         ({"train": []}, r"a\.json, line 1: got an object with train"),
+        ('{\n "train": []\n}', r"a\.json, line 1: got an object with train"),
     ],
     "a.csv": [
         (b"a,b\n1,2\n", "a.csv: got the columns a, b, expected text, .*: name them in the first line"),

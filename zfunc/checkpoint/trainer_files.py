@@ -5,6 +5,7 @@ The optimizer's file is a pickle, and so are FSDP's weights. `torch.load(weights
 else they hold is refused.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import chain
@@ -25,7 +26,9 @@ from zfunc.checkpoint.foreign_run import (
     own_name,
     torn,
 )
+from zfunc.core.display import counted
 
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"  # the second names the shards
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # of one process or DDP, by number; of FSDP, by name
 _CONFIG = "adapter_config.json"
 _ADAPTER, _WHOLE, _FSDP = "adapter_model.safetensors", "model*.safetensors", "pytorch_model_fsdp.bin"
@@ -39,6 +42,23 @@ def is_trainer(folder: Path) -> bool:
 def adapters_in(folder: Path) -> Path | None:
     """`folder` itself if it has adapters of peft, as argument `lora` of `zfunc.hf.load`; else None."""
     return folder if (folder / _CONFIG).is_file() else None
+
+
+def indexed_shards(folder: Path) -> list[Path]:
+    """The files with a folder's weights that its index names; [] without an index, or where one file has them all.
+    Raises TornError where one is missing, or the index cannot be read."""
+    if not (index := folder / _INDEX).is_file() or (folder / _SINGLE).is_file():
+        return []
+    try:
+        names = {Path(x).name for x in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        got = f"none that can be read ({type(error).__name__}: {error!s:.200})"
+        torn(index, got, "the names of all shards", "copy it again")
+    files = [folder / x for x in sorted(names)]
+    if missing := [x.name for x in files if not x.is_file()]:
+        got = f"no {missing[0]}, one of {counted(len(files), 'shard')} that {_INDEX} names"
+        torn(folder, got, "all of them", "copy or download the rest")
+    return files
 
 
 def open_trainer(
@@ -97,6 +117,7 @@ def _by_name(file: Path, saved: Any, groups: Sequence[Sequence[str]]) -> Mapping
 
 def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, ForeignTensor]:
     files = sorted(folder.glob(_ADAPTER if adapters else _WHOLE))
+    files = files if adapters else indexed_shards(folder) or files
     if not files and not adapters and (folder / _FSDP).is_file():
         saved = load_pickle(folder / _FSDP, allow_pickle=allow_pickle)
         named: Any = saved.items() if hasattr(saved, "items") else ()

@@ -266,7 +266,8 @@ def _events(run: RunHistory) -> Iterator[Cells]:
 def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
-    return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
+    several = isinstance(value, list | tuple)  # in a file a tuple is a list
+    return ", ".join(map(str, cast("list[Any]", value))) or "none" if several else str(value)
 
 
 def _listed(heads: Cells, rows: Sequence[Cells], caption: str, kind: str = "") -> str:

@@ -62,13 +62,22 @@ class SimulatedFlags(GPTFlags):
             return None
         try:
             figures = (text.rpartition("=") for text in self.with_)
-            return replace_figures(load_profile(name), {place: float(value) for place, _, value in figures})
+            given = {place: _number(place, value) for place, _, value in figures}
+            return replace_figures(load_profile(name), given)
         except FileNotFoundError:  # says all that
             raise
         except (OSError, ValueError) as error:
             got = " ".join([str(name), *self.with_])
             expected = "a profile that zfunc calibrate wrote, and figures such as bytes.host=1.28e11"
             raise SettingError(("hardware", "with_"), got, expected, str(error)) from error
+
+
+def _number(place: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        do = "write 1.28e11 for 128 GB"
+        raise ValueError(f"{place}: got {text!r}, expected a number in the unit of its table: {do}") from None
 
 
 @frozen(eq=False)

@@ -6,7 +6,6 @@ memory once.
 """
 
 import copy
-import json
 import logging
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from zfunc.core.display import counted
+from zfunc.checkpoint.trainer_files import indexed_shards
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
 from zfunc.errors import CheckpointError, Message, did_you_mean, refuse, setting
@@ -46,7 +45,6 @@ from zfunc.options import one_of
 from zfunc.values import of_type
 
 SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
-_INDEX = f"{SINGLE}.index.json"  # names the shards
 _POINTER = b"version https://git-lfs"  # in the place of a file that git lfs has not fetched
 _OLD_BUFFERS = r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq|position_ids)$"  # that older versions saved
 LARGEST = {
@@ -485,19 +483,7 @@ def _weight_files(folder: Path) -> list[Path]:
     all shards without an index. Raises CheckpointError if one is missing."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    files = sorted(folder.glob(SHARDS))
-    if (index := folder / _INDEX).is_file():
-        try:
-            names = {*json.loads(index.read_bytes())["weight_map"].values()}
-            files = [folder / Path(x).name for x in sorted(names)]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            got = f"no index that can be read ({type(error).__name__}: {error})"
-            raise CheckpointError(
-                f"{index}: got {got}, expected the names of all shards: copy it again"
-            ) from error
-        if missing := [x.name for x in files if not x.is_file()]:
-            got = f"no {missing[0]}, one of {counted(len(files), 'shard')} that {_INDEX} names"
-            raise CheckpointError(f"{folder}: got {got}, expected all of them: copy or download the rest")
+    files = indexed_shards(folder) or sorted(folder.glob(SHARDS))
     if not files:
         pickled = next(folder.glob("pytorch_model*.bin"), None)
         do = f"let transformers read {pickled.name}, and save_pretrained write them" if pickled else NEXT

@@ -110,12 +110,18 @@ def last_line(path: Path) -> Placed:
 
 
 def _array(path: Path, file: BinaryIO) -> Placed:
-    """The records of a `.json` file, each after its place: elements of a JSON array, or objects, one a line."""
+    """The records of a `.json` file, each after its place: elements of a JSON array, or objects, one a line, or one
+    over several lines."""
     content = file.read().removeprefix(BOM_UTF8)
     if content.lstrip().startswith(b"["):
         yield from ((f"{path}{_RECORD}{n}", x) for n, x in enumerate(parsed(content, str(path)), 1))
-    else:
+        return
+    try:
+        only = parsed(content, where := f"{path}, line 1")
+    except ValueError:
         yield from _lines(path, io.BytesIO(content))
+    else:
+        yield where, only
 
 
 def parsed(content: bytes, where: str) -> Any:
@@ -125,7 +131,9 @@ def parsed(content: bytes, where: str) -> Any:
         if b"\\ud" in content.lower():  # half a surrogate pair cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        do = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "correct or delete it"
+        opens = content.strip() in (b"{", b"[")
+        do = "write one object a line, or name the file .json" if opens else "correct or delete it"
+        do = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else do
         raise ValueError(f"{where}: got invalid JSON ({error}), {EXPECTED}: {do}") from error
     return value
 
