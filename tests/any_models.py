@@ -75,6 +75,8 @@ OPT |= {"max_position_embeddings": 32, "word_embed_proj_dim": 32, "dropout": 0.0
 VISION = {"image_size": 16, "patch_size": 4, "num_channels": 3, "attention_dropout": 0.0}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 EIGHT = {"image_size": 8, "patch_size": 4}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.0}
+BLOOM |= {"attention_dropout": 0.0, "use_cache": False}
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 MAMBA |= {"mamba_chunk_size": 4, "mamba_expand": 2}
@@ -490,6 +492,9 @@ MODELS: dict[str, Callable[[], Made]] = {
         lambda: images(labels=classes()),
     ),
     "Llama": causal("Llama"),
+    "BLOOM": of(config("Bloom", **BLOOM), "BloomForCausalLM", text),
+    "Phi-3.5 MoE": causal("Phimoe", num_local_experts=4, router_jitter_noise=0.0, input_jitter_noise=0.0),
+    "RecurrentGemma": causal("RecurrentGemma", lru_width=32, attention_window_size=6, conv1d_width=3),
     "Mistral": causal("Mistral", sliding_window=4),
     "Gemma 2": causal("Gemma2", head_dim=8, sliding_window=4),
     "OLMo 2": causal("Olmo2"),

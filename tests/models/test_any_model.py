@@ -34,6 +34,7 @@ from zfunc.runtime.direct_io import DirectFile
 
 BY_DAY = {  # one of a kind and a way each; GPT-2 and DiT train by day where places are chosen by a loop's batch
     "BERT, classes": "device",
+    "BLOOM": "host",
     "CLIP": "two devices",
     "LSTM seq2seq": "host",
     "OLMoE": "two devices",
@@ -344,7 +345,10 @@ def _halves(model: nn.Module, x: dict[str, Tensor]) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
+        ("LoHa", {"r": 4}),
         ("LoKr", {"r": 4}),
+        pytest.param("C3A", {"block_size": 8}, marks=pytest.mark.slow),
+        pytest.param("RandLora", {"r": 4}, marks=pytest.mark.slow),
         pytest.param("BOFT", {"boft_block_size": 4}, marks=pytest.mark.slow),
         pytest.param("OFT", {"r": 0, "oft_block_size": 4}, marks=pytest.mark.slow),
         pytest.param("Vera", {"r": 4}, marks=pytest.mark.slow),

@@ -43,7 +43,7 @@ class _Log(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, list[Any], Any]] = []
         self._results: dict[int, tuple[Any, ...]] = {}
-        self._alive: list[Any] = []  # ids stay unique
+        self.alive: list[Any] = []  # ids stay unique
         self._own = set[int]()  # storages that the call allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ class _Log(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._own |= {storage_of(t) for t in allocated_by(func, out)}
         for n, t in enumerate(tree_leaves(out)):
-            self._alive.append(t)
+            self.alive.append(t)
             self._results[id(t)] = "result", len(self.ops), n
         return out
 
@@ -73,7 +73,7 @@ class _Log(TorchDispatchMode):
             return repr(x) if isinstance(x, float) else x
         if id(x) in self._results:
             return self._results[id(x)]
-        self._alive.append(x)
+        self.alive.append(x)
         x = x.constant if isinstance(x, FakeTensor) and x.constant is not None else x  # torch.tensor(2.0)
         if isinstance(x, FakeTensor) or x.is_meta or x.nbytes > MAX_HASHED or x.layout is not torch.strided:
             return "outside", id(x)
@@ -144,6 +144,13 @@ def changes_from_call_to_call(
         logs.append(log)
         difference = _difference(*logs[-2:]) if len(logs) > 1 else ""
     return difference, kept
+
+
+def result_and_reads(call: Callable[[], Any]) -> tuple[Any, list[Tensor], bool]:
+    """What `call()` returns, the tensors that it reads and did not make, and whether it writes into such."""
+    with _Repeated(str) as log:
+        y = call()
+    return y, [t for t in log.alive if id(t) in log.read], bool(log.written)
 
 
 def check_deterministic(

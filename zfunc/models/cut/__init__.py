@@ -6,6 +6,7 @@
     spans          where a graph is cut, and what is alive there
     pieces         the part of a graph between two cuts as a function
     vmap           a vmap in a graph as the operations that it makes
+    functions      calls of the user's autograd functions as nodes of a graph
     gradients      whether a trace has the gradients of its module
     called         a module called with a batch, which returns its loss
     ctc            the loss of CTC in sizes that a trace knows

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.graph_cuts import changed_by, mutates
+from zfunc.models.cut.functions import FunctionCall
 from zfunc.models.cut.user_code import LIBRARIES
 
 GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -123,8 +124,8 @@ def check_operations(calls: Iterable[Node]) -> None:
     for n in calls:
         if any(map(_of_value, tree_leaves(n.meta.get("val")))):
             raise ValueBranchError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
-        known = isinstance(n.target, OpOverload) or n.target in REGIONS or n.target is operator.getitem
-        if not known:  # part of it may stay open over several operations
+        known = isinstance(n.target, OpOverload | FunctionCall) or n.target is operator.getitem
+        if not known and n.target not in REGIONS:  # part of it may stay open over several operations
             name = getattr(n.target, "__name__", str(n.target))
             raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
 

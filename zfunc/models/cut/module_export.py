@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zfunc.core.layout import Parameter
+from zfunc.engine.trace.autograd_functions import applied_by
 from zfunc.engine.trace.batches import unmarked
 from zfunc.engine.trace.facts import Facts, first_change, held
 from zfunc.engine.trace.graph_cuts import alone
@@ -36,6 +37,7 @@ from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import BatchCall, lacks_targets, takes_inputs_alone
 from zfunc.models.cut.exported_graph import BRANCH, BuffersWrittenError, NotCutError, ValueBranchError
+from zfunc.models.cut.functions import FunctionCalls
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import module_piece
 from zfunc.models.cut.spans import CutGraph, cut_graph
@@ -110,8 +112,9 @@ class ModuleExport:
         if by_value is not None:
             module.by_value = by_value
         # 2. Its graph, cut.
-        drawn = _generator_states(module.own[0])
-        with alone(), _quiet(), _states_of_lstm(), warnings.catch_warnings():
+        drawn, functions = _generator_states(module.own[0]), FunctionCalls()
+        traced = applied_by(functions.apply)
+        with alone(), _quiet(), _states_of_lstm(), traced, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
                 exported = torch.export.export(module, (inputs,), strict=False)
@@ -141,7 +144,10 @@ class ModuleExport:
             raise BuffersWrittenError(assigned)
         if {x.kind.name for x in specs} != {"USER_OUTPUT"}:
             raise NotCutError("forward assigns to a buffer: write into it in place (copy_)")
+        if functions.changed:
+            raise NotCutError(f"forward sets attributes of the class {functions.changed}")
         expand_vmaps(exported)
+        functions.expand(exported)
         cut_in = partial(
             cut_graph,
             exported,

@@ -58,8 +58,8 @@ def segments(
     are passed on. Blocks with equal operations are traced and compiled once. A batch of other shapes, a precision,
     and evaluation, in eval mode, cost a trace each, of which 64 are kept. The model is not changed.
 
-    A model whose trace lacks some of its operations, such as an autograd.Function's own backward, becomes one
-    segment, and the log says why. Raises ValueError for a branch on data, or an example that does not fit.
+    A model whose trace lacks some of its operations, such as a torch.func.grad, becomes one segment, and the log
+    says why. Raises ValueError for a branch on data, or an example that does not fit.
 
     >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> batch = torch.ones(2, 4), torch.ones(2, 4)
