@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_files import MOMENTS, RATE, save_deepspeed
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zfunc
@@ -109,6 +109,11 @@ def test_adapters_go_on_with_the_same_bits_and_the_same_loss(form: str, tmp_path
     state = zfunc.load(tmp_path / "taken", program)
     _, metrics = zfunc.train_step(program, state, {"input_ids": x, "labels": x})
     assert metrics.loss == pytest.approx(step(3), rel=2e-6)
+    if save is save_one:  # the base alone may be missing
+        left = load_file(file := theirs / "adapter_model.safetensors")
+        save_file({name: t for name, t in left.items() if "lora_B" not in name}, file)
+        assert main([*line[:3], str(tmp_path / "again"), *line[4:]]) == 2
+        assert "lora_B" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -377,7 +377,7 @@ class Mapped(Block):
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         y = super().forward(x, table)
-        apart = torch.vmap(torch.vmap(lambda a, b: (a - b).abs(), (None, 0)), (0, None))
+        apart = torch.vmap(torch.vmap(lambda a, b: (a - b).abs_(), (None, 0)), (0, None))
         distance = apart(torch.arange(8.0), torch.arange(8.0) / 2)
         return y + 0.1 * torch.vmap(lambda row: (row - row.mean()) @ distance.softmax(-1))(y)
 
@@ -471,10 +471,11 @@ def test_buffers_that_forward_writes_are_state(caplog: pytest.LogCaptureFixture)
 
 def test_batch_norm_in_16_bits_has_fp32_statistics() -> None:
     """Beside torch's mixed batch norm: the rest of the module in bf16, with vectors of spectral norm; statistics,
-    weight and bias in fp32."""
+    weight and bias in fp32. One without such statistics is in bf16."""
     torch.manual_seed(0)
     last = nn.utils.parametrizations.spectral_norm(nn.Linear(288, 4))
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), last)
+    of_batch = nn.BatchNorm2d(8, track_running_stats=False)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), of_batch, nn.Flatten(), last)
     x, y = torch.randn(16, 3, 8, 8), torch.randn(16, 4)
     segments, optimizer = zfunc.segments(model, (x, y), F.mse_loss), zfunc.SGD(lr=0.1)
     program = zfunc.compile(segments, optimizer=optimizer, precision="bf16", device="cpu")

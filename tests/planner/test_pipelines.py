@@ -175,6 +175,19 @@ def test_few_of_the_orders_of_many_layers_are_timed(monkeypatch: pytest.MonkeyPa
         assert every[first, m] <= fastest / (1 - pipelines.WORTH)
 
 
+def test_between_stages_an_input_is_copied_twice_or_once_where_devices_are_peers() -> None:
+    step = CostModel(gpt_costs(EQUAL, ROWS, zfunc.AdamW(), 1), ROOM).step(
+        StepSettings(order="OneFOneB", params_on="host", **GIVEN)
+    )
+    work = pipelines.work_of(step)
+    once, twice = (
+        pipelines._passes(PlannedStep(evolve(step.spec, peers=x), ROOM), "OneFOneB", 1, work)[-1]  # pyright: ignore
+        for x in (True, False)
+    )
+    assert twice == pytest.approx([2 * x for x in once], abs=1)
+    assert max(once) > 100
+
+
 @pytest.mark.parametrize("config", [EQUAL, LARGE_HEAD])
 def test_few_cuts_of_a_round_are_as_fast_as_all_pairs_of_cuts(config: GPTConfig) -> None:
     model = CostModel(gpt_costs(evolve(config, num_layers=10), ROWS, zfunc.AdamW(), 1), ROOM)
