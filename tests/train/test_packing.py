@@ -32,7 +32,7 @@ from text_data import (
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.planner.kept_costs import code_digest
 from zfunc.train.data import packing
-from zfunc.train.data.documents import is_held_out, stdlib_files
+from zfunc.train.data.documents import is_held_out, stdlib_files, stream_files
 from zfunc.train.data.tokenizer import open_tokenizer
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -176,6 +176,17 @@ def test_of_a_folder_records_are_read_and_what_is_left_out_is_named(name: str, t
     assert bytes(tokens_of(corpus)).decode().rstrip("\0").split("\0") == documents.split("|")
     assert f"left out: {left_out}" in str(corpus).splitlines()
     assert ("held out: the split" in str(corpus)) == ("splits" in name or name == "as downloaded")
+
+
+def test_a_linked_folder_is_named_as_left_out_and_a_linked_file_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "there" / "a.jsonl", RECORD)
+    folder = write(tmp_path / "in" / "b.jsonl", RECORD).parent
+    (folder / "c.jsonl").symlink_to(tmp_path / "there" / "a.jsonl")
+    (folder / "more").symlink_to(tmp_path / "there")
+    corpus = opened(folder, tmp_path)
+    assert bytes(tokens_of(corpus)) == 2 * b"from records\0"
+    assert "left out: more" in str(corpus).splitlines()
+    assert stream_files(folder)[1] == ["more"]
 
 
 def test_a_byte_order_mark_is_no_text(tokenizer_file: Path, tmp_path: Path) -> None:

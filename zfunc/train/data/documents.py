@@ -93,7 +93,8 @@ class DocumentSource:
 
 
 def walk(root: Path, skipped: Callable[[str], bool] = lambda part: part.startswith(".")) -> list[File]:
-    """The regular files under `root`, sorted, except `skipped` names. Links to files alone are followed."""
+    """The regular files under `root`, sorted, except `skipped` names; and links to folders, which are not followed,
+    to be named as left out."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -101,8 +102,9 @@ def walk(root: Path, skipped: Callable[[str], bool] = lambda part: part.startswi
     paths: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=fail):
         folders[:] = [part for part in folders if not skipped(part)]
-        paths += [Path(folder, part) for part in files if not skipped(part)]
-    return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+        paths += [x for part in files if not skipped(part) and (x := Path(folder, part)).is_file()]
+        paths += [x for part in folders if (x := Path(folder, part)).is_symlink()]
+    return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
 def stdlib_files() -> list[File]:
@@ -130,7 +132,7 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
     `pairs` records are preferences, two documents each; texts are refused.
     """
     runs = files_of_runs(x for x, _ in files)
-    own = [x for x in files if x[0] not in runs]
+    own = [x for x in files if x[0] not in runs and not x[1].is_dir()]
     holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in own}
     told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
     kind = next((x for x in (True, False, None) if x in told), False)
@@ -294,6 +296,7 @@ def open_saved(path: Path, *, pairs: bool = False) -> DocumentSource:
     def parts(counts: Counter[str]) -> Parts:
         yield from ((name == held_out, rows(name, counts)) for name in (train, held_out) if name is not None)
 
+    files = [x for x in files if not x[1].is_dir()]
     return DocumentSource(files, parts, held_out or "", columns, notes)
 
 
@@ -403,7 +406,8 @@ def stream_files(path: Path) -> tuple[list[File], list[str]]:
     names = [Path(x) for x in glob(str(path), recursive=True)]
     found = walk(path) if path.is_dir() else sorted((str(x), x) for x in names if x.is_file())
     runs = files_of_runs(x for x, _ in found)
-    read = [x for x in found if x[0] not in runs and (suffix_of(x[1]) in LINES or x[1].suffix in TABLES)]
+    known = (x for x in found if suffix_of(x[1]) in LINES or x[1].suffix in TABLES)
+    read = [x for x in known if x[0] not in runs and x[1].is_file()]
     if not read:
         got = f"{path}, where {named(x for x, _ in found)} is" if found else f"{path}, which names no file"
         expected = "JSONL, Parquet or Arrow files, a folder or a pattern of them"
