@@ -8,9 +8,12 @@ for each of them, as a user's program does.
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 from attrs import evolve
 from torch import Tensor
+from torch.fx import _symbolic_trace
+from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_flatten
 
 from zfunc.core.spec import StepSpec
@@ -30,6 +33,7 @@ from zfunc.runtime import accelerator
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
 _calls, _checked = passes.segment_calls, passes.checked
 _trace_one, _check = traced_spec._trace_one, traced_spec.check_deterministic
+_dispatch_trace = proxy_tensor.dispatch_trace
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _cut: dict[Any, Callable[..., Any]] = {}
 _shared: set[Callable[..., Any]] = set()
@@ -46,6 +50,20 @@ def share_traces() -> None:
     compiling.segment_calls = traced_costs.segment_calls = _shared_calls
     passes.checked, passes.tiled_vjp = _shared_checked, _shared_vjp
     traced_spec._trace_one, traced_spec.check_deterministic = _shared_trace, _shared_check
+    proxy_tensor.dispatch_trace = _trace_of_operations
+
+
+def _trace_of_operations(root: Any, tracer: Any, concrete_args: Any = None) -> Any:
+    """Without two methods of nn.Module that a trace sets and resets, which do nothing where operations alone are
+    traced: each graph that is kept is a subclass of it, and setting a method walks all of them."""
+    if type(tracer) is not proxy_tensor.PythonKeyTracer:  # torch.export's keeps the stack of modules by them
+        return _dispatch_trace(root, tracer, concrete_args)
+    with mock.patch.object(_symbolic_trace._Patcher, "patch_method", new=_set_no_method):
+        return _dispatch_trace(root, tracer, concrete_args)
+
+
+def _set_no_method(*_: Any, **__: Any) -> None:
+    """Instead of `patch_method`."""
 
 
 def _is_cut(function: Any) -> bool:

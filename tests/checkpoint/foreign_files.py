@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +64,9 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, example: tupl
     return loss.item()
 
 
+@cache
 def segments() -> Any:
+    """Of a new model: cut once, as it is the same one."""
     return zfunc.segments(Small(), batch(0))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_files import MOMENTS, RATE, torch_step
+from pairs import in_pairs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -154,8 +155,7 @@ def theirs(kind: str) -> Any:
     return getattr(transformers, f"{kind}Config")(**size, **more, **given)
 
 
-@pytest.mark.parametrize("form", ["older", "newer", "newer, fused"])
-@pytest.mark.parametrize("kind", HEAD_DIM)
+@pytest.mark.parametrize(("form", "kind"), in_pairs(["older", "newer", "newer, fused"], HEAD_DIM, meet=1))
 def test_a_model_of_torchtitan_goes_on_as_that_of_transformers(kind: str, form: str, tmp_path: Path) -> None:
     model, optimizer = trained(kind, form != "older")
     save(tmp_path / "theirs", model, optimizer, fused="fused" in form)

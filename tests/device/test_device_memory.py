@@ -262,9 +262,7 @@ def test_what_segments_pass_on_is_planned_once(
     check_peak(device, zfunc.compile(segments, device=device, **settings), batch)
 
 
-@pytest.mark.parametrize(
-    "sizes", ["--num-layers 2 --hidden-size 32 --seq-length 32", pytest.param("", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("sizes", [at_night("--num-layers 2 --hidden-size 32 --seq-length 32"), at_night("")])
 def test_the_benchmark_of_what_cuts_have_in_common(device: str, controls: Any, sizes: str) -> None:
     """Once is less than for each cut, anywhere, and what is held; docs/any_model.md has the table of the default
     sizes."""

@@ -360,11 +360,10 @@ def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
 @pytest.mark.parametrize(
     ("precision", "modules"),
     [
-        ("fp32", [MODULES[name] for name in ("mixer", "attention", "gru")]),
         ("bf16", [lambda: nn.Sequential(Turned(nn.BatchNorm1d(8)), nn.Linear(8, 8))]),
         *(pytest.param(x, [*MODULES.values()], marks=pytest.mark.slow) for x in ("fp32", "bf16")),
     ],
-    ids=["some", "statistics", "all", "all in bf16"],
+    ids=["statistics", "all", "all in bf16"],
 )
 def test_ordinary_modules_train_alike_with_any_recompute(precision: Any, modules: list[Any]) -> None:
     results = []

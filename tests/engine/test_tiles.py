@@ -43,7 +43,7 @@ REFUSED = {
     "Qwen3 MoE": "expected rows",
 }
 # Layers in which tiles meet something new; those of the others are made of what is in these.
-BY_DAY = ("GPT-2", "Mistral, window", "Qwen3", "Phi-3, long positions", "OLMo 2", "Llama 4")
+BY_DAY = ("GPT-2", "Llama 4", "Qwen3", "Phi-3, long positions", "OLMo 2", "Mistral, window")
 WAYS = [*product((2, 4, 8), (False, True))]
 LAYERS = in_pairs(BY_DAY, WAYS)
 LAYERS += [

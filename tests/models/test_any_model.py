@@ -42,7 +42,6 @@ BY_DAY = {  # one of a kind and a way each; GPT-2 and DiT train by day where pla
     "T5": "host",
     "U-Net": "two devices",
     "Wav2Vec2, CTC": "host",
-    "Wan": "two devices",
     "graph network": "device",
 }
 
@@ -209,7 +208,13 @@ def counted(transfer: Callable[..., None], of: Counter[str]) -> Callable[..., No
     return counting
 
 
-@pytest.mark.parametrize("more", [{}, {"devices": 2, "params_on": "host", "schedule": "CriticalPath"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"devices": 2, "params_on": "host", "schedule": "CriticalPath"},
+    ],
+)
 def test_what_segments_on_host_and_disk_share_is_on_the_host(more: dict[str, Any], tmp_path: Path) -> None:
     """Also where the first of them is on the disk: the bits are those of activations on the device."""
     torch.manual_seed(0)
@@ -254,7 +259,7 @@ def test_residuals_that_are_views_of_tensors_in_one_memory_find_them_apart(
     assert all(torch.equal(t, weights[name]) for name, t in same.items())
 
 
-@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+@pytest.mark.parametrize("order", [pytest.param("horizontal", marks=pytest.mark.slow), "vertical"])
 def test_the_disk_has_one_copy_of_what_many_segments_read(
     order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

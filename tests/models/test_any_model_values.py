@@ -225,8 +225,8 @@ def test_micro_batches_of_other_values_have_room_for_the_largest_at_each_cut(
     model = kind()
     settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0), "micro_batches": 2}
     own = {**WAYS, "disk": {"activations_on": "disk", "swap": [tmp_path]}}.get(way, {"pp": 2})
-    make = lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings, **own)  # noqa: E731
-    programs = programs_of(1, make, pp=own.get("pp", 1))
+    segments = zfunc.segments(model, given(3, 3))
+    programs = programs_of(1, lambda: zfunc.compile(segments, **settings, **own), pp=own.get("pp", 1))
     states = on_every(programs, zfunc.init)
     for more in ((3, 3), (1, 40), (40, 2), (2, 1)):
         x = given(*more)
@@ -268,7 +268,8 @@ def test_ranks_whose_values_make_other_plans_are_told_the_values_and_what_to_do(
 
     model = Longer()
     settings = {"precision": "fp32", "device": "cpu", "optimizer": zfunc.SGD(lr=0.0)}
-    programs = programs_of(2, lambda: zfunc.compile(zfunc.segments(model, given(3, 3)), **settings))
+    segments = zfunc.segments(model, given(3, 3))
+    programs = programs_of(2, lambda: zfunc.compile(segments, **settings))
     states, apart = on_every(programs, zfunc.init), [given(3, 3), given(40, 40)]
     for program, x in zip(programs, apart, strict=True):
         specialize(program, unpacked(x, program.segments[-1]))

@@ -37,7 +37,7 @@ from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.fault_injection import Jitter
 
-STEPS = 6
+STEPS = 4
 TIED = {"model": "pairs", "precision": "fp32", "bucket_size": 40}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"model": "odd sizes", "precision": "fp32", "bucket_size": 3000},
@@ -63,7 +63,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "partial, deferred": {"state_on": "device:0.5,host", "defer": True},
     "stage 3": {"stage": 3},
 }
-GRADIENT_ROWS = [*product(GRADIENTS, ("fp32",)), ("clipped", "bf16"), ("stage 1", "fp16")]
+GRADIENT_ROWS = [("clipped", "bf16"), ("stage 1", "fp16"), *product(GRADIENTS, ("fp32",))]
+# What the others have with a stage or a barrier, or in part, has no other code on ranks.
+GRADIENTS_AT_NIGHT = {"no barrier", "all on the device", "moments in 16 bits", "some in fp32"}
 SCHEDULES = {  # by world; of one rank tests/engine/test_laws.py says that every schedule has the serial bits
     1: ("Overlapped",),
     2: ("Serial", "Overlapped"),
@@ -147,11 +149,15 @@ def compare(group: Any, world: int, out: Path, *, night: bool) -> None:
     torch.save({"seen": seen, "params": params}, out / f"overflow-{world}-{rank}.pt")
 
 
-def gradients(group: Any, out: Path) -> None:
+def gradient_rows(*, night: bool) -> list[tuple[str, str]]:
+    return [row for row in GRADIENT_ROWS if night or row[0] not in GRADIENTS_AT_NIGHT]
+
+
+def gradients(group: Any, out: Path, *, night: bool) -> None:
     """What reaches the optimizer on each of these ranks, against autograd's on the batches of all of them."""
-    for recipe, precision in GRADIENT_ROWS:
+    for recipe, precision in (rows := gradient_rows(night=night)):
         check(*program_of("pairs", precision, micro_batches=2, group=group, **GRADIENTS[recipe]))
-    (out / f"gradients-{dist.get_rank(group)}.json").write_text(json.dumps(GRADIENT_ROWS))
+    (out / f"gradients-{dist.get_rank(group)}.json").write_text(json.dumps(rows))
 
 
 class Scored(nn.Linear):
@@ -198,7 +204,7 @@ def traced(*, night: bool) -> Iterator[tuple[Program, Batch]]:
             yield program, rows_of(global_batch(data, 0), 0, world)
     for settings in ({"model": "odd sizes"}, {"model": "frozen below", "precision": "fp16"}):
         yield from each_world(*compiled(group=None, **settings))
-    for recipe, precision in GRADIENT_ROWS:
+    for recipe, precision in gradient_rows(night=night):
         program, data = program_of("pairs", precision, micro_batches=2, **GRADIENTS[recipe])
         yield program, rows_of(data(0), 0, 2)
 
@@ -209,7 +215,7 @@ def main(rank: int, world: int, out: Path, *, night: bool) -> None:
         if rank < size:
             compare(group, size, out, night=night)
         if size == 2 and rank < size:
-            gradients(group, out)
+            gradients(group, out, night=night)
             torch.save([scored(2, group=group), scored(1, group=group, pp=2)], out / f"scored-{rank}.pt")
     dist.barrier()
     for what in DISAGREE:
@@ -314,12 +320,12 @@ def test_any_world_trains_alike_with_any_recipe(results: Path, recipe: str, worl
         assert other_norm == pytest.approx(norm, rel=2e-2)
 
 
-def test_11_what_reaches_the_optimizer_of_two_ranks_is_the_gradient(results: Path) -> None:
+@pytest.mark.parametrize("at_night", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_11_what_reaches_the_optimizer_of_two_ranks_is_the_gradient(results: Path, at_night: bool) -> None:
     # Each row was held against autograd there; what was not equal would have ended the rank.
     for rank in range(2):
-        assert {row[0] for row in json.loads((results / f"gradients-{rank}.json").read_text())} == {
-            *GRADIENTS
-        }
+        held = {row[0] for row in json.loads((results / f"gradients-{rank}.json").read_text())}
+        assert held >= GRADIENTS.keys() - (set() if at_night else GRADIENTS_AT_NIGHT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

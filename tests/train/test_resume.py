@@ -80,6 +80,7 @@ SETTINGS = {
     "rows of many documents": ([*ROWS, "--dropout", 0], (8,)),
     "rows of many documents, in tiles": ([*ROWS, "--tiles", 2, "--recompute", "all", "--dropout", 0], (8,)),
 }
+AT_NIGHT = {"fp16, Interleaved", "rows of many documents, in tiles"}  # by day tests/engine/test_laws.py
 
 
 def write_shards() -> None:
@@ -90,7 +91,7 @@ def write_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow) if "in tiles" in x else x for x in SETTINGS]
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in AT_NIGHT)) for x in SETTINGS]
 )
 def test_a_failed_run_resumes_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
     settings, failing = SETTINGS[name]
