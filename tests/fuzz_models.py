@@ -214,7 +214,7 @@ KEEPING: dict[str, Callable[[int, int], nn.Module]] = {
     "expand": pure(lambda x: x[:, :1].expand_as(x) * 0.5 + x),
     "rolled": pure(lambda x: torch.cat([x[:, 1:], x[:, :1]], 1)),
     "largest": pure(lambda x: x - x.max(2, keepdim=True).values.tanh()),
-    "masked": pure(lambda x: torch.where(x > 0, x, 0.1 * x)),
+    "masked": pure(lambda x: torch.where(x > 0, x + 0.1 * x * x, x)),  # no kink, whose side rounding decides
     "detached": pure(lambda x: x + 0.5 * x.detach()),
     "edited": pure(edited),
     "edited weight": lambda rows, width: Apply(
