@@ -755,6 +755,23 @@ def test_a_second_call_that_finds_what_a_first_kept_is_no_change() -> None:
     assert len(zfunc.segments(*MODELS["SD3"]())) == 11
 
 
+class Recorded(Elsewhere):
+    """Blocks that a profiler sees by name."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for n, layer in enumerate(self.layers):
+            with torch.profiler.record_function(f"layer {n}"):
+                x = layer(x)
+        return F.mse_loss(x, y)
+
+
+def test_blocks_that_a_profiler_sees_train() -> None:
+    model, data = Recorded(), (torch.randn(4, 8), torch.randn(4, 8))
+    segments = zfunc.segments(model, data)
+    assert len(segments) > 1
+    check(segments, model, data, None)
+
+
 class Hooked(Elsewhere):
     """The loss reads what hooks of blocks write into an attribute of the model that they close over."""
 

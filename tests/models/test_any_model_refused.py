@@ -90,6 +90,35 @@ class Penalized(nn.Linear):
         return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
+class Neighbours(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), super().forward(x, table).flatten(1)).view_as(x)
+
+
+def annealed() -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss whose weight, a tensor that it closes over, is another one in each call."""
+    kept = {"weight": torch.ones(())}
+
+    def loss(y: Tensor, targets: Tensor) -> Tensor:
+        kept["weight"] = kept["weight"] * 0.9
+        return F.mse_loss(y, targets) * kept["weight"]
+
+    return loss
+
+
+class Smoothed(nn.Module):
+    """A loss that is divided by its own average, a buffer, which it assigns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, y: Tensor, targets: Tensor) -> Tensor:
+        loss = F.mse_loss(y, targets)
+        self.mean = self.mean * 0.9 + loss.detach() * 0.1
+        return loss / self.mean
+
+
 class Assigned(Tied):
     """Assigns to .data of its buffer, or of a parameter."""
 
@@ -378,9 +407,16 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         *(
             (
                 lambda written=written: zfunc.segments(Averaged(written=written), batch()),
-                r"tensor in an attribute that forward changes at .*_refused.py:\d+, .*register_buffer",
+                r"tensor that forward keeps from call to call at .*_refused.py:\d+, .*register_buffer",
             )
             for written in (False, True)
+        ),
+        *(
+            (
+                lambda loss=loss: zfunc.segments(ALONE, ONES, loss()),
+                r"tensor that forward keeps from call to call at .*_refused.py:\d+, .*loss that has one",
+            )
+            for loss in (annealed, Smoothed)
         ),
         *(
             (
@@ -388,6 +424,10 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
                 rf"assignment to .data of '{name}' at .*_refused.py:\d+, expected .*buffer with copy_\(\)",
             )
             for name in ("scale", "embed.weight")
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=Neighbours), batch()),
+            r"tensor of torch.sparse_coo at .*_refused.py:\d+, expected dense ones: call to_dense\(\)",
         ),
         (lambda: zfunc.segments(CountedWhole(), batch()), r"attribute calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),

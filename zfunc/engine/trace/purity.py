@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Container
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from zfunc.engine.trace.graph_cuts import mutates, written_by
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.runtime.torch_dtypes import byte_view
 
+T = TypeVar("T")
 ADVICE = "Make it part of the input, or set it once, before zfunc.segment"
 SEEDED = "those are seeded the same for forward and for its recomputation"
 REASON = "forward and its recomputation in backward would differ"
@@ -70,12 +71,13 @@ class _Log(TorchDispatchMode):
         """A key of the argument `x` of an operation, to compare two calls: where it comes from, its values,
         or, if it is large, its identity."""
         if not isinstance(x, Tensor):
-            return repr(x) if isinstance(x, float) else x
+            kept = isinstance(x, torch.ScriptObject)  # of record_function, which compares with nothing
+            return repr(x) if isinstance(x, float) else type(x) if kept else x
         if id(x) in self._results:
             return self._results[id(x)]
         self.alive.append(x)
         x = x.constant if isinstance(x, FakeTensor) and x.constant is not None else x  # torch.tensor(2.0)
-        if isinstance(x, FakeTensor) or x.is_meta or x.nbytes > MAX_HASHED or x.layout is not torch.strided:
+        if isinstance(x, FakeTensor) or x.is_meta or x.layout is not torch.strided or x.nbytes > MAX_HASHED:
             return "outside", id(x)
         with _disable_current_modes():
             values = x.detach().cpu().resolve_conj().resolve_neg()
@@ -99,8 +101,8 @@ class _Log(TorchDispatchMode):
 
 class _Repeated(_Log):
     """A mode that records the operations of a call, pure or not, each with what `place` returns. Tensors without
-    values that no operation made are all alike; `read` and `written` say where those that the call did not make
-    are read, by id, and written, by storage."""
+    values that no operation made are all alike; `read` and `written` say, by storage, where those that the call did
+    not make are read and written."""
 
     def __init__(self, place: Callable[[], str]) -> None:
         super().__init__()
@@ -111,9 +113,15 @@ class _Repeated(_Log):
         self._here = self._place()
         return super().record(f"{func} {self._here}", arguments)
 
+    def state(self, before: "_Repeated") -> str:
+        """Where this call reads a tensor that the call `before` made, or writes one that both write; else ""."""
+        made = (place for x, place in self.read.items() if x in before._own)
+        both = (place for x, place in self.written.items() if x in before.written)
+        return next(iter((*made, *both)), "")
+
     def _token(self, x: Any) -> Any:
-        if isinstance(x, Tensor) and id(x) not in self._results:
-            self.read.setdefault(id(x), self._here)
+        if isinstance(x, Tensor) and x.layout is torch.strided and storage_of(x) not in self._own:
+            self.read.setdefault(storage_of(x), self._here)
         token = super()._token(x)
         if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
             return type(x)
@@ -125,25 +133,32 @@ class _Repeated(_Log):
                 self.written.setdefault(storage_of(t), self._here)
 
 
+class Changes(NamedTuple):
+    """What changes from a call of a function to the next, as text, "" for nothing: a Python `value`; where a tensor
+    is kept from call to call (`state`); the first `operation` that differs."""
+
+    value: str = ""
+    state: str = ""
+    operation: str = ""
+
+
 def changes_from_call_to_call(
-    call: Callable[[], Any], place: Callable[[], str], held: Callable[[], list[Tensor]]
-) -> tuple[str, str]:
-    """Texts on the first operation in which a call of `call` differs from the one before, and on where it writes
-    into one of the tensors `held()`, or reads one that it then replaces, with what `place()` returns there; "" if
-    nothing changes. A third call follows two that differ: the second may have read what the first made and kept,
-    as a mode of fake tensors does."""
-    logs, difference, kept = list[_Repeated](), "", ""
-    while len(logs) < 2 or (len(logs) < 3 and (difference or kept)):
-        before = held()
+    call: Callable[[], T], place: Callable[[], str], values: Callable[[], Facts]
+) -> tuple[T, Changes]:
+    """What the last of two calls of `call` returns, and what changes from the first to it. A third call follows two
+    that differ: the first may initialize, and the second read what the first kept, as a mode of fake tensors does.
+    `values()` are the Python values that are compared; what `place()` returns says where an operation is called."""
+    logs, changes = list[_Repeated](), Changes()
+    while True:
+        before = values()
         with _Repeated(place) as log:
-            call()
-        after = {id(t) for t in held()}
-        gone = (log.read.get(id(t), "") for t in before if id(t) not in after)
-        written = (log.written.get(storage_of(t), "") for t in before)
-        kept = next(filter(None, (*gone, *written)), "")
+            y = call()
+        if logs:
+            last = logs[-1]
+            changes = Changes(first_change(before, values()), log.state(last), _difference(last, log))
         logs.append(log)
-        difference = _difference(*logs[-2:]) if len(logs) > 1 else ""
-    return difference, kept
+        if len(logs) == 3 or (len(logs) == 2 and not any(changes)):
+            return y, changes
 
 
 def result_and_reads(call: Callable[[], Any]) -> tuple[Any, list[Tensor], bool]:

@@ -92,8 +92,8 @@ def _uses_before(node: Node, root: Node, base: Mapping[Node, Node]) -> tuple[lis
 
 def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: set[str]) -> None:
     """Raise BuffersWrittenError, with their names, if the graph writes into buffers in `fixed`, and ValueError if
-    it writes into a parameter or reads a constant whose values the trace lacks. `sources` has the names of the
-    module's tensors by placeholder."""
+    it writes into a parameter or reads a sparse tensor, or a constant whose values the trace lacks. `sources` has
+    the names of the module's tensors by placeholder."""
     signature = exported.graph_signature
     base = memory_roots(exported.graph.nodes)
     written: dict[str, Node] = {}  # by placeholder or node written into: what writes it first
@@ -110,6 +110,13 @@ def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: s
                 "may write"
             )
     for n in exported.graph.nodes:
+        value = n.meta.get("val")
+        if n.users and isinstance(value, Tensor) and value.layout is not torch.strided:
+            at = place_of(n if n.op == "call_function" else next(iter(n.users)))
+            raise ValueError(
+                f"model: got a tensor of {value.layout} at {at}, expected dense ones: call to_dense(), or select "
+                "and add rows by their indices (x[index], index_add)"
+            )
         constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
         if n.users and isinstance(constant, FakeTensor):
             place = place_of(next(iter(n.users)))

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.autograd_functions import applied_by
 from zfunc.engine.trace.batches import unmarked
-from zfunc.engine.trace.facts import Facts, first_change, held
+from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.purity import SEEDED, changes_from_call_to_call
 from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tensors_held
@@ -267,30 +267,27 @@ class ModuleExport:
                 y = self.whole.function(params, x, skeleton=called)
             return y[0] if self.changing else y
 
-        def facts() -> Facts:
-            return held(called.own[0], tensors=False, by=type)
-
-        before = facts()
-        own, others = (gradient_graphs(f, params, inputs) for f in (module, graph))
-        if first_change(before, after := facts()):  # a first call may initialize
-            module(params, inputs)
-            if change := first_change(after, facts()):
-                raise ValueError(
-                    f"model: got {change}, which changes from call to call and would stay as in the trace, "
-                    "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
-                )
-        difference, kept = changes_from_call_to_call(
-            lambda: module(params, inputs), place_here, lambda: tensors_held(called.own[0])
+        own, (value, state, operation) = changes_from_call_to_call(
+            lambda: gradient_graphs(module, params, inputs),
+            place_here,
+            lambda: held(called.own[0], tensors=False, by=type),
         )
-        if kept:
+        if value:
             raise ValueError(
-                f"model: got a tensor in an attribute that forward changes {kept}, which would stay as in the "
-                "trace, expected a buffer: register it (register_buffer), or pass it in the batch"
+                f"model: got {value}, which changes from call to call and would stay as in the trace, "
+                "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
             )
-        if difference:
+        if state:
             raise ValueError(
-                f"model: got {difference} when called again, perhaps by random numbers from {BESIDE_TORCH}"
+                f"model: got a tensor that forward keeps from call to call {state}, which would stay as in the "
+                "trace, expected a buffer of the model: register it (register_buffer; a loss that has one can be "
+                "called in forward), or pass it in the batch"
             )
+        if operation:
+            raise ValueError(
+                f"model: got {operation} when called again, perhaps by random numbers from {BESIDE_TORCH}"
+            )
+        others = gradient_graphs(graph, params, inputs)
         different = next((node for digest, node in own.items() if digest not in others), None)
         if different is None:
             return
