@@ -4,6 +4,7 @@ import copy
 import inspect
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch._decomp import decompositions
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
@@ -753,6 +755,60 @@ def test_a_write_of_an_assigned_buffer_is_at_the_line_that_makes_the_value(
 def test_a_second_call_that_finds_what_a_first_kept_is_no_change() -> None:
     """Fake tensors keep results: of the calls that are compared, the first alone asks for a device."""
     assert len(zfunc.segments(*MODELS["SD3"]())) == 11
+
+
+class Again(Elsewhere):
+    """Checkpoints of blocks that count their calls, by an assignment, and have running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in self.layers)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def block(self, n: int, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.norms[n](self.layers[n](x))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for n in range(len(self.layers)):
+            x = checkpoint(self.block, n, x, use_reentrant=False)
+        return F.mse_loss(x, y)
+
+
+def test_buffers_that_plain_pytorch_writes_again_in_backward_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, model = (torch.randn(4, 8), torch.randn(4, 8)), Again()
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, data)
+    assert re.search(
+        r"checkpoint at .*test_any_model.py:\d+ writes the buffer '[a-z_.0]+' and 4 more once a step",
+        caplog.text,
+    )
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), data)
+    model(*data).backward()
+    assert zfunc.buffers(program, state)["calls"] == 4
+    assert model.calls == 8
+
+
+class Vocoder(Elsewhere):
+    """Filters of a wave's spectrum, of which torch.istft makes a wave again."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        way: Any = {"n_fft": 14, "hop_length": 7, "window": torch.hann_window(14)}
+        spectrum = torch.stft(x, **way, return_complex=True).mT  # [rows, times, 8]
+        for layer in self.layers:
+            spectrum = spectrum * torch.sigmoid(layer(spectrum.abs()))
+        return F.mse_loss(torch.istft(spectrum.mT, **way, length=56), y)
+
+
+def test_a_wave_is_made_of_a_spectrum() -> None:
+    torch.manual_seed(0)
+    model, data = Vocoder(), (torch.randn(4, 56), torch.randn(4, 56))
+    segments = zfunc.segments(model, data)
+    assert len(segments) > 1
+    check(segments, model, data, None)
 
 
 class Recorded(Elsewhere):

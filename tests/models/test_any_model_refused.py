@@ -90,6 +90,17 @@ class Penalized(nn.Linear):
         return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
+class Decoder(nn.TransformerDecoder):
+    """Reads a mask to see whether it is causal."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(2))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x, memory, tgt_mask=self.mask).mean()
+
+
 class Neighbours(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return torch.sparse.mm(torch.eye(len(x)).to_sparse(), super().forward(x, table).flatten(1)).view_as(x)
@@ -352,7 +363,7 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         ),
         (
             lambda: zfunc.segments(Packed(4, 4), (torch.ones(2, 3, 4), torch.tensor([3, 2]))),
-            r"branch on the value of a tensor.*test_any_model_refused.py:\d+.*mask with torch.where",
+            r"branch on the value of a tensor.*test_any_model_refused.py:\d+.*mask.*none that are packed",
         ),
         (
             lambda: zfunc.compile(Tied(block=Widened), example=batch(), precision="bf16", device="cpu"),
@@ -428,6 +439,20 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.segments(Tied(block=Neighbours), batch()),
             r"tensor of torch.sparse_coo at .*_refused.py:\d+, expected dense ones: call to_dense\(\)",
+        ),
+        (
+            lambda: zfunc.segments(nn.Sequential(nn.BatchNorm1d(8, momentum=None)), ONES, F.mse_loss),
+            r"momentum=None of the BatchNorm1d '0', .*: set its momentum",
+        ),
+        (
+            lambda: zfunc.segments(
+                nn.Embedding(61, 4, max_norm=1.0), (ids(), ONES[0]), lambda y, _: y.mean()
+            ),
+            r"max_norm of an embedding .* weight 'weight' in forward, .*: leave max_norm out",
+        ),
+        (
+            lambda: zfunc.segments(Decoder(), (torch.ones(2, 2, 8),) * 2),
+            r"branch on the value of a tensor at .*_refused.py:\d+.*to nn.Transformer, tgt_is_causal",
         ),
         (lambda: zfunc.segments(CountedWhole(), batch()), r"attribute calls \(.*changes from call to call"),
         (lambda: zfunc.segments(Tied(), {"input_ids": ids()}), r"does not fit the model .*labels"),

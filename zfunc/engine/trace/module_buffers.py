@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
+from zfunc.errors import refuse
 
 
 def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -21,7 +22,7 @@ def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...]
 
     Running statistics stay in fp32 where the step computes in 16 bits, so a norm's weight and bias are cast
     to that, as PyTorch's kernels expect. Vectors of spectral norm have the dtype of their matrix. Raises
-    ValueError, with the name of the `segment`, for a SyncBatchNorm in training mode.
+    ValueError, with the name of the `segment`, for a norm in training mode that sends to ranks or reads a counter.
     """
     names, types = list[str](), dict[str, str]()
     for path, m in module.named_modules():
@@ -32,6 +33,9 @@ def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...]
                     f"segment {segment!r}: got the SyncBatchNorm {path!r}, whose forward sends to other ranks, "
                     "expected a norm of each rank's own rows: use nn.BatchNorm2d, or nn.GroupNorm"
                 )
+            if m.training and m.momentum is None and isinstance(m, nn.modules.batchnorm._BatchNorm):
+                got = f"momentum=None of the {type(m).__name__} {path!r}, which divides by a counter's value"
+                refuse(f"segment {segment!r}", got, "a number", "set its momentum, such as torch's 0.1")
             own = [x for x, t in m._buffers.items() if t is not None]
             types |= {_joined(path, x): _joined(path, "running_mean") for x in ("weight", "bias")}
         elif isinstance(m, parametrizations._SpectralNorm):

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.graph_cuts import changed_by, mutates
+from zfunc.errors import refuse
 from zfunc.models.cut.functions import FunctionCall
 from zfunc.models.cut.user_code import LIBRARIES
 
@@ -28,9 +29,10 @@ CHECKS = {  # of what a trace knows, or of values
 }
 BRANCH = (
     "on which a shape or a branch depends, expected what can be traced without values: compute all of it, and mask "
-    "with torch.where(mask, a, b), compute it in the collator and pass the number, pass what decides it as a "
-    "Python number in the batch, or leave out what skips or masks at random (of "
-    "transformers, layerdrop=0.0, apply_spec_augment=False)"
+    "with torch.where(mask, a, b) (each expert for all rows; padded sequences, none that are packed), compute it "
+    "in the collator and pass the number, pass what decides it as a Python number (to nn.Transformer, "
+    "tgt_is_causal), or leave out checks (of torch.distributions, validate_args=False) and what skips or masks at "
+    "random (of transformers, layerdrop=0.0, apply_spec_augment=False)"
 )
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
@@ -103,6 +105,10 @@ def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: s
     if buffers := {x for x in map(sources.get, written) if x in fixed}:
         raise BuffersWrittenError(buffers)
     for name, n in written.items():
+        if name in signature.inputs_to_parameters and n.target is torch.ops.aten.embedding_renorm_.default:
+            got = f"max_norm of an embedding at {place_of(n)}, which scales the weight {sources[name]!r} in forward"
+            do = "leave max_norm out"
+            refuse("model", got, "parameters that the optimizer alone changes", do)
         if name in signature.inputs_to_parameters:
             raise ValueError(
                 f"model: got a write into the parameter {sources[name]!r} at {place_of(n)}, expected "

@@ -36,7 +36,7 @@ from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tens
 from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import BatchCall, lacks_targets, takes_inputs_alone
-from zfunc.models.cut.exported_graph import BRANCH, BuffersWrittenError, NotCutError, ValueBranchError
+from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError
 from zfunc.models.cut.functions import FunctionCalls
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import module_piece
@@ -58,6 +58,7 @@ BRANCHES = (
     "_local_scalar_dense",
     "but got FakeTensor",
 )
+log = logging.getLogger("zfunc")
 _LOUD = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace"
 
 
@@ -119,10 +120,7 @@ class ModuleExport:
             try:
                 exported = torch.export.export(module, (inputs,), strict=False)
             except Exception as error:
-                if reason := data_dependent(error):
-                    raise ValueBranchError(
-                        f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
-                    ) from error
+                _refuse_branch(error)
                 if isinstance(error, SettingError) and error.names == ("model",):
                     raise
                 with mode:
@@ -139,11 +137,6 @@ class ModuleExport:
         drew = _generator_states(module.own[0]) != drawn
         if any(isinstance(x, torch.Generator) for x in exported.constants.values()):
             raise ValueError(f"model: got a torch.Generator of its own, expected the default one: {SEEDED}")
-        specs = exported.graph_signature.output_specs
-        if assigned := {x.target for x in specs if x.kind.name == "BUFFER_MUTATION"} - {*self.changing}:
-            raise BuffersWrittenError(assigned)
-        if {x.kind.name for x in specs} != {"USER_OUTPUT"}:
-            raise NotCutError("forward assigns to a buffer: write into it in place (copy_)")
         if functions.changed:
             raise NotCutError(f"forward sets attributes of the class {functions.changed}")
         expand_vmaps(exported)
@@ -158,7 +151,12 @@ class ModuleExport:
         # 3. Whether the graph has the module's own gradients.
         if training:
             with alone(), mode, _compiling_state_context():
-                self._compare(cut_in(set(), starts=frozenset(), most=0), fakes, inputs, dtype)
+                uncut = cut_in(set(), starts=frozenset(), most=0)
+                try:
+                    self._compare(uncut, fakes, inputs, dtype, given)
+                except Exception as error:  # of operations that torch.export has made of others
+                    _refuse_branch(error)
+                    raise
         if drew:
             raise ValueError(f"model: got random numbers from {BESIDE_TORCH}")
         return cut_in
@@ -213,10 +211,7 @@ class ModuleExport:
                 with _TensorsRead(module) as tensors:
                     module(inputs)
             except Exception as error:
-                if reason := data_dependent(error):
-                    raise ValueBranchError(
-                        f"model: got a branch on the value of a tensor {reason}, {BRANCH}"
-                    ) from error
+                _refuse_branch(error)
                 got = f"values that do not fit the model ({type(error).__name__} {place_of_error(error)}: {error})"
                 refuse("example", got, "a real batch", "the model branches on values", cause=error)
         return *found, tensors.read
@@ -248,8 +243,10 @@ class ModuleExport:
             got, expected = f"one that does not fit the model ({said})", "a batch that it takes"
             refuse(given, got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
 
-    def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any, dtype: torch.dtype) -> None:
-        """Raise NotCutError if the autograd graph of the module has nodes that the traced graph `uncut` lacks."""
+    def _compare(self, uncut: CutGraph, fakes: Values, inputs: Any, dtype: torch.dtype, given: str) -> None:
+        """Raise NotCutError if the autograd graph of the module has nodes that the traced graph `uncut` lacks, and
+        ValueError for what changes from call to call. Log, of inputs `given` as an example, which buffers plain
+        PyTorch would write more often."""
         piece, buffers = module_piece(uncut, 0), self._buffers(dtype)
         leaves = [tree_leaves(inputs)[i] for i in uncut.given]
         params = {
@@ -267,11 +264,19 @@ class ModuleExport:
                 y = self.whole.function(params, x, skeleton=called)
             return y[0] if self.changing else y
 
-        own, (value, state, operation) = changes_from_call_to_call(
-            lambda: gradient_graphs(module, params, inputs),
-            place_here,
-            lambda: held(called.own[0], tensors=False, by=type),
-        )
+        with _writes_in_checkpoints(called.own[0]) as again:
+            own, (value, state, operation) = changes_from_call_to_call(
+                lambda: gradient_graphs(module, params, inputs),
+                place_here,
+                lambda: held(called.own[0], tensors=False, by=type),
+            )
+        for place, names in again.items() if given == "example" else ():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            log.warning(
+                "model: the checkpoint %s writes the buffer %r%s once a step; plain PyTorch may write again, where "
+                "its backward repeats forward",
+                *(place, next(iter(names)), more),
+            )
         if value:
             raise ValueError(
                 f"model: got {value}, which changes from call to call and would stay as in the trace, "
@@ -316,6 +321,26 @@ def _quiet() -> Iterator[None]:
         finally:
             for x, level in zip(loggers, levels, strict=True):
                 x.setLevel(level)
+
+
+@contextmanager
+def _writes_in_checkpoints(model: nn.Module) -> Iterator[dict[str, dict[str, None]]]:
+    """A context whose value names, in order by place, the buffers of `model` that are written or assigned in calls
+    of torch.utils.checkpoint that are made in it."""
+    name, found = "_checkpoint_without_reentrant_generator", dict[str, dict[str, None]]()
+    plain = getattr(torch.utils.checkpoint, name)
+
+    def buffers() -> dict[str, tuple[int, int]]:
+        return {x: (id(t), t._version) for x, t in model.named_buffers()}
+
+    def watched(*args: Any, **kwargs: Any) -> Iterator[None]:
+        before = buffers()
+        yield from plain(*args, **kwargs)  # ends when forward has run
+        if changed := {x: None for x, state in buffers().items() if state != before.get(x)}:
+            found.setdefault(place_here(), {}).update(changed)
+
+    with patch.object(torch.utils.checkpoint, name, watched):
+        yield found
 
 
 @contextmanager
@@ -373,7 +398,9 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(t)] for name, t in every}
 
 
-def data_dependent(error: Exception) -> str:
-    """The file and line where traced code branched on a tensor's value, if `error` says so; else ""."""
+def _refuse_branch(error: Exception) -> None:
+    """Raise ValueBranchError if `error` says that traced code branched on a tensor's value."""
     text = f"{type(error).__name__}: {error}"
-    return place_of_error(error) if any(x in text for x in BRANCHES) else ""
+    if any(x in text for x in BRANCHES):
+        got = f"model: got a branch on the value of a tensor {place_of_error(error)}, {BRANCH}"
+        raise ValueBranchError(got) from error
