@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_829,
     "optim": 3_218,
     "checkpoint": 4_520,
-    "engine": 11_589,
+    "engine": 11_590,
     "viz": 1_238,
     "planner": 3_770,
     "models": 6_846,

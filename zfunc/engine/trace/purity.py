@@ -165,7 +165,8 @@ def result_and_reads(call: Callable[[], Any]) -> tuple[Any, list[Tensor], bool]:
     """What `call()` returns, the tensors that it reads and did not make, and whether it writes into such."""
     with _Repeated(str) as log:
         y = call()
-    return y, [t for t in log.alive if id(t) in log.read], bool(log.written)
+    outside = (t for t in log.alive if id(t) not in log._results and t.layout is torch.strided)
+    return y, [t for t in outside if storage_of(t) in log.read], bool(log.written)
 
 
 def check_deterministic(
