@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _refs, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
@@ -54,7 +54,7 @@ class CalledModel(nn.Module):
         with self._writing_assigned_buffers():
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
             known = KnownValues(device, self.read) if self.by_value else None
-            with known or nullcontext(), _AssignmentsRefused(self), SizedCTC():
+            with known or nullcontext(), _Traceable(self), SizedCTC():
                 return self._called(known.with_tensors(x) if known else x)
 
     @contextmanager
@@ -102,9 +102,9 @@ class CalledModel(nn.Module):
         return loss_in(model, output) if loss is None else loss(output, *targets)
 
 
-class _AssignmentsRefused(TorchFunctionMode):
+class _Traceable(TorchFunctionMode):
     """A mode that refuses what a trace would lose: an assignment to .data of a tensor, and a parameter of `model`
-    that forward freezes or unfreezes."""
+    that forward freezes or unfreezes. torch.istft, which reads a value to check it, is the same without that."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -124,6 +124,7 @@ class _AssignmentsRefused(TorchFunctionMode):
                 got = f"requires_grad={wanted} for {name} {place_here()}"
                 do = "call that part by torch.func.functional_call with its parameters detached"
                 refuse("model", got, "parameters that forward neither freezes nor unfreezes", do)
+        func = _refs.istft if func is torch.istft else func  # the same bits
         return func(*args, **(kwargs or {}))
 
 

@@ -7,7 +7,7 @@ that a mask selects are selected inside.
 from typing import Any
 
 import torch
-from torch import Tensor, _refs
+from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -20,8 +20,7 @@ SELECTS = {torch.masked_select, Tensor.masked_select, Tensor.__getitem__}
 
 
 class SizedCTC(TorchFunctionMode):
-    """A mode in which F.ctc_loss is made of `ctc_losses`, with masks in place of what they selected as targets, and
-    torch.istft of operations that read no value, as a check of its own does."""
+    """A mode in which F.ctc_loss is made of `ctc_losses`, with masks in place of what they selected as targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +31,6 @@ class SizedCTC(TorchFunctionMode):
     ) -> Any:
         if func is F.ctc_loss:
             return self._ctc_loss(*args, **(kwargs or {}))
-        func = _refs.istft if func is torch.istft else func  # the same bits
         y = func(*args, **(kwargs or {}))
         mask = args[1] if func in SELECTS and len(args) == 2 else None
         if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == args[0].shape:

@@ -17,7 +17,7 @@ _ZFUNC = Path(__file__).parents[2]
 _FOLDERS = (Path(torch.__file__).parent, Path(concurrent.futures.__file__).parent)
 _FOLDERS += (_ZFUNC / "engine", _ZFUNC / "models" / "cut", _ZFUNC / "models" / "hf")
 LIBRARIES = (*(f"{x}{os.sep}" for x in _FOLDERS), threading.__file__)
-"""The beginnings of the names of files that are not the user's code. The models of zfunc itself count as such."""
+"""The beginnings of the names of files that are not the user's code. Models of zfunc itself count as the user's."""
 
 
 def place_of_error(error: Exception) -> str:
