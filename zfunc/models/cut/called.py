@@ -201,8 +201,8 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
         ]
         found = scalars[0] if len(scalars) == 1 else None
     if not isinstance(found, Tensor) or found.dim():
-        kind = type(model).__name__
-        got = f"none, and {kind} returns no scalar and no .loss ({type(output).__name__})"
+        kind = f"a tensor of shape {[*output.shape]}" if isinstance(output, Tensor) else type(output).__name__
+        got = f"none, and {type(model).__name__} returns no scalar and no .loss ({kind})"
         refuse(
             "loss", got, NO_LOSS[0], f"{NO_LOSS[1]}; or labels in the batch of a model that returns its loss"
         )

@@ -290,7 +290,8 @@ class ModuleExport:
             )
         if operation:
             raise ValueError(
-                f"model: got {operation} when called again, perhaps by random numbers from {BESIDE_TORCH}"
+                f"model: got {operation} when called again, perhaps by a value that is kept outside of it, or "
+                f"random numbers from {BESIDE_TORCH}"
             )
         others = gradient_graphs(graph, params, inputs)
         different = next((node for digest, node in own.items() if digest not in others), None)
