@@ -90,6 +90,19 @@ def test_parquet_files_of_chats_as_the_hub_has_them(tokenizer_file: Path, tmp_pa
         opened(tmp_path / "d", tmp_path, tokenizer=tokenizer)
 
 
+def test_a_column_of_a_type_that_datasets_lacks_is_left_out_or_named(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("datasets")
+    maps = pa.array([[("a", 1)]] * 3, type=pa.map_(pa.string(), pa.int64()))
+    parquet.write_table(pa.table({"meta": maps, "text": ["a", "b", "c"]}), tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"text": maps}), tmp_path / "b.parquet")
+    corpus = opened(tmp_path / "a.parquet", tmp_path)
+    assert bytes(tokens_of(corpus)) == b"a\0b\0c\0"
+    assert "left out: the columns meta" in str(corpus)
+    with pytest.raises(ValueError, match="which datasets cannot read .*no type for the column 'text'"):
+        opened(tmp_path / "b.parquet", tmp_path)
+
+
 def test_of_parquet_a_few_rows_are_in_memory_and_a_large_row_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import sysconfig
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
@@ -336,30 +336,35 @@ class _TableRows:
     (`datasets` itself reads a whole group of rows, which may be a whole file)."""
 
     files: list[str]
-    features: Any
+    column_names: list[str]
+    features: Any  # of the columns whose types `datasets` has: it has none for a map
     first: int = 0  # the row that iteration begins at, in each file
 
     @classmethod
     def of(cls, files: list[str]) -> "_TableRows":
         from datasets import Features
-        from pyarrow import ipc, memory_map, parquet
+        from pyarrow import ipc, memory_map, parquet, schema
 
         if files[0].endswith(PARQUET):
-            return cls(files, Features.from_arrow_schema(parquet.read_schema(files[0])))
-        with memory_map(files[0]) as file:
-            return cls(files, Features.from_arrow_schema(ipc.open_stream(file).schema))
-
-    @property
-    def column_names(self) -> list[str]:
-        return [*self.features]
+            whole = parquet.read_schema(files[0])
+        else:
+            with memory_map(files[0]) as file:
+                whole = ipc.open_stream(file).schema
+        features = Features()
+        for field in whole:
+            with suppress(ValueError):
+                features.update(Features.from_arrow_schema(schema([field], whole.metadata)))
+        return cls(files, [*whole.names], features)
 
     def select_columns(self, names: list[str]) -> "_TableRows":
+        if unknown := [x for x in names if x not in self.features]:
+            raise ValueError(f"it has no type for the column {unknown[0]!r}")
         return evolve(self, features=type(self.features)({x: self.features[x] for x in names}))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for path in self.files:
             batches = _parquet_batches if path.endswith(PARQUET) else _arrow_batches
-            for batch in batches(path, self.column_names, self.first):
+            for batch in batches(path, [*self.features], self.first):
                 yield from map(self.features.decode_example, batch.to_pylist())
 
 
