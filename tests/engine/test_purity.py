@@ -300,6 +300,12 @@ def test_a_later_change_of_the_module_is_logged(
 
 
 SETTINGS, TABLE = {"warmth": 1.0}, torch.ones(8)
+
+
+class Rate:
+    now = 1.0
+
+
 LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
     **CHANGES,
     "an attribute of its own": (lambda m: setattr(m, "warmth", 3.0), r"attribute warmth \(2.0, then 3.0\)"),
@@ -308,6 +314,7 @@ LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an item of a global": (lambda m: SETTINGS.update(warmth=5.0), "global SETTINGS"),
     "the class": (lambda m: setattr(Warm, "power", 2), "class attribute Warm.power"),
     "a global tensor": (lambda m: TABLE.add_(0), "global TABLE"),
+    "a global class": (lambda m: setattr(Rate, "now", 2.0), "global Rate"),
 }
 
 
@@ -322,7 +329,7 @@ class Warm(Dropped):
         return self._scaled(x * self.warmth) ** self.power
 
     def _scaled(self, x: Tensor) -> Tensor:
-        return super().forward(x * SETTINGS["warmth"] + TABLE)
+        return super().forward(x * SETTINGS["warmth"] * Rate.now + TABLE)
 
 
 def warning_of(caplog: pytest.LogCaptureFixture, *changes: Callable[[Any], Any]) -> str:
@@ -346,7 +353,7 @@ def test_a_change_after_the_first_step_is_logged_once(
     change: Callable[[Any], Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     warning = warning_of(caplog, change)
-    SETTINGS["warmth"], Warm.power = 1.0, 1
+    SETTINGS["warmth"], Warm.power, Rate.now = 1.0, 1, 1.0
     assert message.replace("\\", "") in warning
 
 

@@ -107,7 +107,8 @@ def _globals_in(code: CodeType) -> frozenset[str]:
 
 def _glimpse(x: Any) -> Any:
     """A cheap key of `x` for comparisons: its identity and the plain values directly in it."""
-    own = {} if callable(x) or _of_library(type(x)) else getattr(x, "__dict__", {})
+    kind = x if isinstance(x, type) else type(x)
+    own = {} if (callable(x) and kind is not x) or _of_library(kind) else getattr(x, "__dict__", {})
     inside = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list) else own
     plain = [(k, repr(y)) for k, y in inside.items() if isinstance(y, PLAIN)] if len(inside) <= MOST else []
     return _itself(x), plain

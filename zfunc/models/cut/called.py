@@ -122,7 +122,7 @@ class _Traceable(TorchFunctionMode):
             wanted = (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True)
             if wanted != args[0].requires_grad:
                 got = f"requires_grad={wanted} for {name} {place_here()}"
-                do = "call that part by torch.func.functional_call with its parameters detached"
+                do = "freeze them before, or call a part by torch.func.functional_call with its parameters detached"
                 refuse("model", got, "parameters that forward neither freezes nor unfreezes", do)
         func = _refs.istft if func is torch.istft else func  # the same bits
         return func(*args, **(kwargs or {}))

@@ -1,11 +1,14 @@
 """The user's autograd functions in an exported graph: each call is a node, so that pieces have its own backward.
 
 A trace by torch.export has the operations of a function's forward alone. So has that of a function which gets other
-objects than tensors and plain values, or reads or writes other tensors: such a one leaves one segment.
+objects than tensors and plain values, reads or writes other tensors, or reads a number of its class, which eval
+mode or a training loop may set: such a one leaves one segment.
 """
 
+import inspect
 import threading
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.engine.trace.autograd_functions import applied_by, apply_of_torch
+from zfunc.engine.trace.facts import Facts, read_outside
 from zfunc.engine.trace.purity import result_and_reads
 
 _thread = threading.local()  # .results: the tensors among those of the call that is being traced
@@ -35,7 +39,7 @@ class FunctionCall:
     at: list[int]
     num: int
     number: int
-    state: dict[str, str]
+    state: Facts
 
     @property
     def __name__(self) -> str:  # in the code of graphs
@@ -64,9 +68,22 @@ def _plain(x: Any) -> bool:
     return isinstance(x, bool | int | float | complex | str | None | torch.dtype | torch.device | Enum | type)
 
 
-def _state(kind: type[Function]) -> dict[str, str]:
-    """The plain values in attributes of a class, as text, which a model may set before it calls the function."""
-    return {name: repr(x) for name, x in vars(kind).items() if _plain(x)}
+def _code(kind: type[Function]) -> list[FunctionType]:
+    found = (getattr(f, "__func__", f) for f in (kind.forward, kind.setup_context, kind.backward))
+    return [x for x in map(inspect.unwrap, found) if isinstance(x, FunctionType)]
+
+
+def _names_of_its_class(kind: type[Function]) -> bool:
+    """Whether the code of `kind` has the name of a plain value that is an attribute of its class."""
+    owners = [x for x in kind.__mro__ if issubclass(x, Function) and x is not Function]
+    plain = {name for x in owners for name, value in vars(x).items() if name[:2] != "__" and _plain(value)}
+    return any(plain.intersection(f.__code__.co_names) for f in _code(kind))
+
+
+def _state(kind: type[Function]) -> Facts:
+    """What the code of `kind` reads from closures and globals, which a model may set before a call."""
+    read = [read_outside(None, f, plain=plain) for f in _code(kind) for plain in (True, False)]
+    return {name: value for facts in read for name, value in facts.items()}
 
 
 class _Traced(Function):
@@ -104,7 +121,8 @@ class FunctionCalls:
             own = {id(t) for t in tensors}
             beside = any(isinstance(t, FakeTensor | nn.Parameter) and id(t) not in own for t in read)
             described = [Tensor if isinstance(x, Tensor) else x for x in leaves]
-            if writes or beside or not tensors or not at or not all(map(_plain, described)):
+            beside = beside or writes or _names_of_its_class(kind)
+            if beside or not tensors or not at or not all(map(_plain, described)):
                 return apply_of_torch(kind, *args, **kwargs)
             # 2. Its node, with results like those.
             number, state = len(self.calls), _state(kind)
@@ -118,7 +136,7 @@ class FunctionCalls:
 
     @property
     def changed(self) -> str:
-        """The name of a class that has other values now than it had in a call; "" if there is none."""
+        """The name of a function that reads other values now than it did in a call; "" if there is none."""
         return next((x.kind.__qualname__ for x in self.calls if x.state != _state(x.kind)), "")
 
     def expand(self, exported: ExportedProgram) -> None:

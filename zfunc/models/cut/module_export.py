@@ -138,7 +138,7 @@ class ModuleExport:
         if any(isinstance(x, torch.Generator) for x in exported.constants.values()):
             raise ValueError(f"model: got a torch.Generator of its own, expected the default one: {SEEDED}")
         if functions.changed:
-            raise NotCutError(f"forward sets attributes of the class {functions.changed}")
+            raise NotCutError(f"forward sets what the autograd function {functions.changed} reads")
         expand_vmaps(exported)
         functions.expand(exported)
         cut_in = partial(
