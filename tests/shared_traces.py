@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 from attrs import evolve
 from torch import Tensor
@@ -27,6 +28,8 @@ from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import layouts
 from zfunc.models.cut.modules import _run
+from zfunc.models.hf import cutting
+from zfunc.models.hf.attention import AttentionSettings
 from zfunc.planner import traced_costs
 from zfunc.runtime import accelerator
 
@@ -43,6 +46,9 @@ _checks: dict[Any, Callable[..., Any]] = {}
 _passes: dict[Any, segment_vjp.SegmentVJP] = {}
 _joints: dict[Any, joint_graph.Joints] = {}
 _traces: dict[Any, tuple[Any, Any]] = {}
+_init_settings, _stop_before = AttentionSettings.__init__, cutting.stop_before
+_stops: dict[Any, Callable[..., Any]] = {}
+_at_cut = WeakKeyDictionary[AttentionSettings, str]()
 
 
 def share_traces() -> None:
@@ -51,6 +57,9 @@ def share_traces() -> None:
     passes.checked, passes.tiled_vjp = _shared_checked, _shared_vjp
     traced_spec._trace_one, traced_spec.check_deterministic = _shared_trace, _shared_check
     proxy_tensor.dispatch_trace = _trace_of_operations
+    AttentionSettings.__init__, AttentionSettings.__eq__ = _init_and_note, _same_config
+    AttentionSettings.__hash__ = object.__hash__
+    cutting.stop_before = _stop_alike
 
 
 def _trace_of_operations(root: Any, tracer: Any, concrete_args: Any = None) -> Any:
@@ -64,6 +73,36 @@ def _trace_of_operations(root: Any, tracer: Any, concrete_args: Any = None) -> A
 
 def _set_no_method(*_: Any, **__: Any) -> None:
     """Instead of `patch_method`."""
+
+
+def _config_of(settings: AttentionSettings) -> str:
+    """All that layers read of it, and not where it was read from."""
+    given = settings.config.to_dict()
+    return repr(
+        {name: x for name, x in given.items() if name not in ("_name_or_path", "transformers_version")}
+    )
+
+
+def _init_and_note(settings: AttentionSettings, *given: Any) -> None:
+    _init_settings(settings, *given)
+    _at_cut[settings] = _config_of(settings)
+
+
+def _same_config(mine: AttentionSettings, other: object) -> bool:
+    """Of two loads of one model: the same values, when they were cut and now."""
+    if mine is other or not isinstance(other, AttentionSettings):
+        return mine is other
+    if mine._attn_implementation != other._attn_implementation:
+        return False
+    return _at_cut[mine] == _at_cut[other] == _config_of(mine) == _config_of(other)
+
+
+def _stop_alike(module: Any) -> None:
+    """The hook of a head, the same function under the same number in all of them: it reads nothing of a model."""
+    _stop_before(module)
+    _, stop = module._forward_pre_hooks.popitem()
+    assert stop.__closure__ is None
+    module._forward_pre_hooks[-1] = _stops.setdefault(stop.__code__, stop)
 
 
 def _is_cut(function: Any) -> bool:

@@ -204,6 +204,7 @@ def test_adapters_of_experts_have_the_gradients_of_peft_wherever_the_model_is(
     if way == "by groups":
         groups = lambda _, dtype: asked.add(dtype) or dtype == torch.bfloat16  # noqa: E731
         monkeypatch.setattr("zfunc.models.hf.experts.multiplies_groups", groups)
+        monkeypatch.setattr("shared_traces.SHARED", ())  # by what another test has traced, nobody would ask
     model, _ = adapted("tensors of experts")
     model.config.output_router_logits = False  # whose loss is of a micro-batch
     segments, reference = quantized(model, kind) if kind else (zfunc.hf.segments(model), copy.deepcopy(model))
