@@ -21,11 +21,26 @@ from zfunc.runtime.rng import redirected, seeded
 Function = torch.autograd.Function
 
 
+class Returned(Function):
+    """It saves an input that it returns as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        ctx.mark_non_differentiable(y)
+        return x, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.saved_tensors[0], None
+
+
 straight = Straight.apply  # as modules keep it
 CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "straight": lambda x, w: straight(x @ w),  # pyright: ignore
     "reversed": lambda x, w: Reversed.apply(x @ w, 0.3) * 2,  # pyright: ignore
     "gated": lambda x, w: (lambda y: y[0] + y[1] * x + y[2][..., None])(Gated.apply(x, w)),
+    "returned": lambda x, w: (lambda y: y[0] * 2 + y[1])(Returned.apply(x @ w, x.cos())),  # pyright: ignore
     "asking": lambda x, w: Asking.apply(x, w)[0] + x,
     "asked of a constant": lambda x, w: Asking.apply(x.detach(), w)[0],
     "asked for the input": lambda x, w: Asking.apply(x * w.sum(), w.detach())[0],

@@ -119,7 +119,9 @@ def _with_setup_context(kind: type[Function], needs: tuple[bool, ...]) -> type[F
             (t.shape, {"dtype": t.dtype, "device": t.device}) if isinstance(t, Tensor) else None
             for t in outputs
         ]
-        return *outputs, *more.values(), _Held(leaves, spec, zeros, isinstance(y, tuple))
+        own = {id(t) for t in args}  # of which setup_context may not save one that is returned as it is
+        made = (t.view_as(t) if isinstance(t, Tensor) and id(t) in own else t for t in outputs)
+        return *made, *more.values(), _Held(leaves, spec, zeros, isinstance(y, tuple))
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *made, ctx.held = output
