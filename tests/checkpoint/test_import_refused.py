@@ -163,7 +163,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
         lambda x: torn(x / "__0_0.distcp"),
         "__0_0.distcp: got .* expected .*copy the checkpoint",
     ),
-    "torn metadata": ("dcp", lambda x: torn(x / ".metadata"), "metadata: got none that can be read .*: copy"),
+    "torn metadata": ("dcp", lambda x: torn(x / ".metadata"), "got metadata that cannot be read .*: copy"),
     "code in metadata": (
         "dcp",
         lambda x: (x / ".metadata").write_bytes(pickle.dumps(Runs())),

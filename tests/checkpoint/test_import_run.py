@@ -73,7 +73,7 @@ def torn(file: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "name", "spoil", "lacks"),
     [
-        ("dcp", "step-", lambda x: torn(x / ".metadata"), "none that can be read"),
+        ("dcp", "step-", lambda x: torn(x / ".metadata"), "metadata that cannot be read"),
         ("dcp", "step-", lambda x: (x / ".metadata").unlink(), "has neither .metadata nor"),
         (
             "dcp",

@@ -158,7 +158,7 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an index that is torn": (
         a_shard(lambda x: (x.parent / "model.safetensors.index.json").write_text('{"weight_map": 1')),
-        r"index\.json: got none that can be read \(JSONDecodeError: .*: copy it again",
+        r"index\.json: got an index that cannot be read \(JSONDecodeError: .*: copy it again",
     ),
     "a pointer of git lfs": (
         lambda folder: (folder / "model.safetensors").write_text(

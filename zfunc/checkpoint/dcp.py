@@ -165,7 +165,7 @@ def _open_metadata(path: Path) -> _Folder:
         assert all(isinstance(x, str) for x in metadata.state_dict_metadata), "it has names that are no texts"
     except Exception as error:  # a torn pickle raises anything
         expected = "the metadata of torch.distributed.checkpoint"
-        torn(file, f"none that can be read ({error!s:.200})", expected)
+        torn(file, f"metadata that cannot be read ({error!s:.200})", expected)
     return _Folder(path, metadata)
 
 

@@ -122,9 +122,8 @@ def _complete_run(source: Path, allow_pickle: bool) -> FoundRun:
         return runs[0]
     named = ((_STEP.fullmatch(x.name), x) for x in source.iterdir() if x.is_dir())
     steps = sorted(((int(step[1]), x) for step, x in named if step), reverse=True)
-    tries: dict[Path, FoundRun | None] = {
-        x.files: x for x in runs
-    }  # what DeepSpeed's pointers name comes first
+    # What DeepSpeed's pointers name comes first.
+    tries: dict[Path, FoundRun | None] = {x.files: x for x in runs}
     for _, x in steps:
         for files, run in {run.files: run for run in _runs_in(x)}.items() or [(x, None)]:
             tries.setdefault(files, run)

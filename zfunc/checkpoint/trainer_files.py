@@ -28,7 +28,8 @@ from zfunc.checkpoint.foreign_run import (
 )
 from zfunc.core.display import counted
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"  # the second names the shards
+SINGLE = "model.safetensors"
+_INDEX = f"{SINGLE}.index.json"  # names the shards where there are several files
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # of one process or DDP, by number; of FSDP, by name
 _CONFIG = "adapter_config.json"
 _ADAPTER, _WHOLE, _FSDP = "adapter_model.safetensors", "model*.safetensors", "pytorch_model_fsdp.bin"
@@ -47,12 +48,12 @@ def adapters_in(folder: Path) -> Path | None:
 def indexed_shards(folder: Path) -> list[Path]:
     """The files with a folder's weights that its index names; [] without an index, or where one file has them all.
     Raises TornError where one is missing, or the index cannot be read."""
-    if not (index := folder / _INDEX).is_file() or (folder / _SINGLE).is_file():
+    if not (index := folder / _INDEX).is_file() or (folder / SINGLE).is_file():
         return []
     try:
         names = {Path(x).name for x in json.loads(index.read_bytes())["weight_map"].values()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        got = f"none that can be read ({type(error).__name__}: {error!s:.200})"
+        got = f"an index that cannot be read ({type(error).__name__}: {error!s:.200})"
         torn(index, got, "the names of all shards", "copy it again")
     files = [folder / x for x in sorted(names)]
     if missing := [x.name for x in files if not x.is_file()]:
@@ -124,7 +125,7 @@ def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, Fore
         return {own_name(x): foreign_tensor(t) for x, t in named if isinstance(t, Tensor)}
     if not files:
         do = "copy it there; of pickled weights let save_pretrained write it"
-        reject(folder, "no weights", _ADAPTER if adapters else "model.safetensors", do)
+        reject(folder, "no weights", _ADAPTER if adapters else SINGLE, do)
     from safetensors import SafetensorError
 
     load_file: Any = import_module("safetensors.torch").load_file

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from zfunc.errors import refuse
 
-Apply = Callable[..., Any]  # of a class derived from Function, and what its `apply` gets
+Apply = Callable[..., Any]  # takes a class derived from Function, and what its `apply` gets
 _thread = threading.local()  # .carrier: what carries out `apply` in this thread
 
 
@@ -46,6 +46,8 @@ def _apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Hooked:
+    """The code of `Function.apply` while a context of `applied_by` is open in any thread."""
+
     def apply(self, *args: Any, _apply: Apply, **kwargs: Any) -> Any:
         __class__  # noqa: B018 - a cell, as torch's function has one
         return _apply(self, *args, **kwargs)

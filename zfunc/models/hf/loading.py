@@ -19,7 +19,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from zfunc.checkpoint.trainer_files import indexed_shards
+from zfunc.checkpoint.trainer_files import SINGLE, indexed_shards
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
 from zfunc.errors import CheckpointError, Message, did_you_mean, refuse, setting
@@ -44,7 +44,7 @@ from zfunc.models.quantization import FORMATS, decode, encode, keep_encoded
 from zfunc.options import one_of
 from zfunc.values import of_type
 
-SINGLE, SHARDS = "model.safetensors", "model-*-of-*.safetensors"
+SHARDS = "model-*-of-*.safetensors"
 _POINTER = b"version https://git-lfs"  # in the place of a file that git lfs has not fetched
 _OLD_BUFFERS = r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq|position_ids)$"  # that older versions saved
 LARGEST = {
@@ -463,7 +463,7 @@ def _stored_tensors(folder: Path) -> list[_StoredTensor]:
                     part = opened.get_slice(name)
                     tensors.append(_StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
         except (SafetensorError, OSError) as error:
-            pointer = file.is_file() and file.read_bytes()[: len(_POINTER)] == _POINTER
+            pointer = isinstance(error, SafetensorError) and _begin(file) == _POINTER
             got = "a pointer of git lfs" if pointer else f"a file that cannot be read ({error})"
             do = "fetch the weights, by git lfs pull in its folder" if pointer else NEXT
             raise CheckpointError(f"{file}: got {got}: {do}") from error
@@ -476,6 +476,11 @@ def _stored_tensors(folder: Path) -> list[_StoredTensor]:
         return evolve(t, dtype=kind, shape=shape, encoded=read)
 
     return [joined_parts(t) if t.name in encoded else t for t in tensors if t.name not in inside]
+
+
+def _begin(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(len(_POINTER))  # the file may have gigabytes
 
 
 def _weight_files(folder: Path) -> list[Path]:
