@@ -294,7 +294,9 @@ def test_a_later_change_of_the_module_is_logged(
     with caplog.at_level(logging.WARNING, "zfunc"):
         step(program)
         step(program)
-    (warning,) = [r.getMessage() for r in caplog.records if "changed after zfunc.segment" in r.getMessage()]
+    (warning,) = [
+        r.getMessage() for r in caplog.records if "changed after the segment was made" in r.getMessage()
+    ]
     assert warning.startswith("segment 's': ")
     assert message.replace("\\", "") in warning
 

@@ -811,6 +811,45 @@ def test_a_wave_is_made_of_a_spectrum() -> None:
     check(segments, model, data, None)
 
 
+class Annealed(nn.Module):
+    """A model with a number that a training loop may set; `whole` of one segment."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.weight, self.whole = 1.0, whole
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.weight * (x * torch.func.grad(torch.sum)(x) if self.whole else x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_set_after_the_cut_is_told_once(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the model, a block of it and the loss."""
+    torch.manual_seed(0)
+    model, loss, data = Annealed(whole), nn.CrossEntropyLoss(), (torch.randn(4, 8), torch.arange(4))
+    segments = zfunc.segments(model, data, loss)
+    assert (len(segments) == 1) == whole
+    program = zfunc.compile(segments)
+    state = zfunc.init(program, seed=0)
+    changes: dict[str, tuple[Any, str, Any, Any]] = {  # what is set to what, and was
+        "": (model, "weight", 1.0, 1.0),
+        "model.weight (1.0, then 0.5)": (model, "weight", 0.5, 1.0),
+        "model.layers.1.training": (model.layers[1], "training", False, True),
+        "loss.label_smoothing (0.0, then 0.1)": (loss, "label_smoothing", 0.1, 0.0),
+    }
+    for name, (owner, attribute, value, former) in changes.items():
+        caplog.clear()
+        setattr(owner, attribute, value)
+        for _ in range(2):
+            state, _ = zfunc.train_step(program, state, data)
+        setattr(owner, attribute, former)
+        told = [r.getMessage() for r in caplog.records if "after the segment was made" in r.getMessage()]
+        assert [name in x for x in told] == [True] * bool(name), told
+
+
 class Recorded(Elsewhere):
     """Blocks that a profiler sees by name."""
 

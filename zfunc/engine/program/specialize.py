@@ -108,7 +108,7 @@ def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Reci
 
 
 def _check_values(program: Program) -> None:
-    """Warn of modules changed after `zfunc.segment` copied them, and of changed objects that a trace depends
+    """Warn of modules changed after segments were made of them, and of changed objects that a trace depends
     on: the changes have no effect.
 
     Raises ValueError if a plain value outside of modules, on which a trace depends, has changed.
@@ -122,8 +122,8 @@ def _check_values(program: Program) -> None:
         if change := segment.changed() or (before and first_change(before.values, look.values)):
             warn_once(
                 program,
-                f"segment {segment.name!r}: got {change} changed after zfunc.segment copied the module, which has "
-                "no effect: call zfunc.segment after such changes, or set weights with zfunc.replace",
+                f"segment {segment.name!r}: got {change} changed after the segment was made, which has no effect: "
+                "make the segments after such changes, or set weights with zfunc.replace",
             )
         cache.looks[segment.name] = look
     for segment, facts in cache.facts.values():

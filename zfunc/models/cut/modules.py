@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from zfunc.engine.trace.batches import Batch, check_leaves, unmarked
+from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.segment import Segment, Values, check_loss, make_segment
 from zfunc.engine.trace.traced_passes import MAX_TRACES
@@ -103,6 +104,8 @@ def cuts(
         model = copy.deepcopy(model, {**buffers}) if buffers else model
     elif any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
+    watched = nn.ModuleDict({"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {}))
+    source = watched, held(watched)
     called = CalledModel(without_idle_draws(with_pure_adapters(with_static_experts(model))), loss)
     read = partial(call_of, has_loss=loss is not None)
     check_leaves("example", example)
@@ -129,7 +132,8 @@ def cuts(
         except NotCutError as error:
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
-            yield ModuleCut((evolve(whole, read_batch=read, buffer_names=names),), [file_of(model)], limit)
+            one = evolve(whole, read_batch=read, buffer_names=names, source=source)
+            yield ModuleCut((one,), [file_of(model)], limit)
             return
         else:
             break
@@ -139,8 +143,10 @@ def cuts(
         log.warning("model: one segment, because %s", first.whole)
     try:
         while True:
-            *before, last = _segments_of(traces, first)
-            yield ModuleCut((*before, evolve(last, read_batch=read)), first.places, traces.most)
+            made = _segments_of(traces, first)
+            made[0] = evolve(made[0], source=source)  # which looks at the module for all
+            made[-1] = evolve(made[-1], read_batch=read)
+            yield ModuleCut((*made,), first.places, traces.most)
             known = first.starts
             while first.starts == known:
                 if traces.most <= first.least:
