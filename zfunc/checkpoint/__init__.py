@@ -11,6 +11,7 @@
     swap_space         the optimizer state of a rank on its drives, a checkpoint after every commit
     swap_checkpoint    a swap space of all ranks, read as a checkpoint
     export             the weights alone, as one safetensors file
+    hf_files           names of transformers' and peft's files of weights
     foreign_run        a run of another program, its tensors by name, read one by one
     dcp                checkpoints of torch.distributed.checkpoint, read and written
     torchtitan         its names, and rows of its queries and keys, as transformers has them

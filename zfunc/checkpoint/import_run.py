@@ -165,7 +165,7 @@ def _is_dcp(folder: Path) -> bool:
 
 
 def _pointed_at(folder: Path) -> Iterator[Path]:
-    """Yield the folders in `folder` that DeepSpeed's pointers name, as far as they are there."""
+    """Yield the subfolders of `folder` that DeepSpeed's `latest_universal` and `latest` name, if they exist."""
     for pointer in (folder / x for x in _POINTERS if (folder / x).is_file()):
         with os_errors_as(pointer, "reading it"):
             tag = pointer.read_text("utf-8", errors="replace").strip()

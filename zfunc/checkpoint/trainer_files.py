@@ -26,13 +26,11 @@ from zfunc.checkpoint.foreign_run import (
     own_name,
     torn,
 )
+from zfunc.checkpoint.hf_files import ADAPTER, ADAPTER_CONFIG, INDEX, SINGLE
 from zfunc.core.display import counted
 
-SINGLE = "model.safetensors"
-_INDEX = f"{SINGLE}.index.json"  # names the shards where there are several files
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # of one process or DDP, by number; of FSDP, by name
-_CONFIG = "adapter_config.json"
-_ADAPTER, _WHOLE, _FSDP = "adapter_model.safetensors", "model*.safetensors", "pytorch_model_fsdp.bin"
+_WHOLE, _FSDP = "model*.safetensors", "pytorch_model_fsdp.bin"
 
 
 def is_trainer(folder: Path) -> bool:
@@ -42,13 +40,13 @@ def is_trainer(folder: Path) -> bool:
 
 def adapters_in(folder: Path) -> Path | None:
     """`folder` itself if it has adapters of peft, as argument `lora` of `zfunc.hf.load`; else None."""
-    return folder if (folder / _CONFIG).is_file() else None
+    return folder if (folder / ADAPTER_CONFIG).is_file() else None
 
 
 def indexed_shards(folder: Path) -> list[Path]:
-    """The files with a folder's weights that its index names; [] without an index, or where one file has them all.
-    Raises TornError where one is missing, or the index cannot be read."""
-    if not (index := folder / _INDEX).is_file() or (folder / SINGLE).is_file():
+    """The paths of the shards of weights that the index in `folder` names, sorted; [] if there is no index, or if
+    model.safetensors has all weights. Raises TornError if a shard is missing, or the index cannot be read."""
+    if not (index := folder / INDEX).is_file() or (folder / SINGLE).is_file():
         return []
     try:
         names = {Path(x).name for x in json.loads(index.read_bytes())["weight_map"].values()}
@@ -57,7 +55,7 @@ def indexed_shards(folder: Path) -> list[Path]:
         torn(index, got, "the names of all shards", "copy it again")
     files = [folder / x for x in sorted(names)]
     if missing := [x.name for x in files if not x.is_file()]:
-        got = f"no {missing[0]}, one of {counted(len(files), 'shard')} that {_INDEX} names"
+        got = f"no {missing[0]}, one of {counted(len(files), 'shard')} that {INDEX} names"
         torn(folder, got, "all of them", "copy or download the rest")
     return files
 
@@ -117,7 +115,7 @@ def _by_name(file: Path, saved: Any, groups: Sequence[Sequence[str]]) -> Mapping
 
 
 def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, ForeignTensor]:
-    files = sorted(folder.glob(_ADAPTER if adapters else _WHOLE))
+    files = sorted(folder.glob(ADAPTER if adapters else _WHOLE))
     files = files if adapters else indexed_shards(folder) or files
     if not files and not adapters and (folder / _FSDP).is_file():
         saved = load_pickle(folder / _FSDP, allow_pickle=allow_pickle)
@@ -125,7 +123,7 @@ def _weights(folder: Path, adapters: bool, allow_pickle: bool) -> dict[str, Fore
         return {own_name(x): foreign_tensor(t) for x, t in named if isinstance(t, Tensor)}
     if not files:
         do = "copy it there; of pickled weights let save_pretrained write it"
-        reject(folder, "no weights", _ADAPTER if adapters else SINGLE, do)
+        reject(folder, "no weights", ADAPTER if adapters else SINGLE, do)
     from safetensors import SafetensorError
 
     load_file: Any = import_module("safetensors.torch").load_file

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from zfunc.checkpoint.hf_files import ADAPTER_CONFIG
 from zfunc.errors import CheckpointError, refuse, setting
 
 NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
-ADAPTER_CONFIG = "adapter_config.json"  # of peft, beside adapters' weights
 
 # Of a model that is believed: building a larger one would take hours.
 MOST_LAYERS, LARGEST_SIZE = 10_000, 1 << 24

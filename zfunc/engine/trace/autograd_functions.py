@@ -63,7 +63,8 @@ _lock, _contexts = threading.Lock(), 0  # of all threads
 
 
 def _count(change: int) -> None:
-    """Add `change` to the number of contexts; while there are any, `Function.apply` has the code of _Hooked."""
+    """Add `change`, 1 or -1, to the number of contexts of `applied_by` that are open in all threads. While any is,
+    `Function.apply` has the code of _Hooked."""
     global _contexts
     with _lock:
         _contexts += change
@@ -197,7 +198,8 @@ def _checked(kind: type[Function]) -> Callable[..., Any]:
 
 
 class _Checked(TorchFunctionMode):
-    """A mode of the backward of a function, called `name`, which refuses what would lose a gradient."""
+    """A mode in which the backward of the autograd function `name` runs, and what would lose a gradient raises
+    ValueError."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

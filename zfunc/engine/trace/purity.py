@@ -44,7 +44,7 @@ class _Log(TorchDispatchMode):
         super().__init__()
         self.ops: list[tuple[Any, list[Any], Any]] = []
         self._results: dict[int, tuple[Any, ...]] = {}
-        self.alive: list[Any] = []  # ids stay unique
+        self._alive: list[Any] = []  # ids stay unique
         self._own = set[int]()  # storages that the call allocated
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +57,7 @@ class _Log(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._own |= {storage_of(t) for t in allocated_by(func, out)}
         for n, t in enumerate(tree_leaves(out)):
-            self.alive.append(t)
+            self._alive.append(t)
             self._results[id(t)] = "result", len(self.ops), n
         return out
 
@@ -75,7 +75,7 @@ class _Log(TorchDispatchMode):
             return repr(x) if isinstance(x, float) else type(x) if kept else x
         if id(x) in self._results:
             return self._results[id(x)]
-        self.alive.append(x)
+        self._alive.append(x)
         x = x.constant if isinstance(x, FakeTensor) and x.constant is not None else x  # torch.tensor(2.0)
         if isinstance(x, FakeTensor) or x.is_meta or x.layout is not torch.strided or x.nbytes > MAX_HASHED:
             return "outside", id(x)
@@ -108,6 +108,9 @@ class _Repeated(_Log):
         super().__init__()
         self._place, self._here = place, ""
         self.read, self.written = dict[int, str](), dict[int, str]()
+        self.outside: list[
+            Tensor
+        ] = []  # tensors that the call reads, and that none of its operations returned
 
     def record(self, func: Any, arguments: Any) -> list[Any]:
         self._here = self._place()
@@ -122,6 +125,7 @@ class _Repeated(_Log):
     def _token(self, x: Any) -> Any:
         if isinstance(x, Tensor) and x.layout is torch.strided and storage_of(x) not in self._own:
             self.read.setdefault(storage_of(x), self._here)
+            self.outside += [x] if id(x) not in self._results else []
         token = super()._token(x)
         if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
             return type(x)
@@ -162,11 +166,10 @@ def changes_from_call_to_call(
 
 
 def result_and_reads(call: Callable[[], Any]) -> tuple[Any, list[Tensor], bool]:
-    """What `call()` returns, the tensors that it reads and did not make, and whether it writes into such."""
+    """What `call()` returns, the tensors that the call reads and did not make, and whether it writes into such."""
     with _Repeated(str) as log:
         y = call()
-    outside = (t for t in log.alive if id(t) not in log._results and t.layout is torch.strided)
-    return y, [t for t in outside if storage_of(t) in log.read], bool(log.written)
+    return y, log.outside, bool(log.written)
 
 
 def check_deterministic(

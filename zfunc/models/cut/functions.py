@@ -1,8 +1,8 @@
 """The user's autograd functions in an exported graph: each call is a node, so that pieces have its own backward.
 
-A trace by torch.export has the operations of a function's forward alone. So has that of a function which gets other
-objects than tensors and plain values, reads or writes other tensors, or reads a number of its class, which eval
-mode or a training loop may set: such a one leaves one segment.
+Without such a node, a trace by torch.export has the operations of the function's forward, and not its backward. No
+node stands for a function that gets other objects than tensors and plain values, reads or writes other tensors, or
+reads a number of its class, which eval mode or a training loop may set: a model that calls one is one segment.
 """
 
 import inspect
@@ -60,7 +60,7 @@ class FunctionCall:
 
     @property
     def key(self) -> Any:
-        """What is equal in equal calls."""
+        """What two calls have in common that compute the same of their tensors: equal calls of a graph are one."""
         return self.kind, self.state, [(type(x), repr(x)) for x in self.leaves], self.spec, self.at, self.num
 
 
@@ -121,8 +121,8 @@ class FunctionCalls:
             own = {id(t) for t in tensors}
             beside = any(isinstance(t, FakeTensor | nn.Parameter) and id(t) not in own for t in read)
             described = [Tensor if isinstance(x, Tensor) else x for x in leaves]
-            beside = beside or writes or _names_of_its_class(kind)
-            if beside or not tensors or not at or not all(map(_plain, described)):
+            lost = beside or writes or _names_of_its_class(kind)
+            if lost or not tensors or not at or not all(map(_plain, described)):
                 return apply_of_torch(kind, *args, **kwargs)
             # 2. Its node, with results like those.
             number, state = len(self.calls), _state(kind)
@@ -140,7 +140,7 @@ class FunctionCalls:
         return next((x.kind.__qualname__ for x in self.calls if x.state != _state(x.kind)), "")
 
     def expand(self, exported: ExportedProgram) -> None:
-        """Make the calls in an exported graph nodes with these as targets."""
+        """Replace the numbers of calls in the graphs of `exported` by the FunctionCalls themselves, as targets."""
         target = torch.ops.zfunc.function_call.default
         for graph in {m.graph for m in exported.graph_module.modules() if hasattr(m, "graph")}:
             for n in graph.find_nodes(op="call_function", target=target):

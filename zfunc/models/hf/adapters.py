@@ -29,7 +29,6 @@ MISSING_OF_TENSORS = (
 OLDEST = (0, 18)
 OLDEST_OF_TENSORS = (0, 21)  # in older ones the order of a tensor's dimensions is another
 DRAWN = (True, "gaussian")  # values of init_lora_weights that need no weights of the model
-ADAPTER = "adapter_model.safetensors"
 # Where peft has no targets for a model: those that it has of these.
 TARGETS = ("q_proj", "v_proj", "qkv_proj", "gate_up_proj")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.export import ExportedWeights, check_averages
+from zfunc.checkpoint.hf_files import ADAPTER, SINGLE
 from zfunc.checkpoint.reader import CheckpointReader
 from zfunc.checkpoint.safetensors_file import Shape, TensorInfo, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
@@ -29,10 +30,9 @@ from zfunc.engine.state.weights import rounded
 from zfunc.engine.step.evaluate import weights
 from zfunc.engine.step.run import check_state
 from zfunc.errors import CheckpointError, about, did_you_mean, refuse, setting
-from zfunc.models.hf.adapters import ADAPTER, AdaptedWeights, base_name
+from zfunc.models.hf.adapters import AdaptedWeights, base_name
 from zfunc.models.hf.families import check_transformers, in_fp32
 from zfunc.models.hf.loading import (
-    SINGLE,
     empty_model,
     language_config,
     read_config,

@@ -19,11 +19,12 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from zfunc.checkpoint.trainer_files import SINGLE, indexed_shards
+from zfunc.checkpoint.hf_files import ADAPTER_CONFIG, SHARDS, SINGLE
+from zfunc.checkpoint.trainer_files import adapters_in, indexed_shards
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.trace.segment import Segment, Values
 from zfunc.errors import CheckpointError, Message, did_you_mean, refuse, setting
-from zfunc.models.config_file import ADAPTER_CONFIG, LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
+from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters, found_tensors
 from zfunc.models.hf.bitsandbytes import (
     INSTEAD,
@@ -44,7 +45,6 @@ from zfunc.models.quantization import FORMATS, decode, encode, keep_encoded
 from zfunc.options import one_of
 from zfunc.values import of_type
 
-SHARDS = "model-*-of-*.safetensors"
 _POINTER = b"version https://git-lfs"  # in the place of a file that git lfs has not fetched
 _OLD_BUFFERS = r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq|position_ids)$"  # that older versions saved
 LARGEST = {
@@ -87,7 +87,7 @@ def load_folder(
     """
     folder = Path(folder).expanduser()
     config = read_config(folder, text_only=text_only)
-    if (folder / ADAPTER_CONFIG).is_file() and not isinstance(lora, str | PathLike):
+    if adapters_in(folder) and not isinstance(lora, str | PathLike):
         got = f"{folder}: got {ADAPTER_CONFIG}, of an adapter that transformers would put on the model's weights"
         do = "save the model with the adapter merged into it, or move that file away to begin without the adapter"
         raise CheckpointError(f"{got}, expected a model alone: {do}")
@@ -484,8 +484,9 @@ def _begin(file: Path) -> bytes:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files with a folder's weights, as transformers chooses them: one, or the shards that its index names, or
-    all shards without an index. Raises CheckpointError if one is missing."""
+    """The paths of a model's weights in `folder`, chosen as transformers does: model.safetensors alone if it is
+    there, or the shards that the index names, or, without an index, all shards. Raises CheckpointError if one is
+    missing."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     files = indexed_shards(folder) or sorted(folder.glob(SHARDS))
