@@ -61,7 +61,7 @@ BUDGETS = {
     "viz": 1_238,
     "planner": 3_770,
     "models": 6_875,
-    "train": 6_651,
+    "train": 6_717,
     "cli": 2_821,
     "tests": 54_572,
     "course": 5_289,

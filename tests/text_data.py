@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zfunc.train.data.corpus import Corpus, TokenStream
-from zfunc.train.data.packing import open_data
+from zfunc.train.data.opening import open_data
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
 END = WORDS.index("</s>")

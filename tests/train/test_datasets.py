@@ -9,7 +9,7 @@ import pytest
 from small_trainings import losses, train
 from text_data import CHAT, END, dataset, loss_mask_of, opened, save, save_splits, tokens_of
 
-from zfunc.train.data import documents
+from zfunc.train.data import tables
 from zfunc.train.data.documents import holds_tokens
 from zfunc.train.data.tokenizer import open_tokenizer
 
@@ -110,7 +110,7 @@ def test_of_parquet_a_few_rows_are_in_memory_and_a_large_row_a_few_times(
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pytest.importorskip("datasets")
     pool, usual = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
-    monkeypatch.setattr(documents, "_BATCH", 1 << 20)
+    monkeypatch.setattr(tables, "_BATCH", 1 << 20)
     rows = [f"{n:06}" * 512 for n in range(4000)]
     many, one = pa.table({"text": rows, "id": rows}), pa.table({"text": ["x" * 8_000_000, *["y"] * 63]})
     pa.set_memory_pool(pool)

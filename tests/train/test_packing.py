@@ -32,7 +32,7 @@ from text_data import (
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.planner.kept_costs import code_digest
 from zfunc.train.data import packing
-from zfunc.train.data.documents import is_held_out, stdlib_files, stream_files
+from zfunc.train.data.files import is_held_out, stdlib_files, stream_files
 from zfunc.train.data.tokenizer import open_tokenizer
 
 # --- files ------------------------------------------------------------------------------------------------

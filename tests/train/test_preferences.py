@@ -16,7 +16,7 @@ import zfunc
 import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.models.loss import Preferences
-from zfunc.train.data.packing import open_data
+from zfunc.train.data.opening import open_data
 from zfunc.train.data.tokenizer import open_tokenizer
 
 pytest.importorskip("transformers")

@@ -558,7 +558,8 @@ def check_paths(settings: TrainSettings) -> None:
     Needs no torch, so that a mistyped path or a malformed chat is reported at once.
     """
     from zfunc.checkpoint.durable_files import check_folders
-    from zfunc.train.data.documents import first_look, stream_files
+    from zfunc.train.data.documents import first_look
+    from zfunc.train.data.files import stream_files
     from zfunc.train.data.records import CHAT
     from zfunc.train.data.tokenizer import check_chats, check_template
 

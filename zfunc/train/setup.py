@@ -36,7 +36,7 @@ from zfunc.runtime.memory_limits import available_host_bytes
 from zfunc.runtime.stage_ranks import ranks_of_stage
 from zfunc.runtime.thread_budget import allowed_cpus, cpu_model
 from zfunc.train.data.corpus import Batch, Corpus, held_out_parts, rank_batch
-from zfunc.train.data.packing import open_data
+from zfunc.train.data.opening import open_data
 from zfunc.train.data.record_files import open_stream
 from zfunc.train.data.tokenizer import BYTES, Tokenizer
 from zfunc.train.deepspeed.mapping import ConfigExtras, config_extras, startup_notes

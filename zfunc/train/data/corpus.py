@@ -8,7 +8,7 @@ loss of a batch is the mean over all its tokens that count, on any number of ran
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -302,6 +302,14 @@ class Corpus:
             held_out_tokens=EVAL_DATA_TOKENS,
             description=(*self.description, "held out:", *(f"  {line}" for line in other.description)),
         )
+
+
+def two_streams(
+    name: str, tokens: Iterable[np.ndarray], masks: Iterable[Any] = (None, None)
+) -> list[TokenStream]:
+    """The TokenStreams of training and of held-out `tokens`, each with its loss mask, named after `name`."""
+    names = (name, f"the held-out part of {name}")
+    return [TokenStream(*part) for part in zip(tokens, masks, names, strict=True)]
 
 
 def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: RankGroup) -> Batch:

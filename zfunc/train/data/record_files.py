@@ -17,11 +17,12 @@ from attrs import asdict, define, evolve, field, frozen
 from zfunc.checkpoint.strict_json import Count, JsonNode
 from zfunc.core.display import counted
 from zfunc.train.data.corpus import Corpus, TokenStream, permute
-from zfunc.train.data.documents import TABLES, File, named, stream_files, table_rows
+from zfunc.train.data.encoding import encoded_documents
+from zfunc.train.data.files import TABLES, File, named, stream_files
 from zfunc.train.data.formats import lines_after, parsed
-from zfunc.train.data.packing import encoded_documents
 from zfunc.train.data.records import IDS, RECORDS, record_documents
 from zfunc.train.data.stream import PackedStream, StreamedBatches
+from zfunc.train.data.tables import table_rows
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
 Record = tuple[str, Any]  # its place, for errors; and a line, or a row

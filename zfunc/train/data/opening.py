@@ -1,0 +1,79 @@
+"""Data as a corpus: tokens that are mapped where they are, or documents that are packed first."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from zfunc.errors import refuse
+from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.documents import file_documents, holds_tokens, open_saved
+from zfunc.train.data.files import is_saved_dataset, stdlib_files, walk
+from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suffix_of
+from zfunc.train.data.packing import pack_documents
+from zfunc.train.data.records import preference_of
+from zfunc.train.data.token_files import map_tokens, refuse_tokens_of_others
+from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
+
+STDLIB = "Python standard library"
+
+
+def open_data(
+    path: Path | None = None,
+    *,
+    cache: Path,
+    tokenizer: Tokenizer | None = None,
+    dtype: str = "uint16",
+    vocab_size: int = 50257,
+    split: bool = True,
+    whole_documents: int | None = None,
+    long_documents: str = "cut",
+    pairs: bool = False,
+) -> Corpus:
+    """Open the data at `path`; without a path, the sources of Python's standard library.
+
+    A `.bin`, or a folder with a `train.bin`, has tokens of the `dtype`, compared with `vocab_size` batch by
+    batch, and a `val.bin` beside it is held out. Other data is documents, with the tokenizer's end token
+    after each: text, records (JSONL, JSON, CSV), a folder of them, Parquet or a saved dataset
+    (docs/finetuning.md has their keys). Without a tokenizer, bytes are the tokens, and zero is the end.
+    Sequences are cut regardless of documents, or have whole documents, up to `whole_documents` tokens;
+    `long_documents` tells how to treat longer. With `pairs`, records are preferences: a sequence has a prompt
+    with one answer, the chosen before the rejected.
+
+    The held-out part is a dataset's split validation or test; or about 8 % of the files, by a hash of their
+    names, where that is 1 to 50 % of the tokens; else the last documents, about 10 %. Without `split`, only a
+    split of the data itself is held out. `cache` is the folder of packed documents.
+
+    Raises OSError for what cannot be read, and ValueError, with file and line, for what is not a document.
+    """
+    if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(
+            f"got {path}, which is no file (a pipe?), expected a file or a folder: write it to one"
+        )
+    saved = None if path is None or not is_saved_dataset(path) else open_saved(path, pairs=pairs)
+    tokenized = saved is not None and saved.tokenized
+    numbered = path is not None and saved is None and holds_tokens(path)
+    if pairs and (path is None or numbered):
+        preference_of("tokens" if numbered else "texts", str(path or STDLIB), Counter())
+    if numbered and whole_documents:
+        got = f"documents for {path}, which does not say where documents end"
+        refuse("packing", got, "text, JSONL or a saved dataset", "name one of them, or leave `packing` out")
+    if (numbered or tokenized) and tokenizer is not None:
+        refuse("tokenizer", f"one for {path}, which holds tokens", "text or JSONL", "leave it out")
+    if path is not None and numbered:
+        path = path / "train.bin" if path.is_dir() else path
+        return map_tokens(path, np.dtype(dtype).newbyteorder("<"), vocab_size, split)
+    vocabulary = Vocabulary(f"below {vocab_size}", vocab_size) if tokenized else tokenizer or BYTES
+    text, folder = vocabulary is not BYTES, path is None or path.is_dir()
+    plain = path is not None and not (saved or folder) and suffix_of(path) not in FORMATS
+    if path is not None and plain:
+        with opened(path) as file:
+            if is_packed(begin := file.read(16)):
+                raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+        refuse_tokens_of_others(path, begin)
+        if not (text or whole_documents or pairs or path.suffix.lower() in COMPRESSED):
+            return map_tokens(path, np.dtype(np.uint8), BYTES.vocab_size, split)
+    files = stdlib_files() if path is None else walk(path) if folder else [(path.name, path)]
+    source = saved or file_documents(files, text=text, folder=folder, pairs=pairs)
+    rows = None if whole_documents is None else (whole_documents, long_documents)
+    return pack_documents(str(path or STDLIB), source, cache, vocabulary, split, rows, pairs)
