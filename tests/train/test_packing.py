@@ -76,6 +76,11 @@ def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
     assert b"class TurtleScreen" not in corpus.train.tokens.tobytes()
 
 
+def test_one_file_of_records_is_read_whatever_its_name(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "README.jsonl", {"text": "ab"})
+    assert tokens_of(opened(path, tmp_path)) == [*b"ab", 0]
+
+
 def test_one_file_is_mapped_in_place(tmp_path: Path) -> None:
     path = write(tmp_path / "book.txt", bytes(range(250)))
     corpus = opened(path, tmp_path)

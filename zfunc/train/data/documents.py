@@ -8,7 +8,7 @@ raises an error with file and line, and files and keys that are not read are nam
 import re
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
@@ -86,21 +86,16 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
     `pairs` records are preferences, two documents each; texts are refused.
     """
     runs = files_of_runs(x for x, _ in files)
-    own = [x for x in files if x[0] not in runs and not x[1].is_dir()]
-    holds = {name: holds_records(path) if folder else suffix_of(path) in FORMATS for name, path in own}
-    told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
-    kind = next((x for x in (True, False, None) if x in told), False)
-    read = [x for x in own if holds[x[0]] is kind]
-    splits, held_out = dict.fromkeys(holds), ""
-    if folder and kind:  # one format of them, as they may be the same records in several
-        first = min((suffix_of(path) for _, path in read), key=[*FORMATS].index)
-        read = [x for x in read if suffix_of(x[1]) == first]
-    if folder and kind is not None:
-        splits = {name: split_of(name) for name, _ in read if kind or not _DESCRIPTION.match(name)}
-        told = {*splits.values()}
-        # Texts have splits where all are named so: among others, a test is a text.
-        whole = {TRAIN, None} & told if kind else TRAIN in told and None not in told
-        held_out = next((x for x in HELD_OUT if x in told and whole), "")
+    read, records = [x for x in files if x[0] not in runs and not x[1].is_dir()], False
+    splits, held_out = dict[str, str | None](), ""
+    if not folder:
+        records = all(suffix_of(path) in FORMATS for _, path in read)
+    else:
+        read, records = _of_one_kind(read)
+        if records is not None:
+            described = (name for name, _ in read if records or not _DESCRIPTION.match(name))
+            splits = {name: split_of(name) for name in described}
+            held_out = _held_out_split({*splits.values()}, records)
         read = [x for x in read if not held_out or splits.get(x[0], "") in (held_out, TRAIN, None)]
 
     def parts(counts: Counter[str]) -> Parts:
@@ -111,7 +106,7 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
     def documents(name: str, path: Path, counts: Counter[str]) -> Iterator[Document]:
         if not path.stat().st_size:
             counts["empty"] += 1
-        elif kind is not False:
+        elif records is not False:
             for where, record in records_of(path):
                 yield from record_documents(record, where, counts, pairs=pairs)
         elif pairs:
@@ -126,6 +121,26 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
 
     names = [name for name, path in files if (name, path) not in read]
     return DocumentSource(read, parts, held_out, notes=(f"left out: {named(names)}",) if names else ())
+
+
+def _of_one_kind(files: list[File]) -> tuple[list[File], bool | None]:
+    """Those of a folder's `files` that are read, and what they hold, as `holds_records` says: records rather than
+    texts, texts rather than tables of unknown keys. Records are of one format, as several may hold the same."""
+    holds = {name: holds_records(path) for name, path in files}
+    told = {x for name, x in holds.items() if not _DESCRIPTION.match(name)}
+    kind = next((x for x in (True, False, None) if x in told), False)
+    read = [x for x in files if holds[x[0]] is kind]
+    if kind:
+        first = min((suffix_of(path) for _, path in read), key=[*FORMATS].index)
+        read = [x for x in read if suffix_of(x[1]) == first]
+    return read, kind
+
+
+def _held_out_split(splits: Collection[str | None], records: bool) -> str:
+    """The split that is held out of the `splits` that names of files name (None: a name without one), "" if none
+    is. Texts have splits only where every name has one: among others, a test is a text."""
+    trained = {TRAIN, None} & {*splits} if records else TRAIN in splits and None not in splits
+    return next((x for x in HELD_OUT if x in splits and trained), "")
 
 
 def _text_of(path: Path, content: bytes, *, as_text: bool) -> Document:

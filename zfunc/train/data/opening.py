@@ -46,34 +46,53 @@ def open_data(
 
     Raises OSError for what cannot be read, and ValueError, with file and line, for what is not a document.
     """
-    if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
+    rows = None if whole_documents is None else (whole_documents, long_documents)
+    vocabulary: Vocabulary = tokenizer or BYTES
+    text = vocabulary is not BYTES
+    if path is None:
+        if pairs:
+            preference_of("texts", STDLIB, Counter())
+        source = file_documents(stdlib_files(), text=text, folder=True)
+    elif path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(
             f"got {path}, which is no file (a pipe?), expected a file or a folder: write it to one"
         )
-    saved = None if path is None or not is_saved_dataset(path) else open_saved(path, pairs=pairs)
-    tokenized = saved is not None and saved.tokenized
-    numbered = path is not None and saved is None and holds_tokens(path)
-    if pairs and (path is None or numbered):
-        preference_of("tokens" if numbered else "texts", str(path or STDLIB), Counter())
-    if numbered and whole_documents:
-        got = f"documents for {path}, which does not say where documents end"
-        refuse("packing", got, "text, JSONL or a saved dataset", "name one of them, or leave `packing` out")
-    if (numbered or tokenized) and tokenizer is not None:
-        refuse("tokenizer", f"one for {path}, which holds tokens", "text or JSONL", "leave it out")
-    if path is not None and numbered:
+    elif is_saved_dataset(path):
+        source = open_saved(path, pairs=pairs)
+        if source.tokenized:
+            _refuse_tokenizer(path, tokenizer)
+            vocabulary = Vocabulary(f"below {vocab_size}", vocab_size)
+    elif holds_tokens(path):
+        if pairs:
+            preference_of("tokens", str(path), Counter())
+        if whole_documents:
+            got = f"documents for {path}, which does not say where documents end"
+            do = "name one of them, or leave `packing` out"
+            refuse("packing", got, "text, JSONL or a saved dataset", do)
+        _refuse_tokenizer(path, tokenizer)
         path = path / "train.bin" if path.is_dir() else path
         return map_tokens(path, np.dtype(dtype).newbyteorder("<"), vocab_size, split)
-    vocabulary = Vocabulary(f"below {vocab_size}", vocab_size) if tokenized else tokenizer or BYTES
-    text, folder = vocabulary is not BYTES, path is None or path.is_dir()
-    plain = path is not None and not (saved or folder) and suffix_of(path) not in FORMATS
-    if path is not None and plain:
-        with opened(path) as file:
-            if is_packed(begin := file.read(16)):
-                raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
-        refuse_tokens_of_others(path, begin)
-        if not (text or whole_documents or pairs or path.suffix.lower() in COMPRESSED):
-            return map_tokens(path, np.dtype(np.uint8), BYTES.vocab_size, split)
-    files = stdlib_files() if path is None else walk(path) if folder else [(path.name, path)]
-    source = saved or file_documents(files, text=text, folder=folder, pairs=pairs)
-    rows = None if whole_documents is None else (whole_documents, long_documents)
+    elif path.is_dir():
+        source = file_documents(walk(path), text=text, folder=True, pairs=pairs)
+    else:
+        if suffix_of(path) not in FORMATS:
+            _refuse_what_is_no_text(path)
+            if not (text or whole_documents or pairs or path.suffix.lower() in COMPRESSED):
+                return map_tokens(path, np.dtype(np.uint8), BYTES.vocab_size, split)
+        source = file_documents([(path.name, path)], text=text, folder=False, pairs=pairs)
     return pack_documents(str(path or STDLIB), source, cache, vocabulary, split, rows, pairs)
+
+
+def _refuse_tokenizer(path: Path, tokenizer: Tokenizer | None) -> None:
+    """Raise SettingError if a `tokenizer` is given for the data at `path`, which is tokens."""
+    if tokenizer is not None:
+        refuse("tokenizer", f"one for {path}, which holds tokens", "text or JSONL", "leave it out")
+
+
+def _refuse_what_is_no_text(path: Path) -> None:
+    """Raise ValueError if the file at `path` is compressed in an unknown form, or tokens of another form."""
+    with opened(path) as file:
+        begin = file.read(16)
+    if is_packed(begin):
+        raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+    refuse_tokens_of_others(path, begin)

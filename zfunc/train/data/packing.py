@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +47,8 @@ def pack_documents(
     """The corpus of the documents of `source`, tokenized into a folder in `cache`, or read from that folder
     if it exists. `rows`, for sequences of whole documents: their length and `long_documents`. `split`,
     `pairs`: as in `open_data`."""
-    stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
-    code = code_digest(SOURCES, *PACKAGES)
-    of = (source.columns, source.held_out_split, bool(rows), pairs)
-    data = (os.path.abspath(name), vocabulary.digest, *of)
-    begin = f".packed-{_short_hash(data)}-"  # hidden: `cache` may lie in the folder that is read
-    folder = cache / f"{begin}{_short_hash((code, stats))}"
-    if not folder.is_dir():
-        with _keeping_tokens(cache):
-            cache.mkdir(parents=True, exist_ok=True)
-            made = tempfile.TemporaryDirectory(dir=cache, prefix=".packing-", ignore_cleanup_errors=True)
-        with made as unfinished:
-            with _keeping_tokens(cache, errno.ENOSPC, errno.EDQUOT):  # other errors are of the data
-                _write(Path(unfinished), name, source, vocabulary, bool(rows), pairs)
-            with suppress(OSError):  # another process was first
-                os.rename(unfinished, folder)
-        for older in cache.glob(f"{begin}*"):  # of the same data, by what it was or how it was read then
-            if older != folder:
-                shutil.rmtree(older, ignore_errors=True)
+    folder = _packed_folder(name, source, cache, vocabulary, bool(rows), pairs)
+    # What was packed
     # What was packed
     packed = json.loads(folder.joinpath("corpus.json").read_text())
     tokens, offsets = (np.load(folder / f"{x}.npy", mmap_mode="r") for x in ("tokens", "offsets"))
@@ -79,7 +63,7 @@ def pack_documents(
         if len(vocabulary.before):
             lines.append(f"documents begin with {vocabulary.before.tolist()}, as the tokenizer has it")
     lines += [*packed["lines"], *source.notes]
-    # What of it is trained on, and what is held out
+    # What is trained on, and what is held out
     end: int = packed["train"] if split or source.held_out_split else len(tokens)
     masks = (None, None) if mask is None else (mask[:end], mask[end:])
     parts = two_streams(name, (tokens[:end], tokens[end:]), masks)
@@ -90,6 +74,33 @@ def pack_documents(
         parts = [part.of_whole_documents(x, *rows, pairs) for part, x in zip(parts, both, strict=True)]
         lines += _rows(parts[0], both[0], *rows)
     return Corpus(name, *parts, vocabulary.vocab_size, tuple(lines))
+
+
+def _packed_folder(
+    name: str, source: DocumentSource, cache: Path, vocabulary: Vocabulary, whole: bool, pairs: bool
+) -> Path:
+    """The folder in `cache` that has the tokens of the documents of `source`; made, in place of older ones of the
+    same data, unless it exists. `whole`: whether sequences have whole documents."""
+    stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in source.files]
+    code = code_digest(SOURCES, *PACKAGES)
+    of = (source.columns, source.held_out_split, whole, pairs)
+    data = (os.path.abspath(name), vocabulary.digest, *of)
+    begin = f".packed-{_short_hash(data)}-"  # hidden: `cache` may lie in the folder that is read
+    folder = cache / f"{begin}{_short_hash((code, stats))}"
+    if folder.is_dir():
+        return folder
+    with _keeping_tokens(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(dir=cache, prefix=".packing-", ignore_cleanup_errors=True)
+    with made as unfinished:
+        with _keeping_tokens(cache, errno.ENOSPC, errno.EDQUOT):  # other errors are of the data
+            _write(Path(unfinished), name, source, vocabulary, whole, pairs)
+        with suppress(OSError):  # another process was first
+            os.rename(unfinished, folder)
+    for older in cache.glob(f"{begin}*"):  # of the same data, by what it was or how it was read then
+        if older != folder:
+            shutil.rmtree(older, ignore_errors=True)
+    return folder
 
 
 @contextmanager
@@ -137,86 +148,115 @@ def _rows(stream: TokenStream, ends: np.ndarray, seq_length: int, long: str) -> 
     return [*lines, f"left out: {counted(left_out, 'token')} that no label needs"] if left_out else lines
 
 
+class _GrowingArray:
+    """A NumPy file of one dimension at `path`, which grows by `append`; `close` writes its length."""
+
+    def __init__(self, path: Path, dtype: "np.dtype[Any]") -> None:
+        self.path, self.length, self._dtype = path, 0, dtype
+        self._file = path.open("wb")
+        self._write_header()
+
+    def append(self, values: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(values, self._dtype))
+        self.length += len(values)
+
+    def close(self) -> None:
+        with self._file:
+            self._write_header()
+
+    def _write_header(self) -> None:  # NumPy's has room for any length
+        self._file.seek(0)
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
 def _write(
-    folder: Path,
-    name: str,
-    source: DocumentSource,
-    vocabulary: Vocabulary,
-    whole_documents: bool,
-    pairs_of_answers: bool,
+    folder: Path, name: str, source: DocumentSource, vocabulary: Vocabulary, whole: bool, pairs: bool
 ) -> None:
-    """Write the tokens of `source` as NumPy files in `folder`. Raises ValueError without a document."""
-    counts, train, of_bytes = Counter[str](), 0, not whole_documents
-    dtypes = {"tokens": vocabulary.dtype, "mask": np.dtype(bool), "offsets": np.dtype(np.int64)}
-    paths, lengths = {x: folder / f"{x}.npy" for x in dtypes}, Counter[str]()
+    """Write the tokens of `source` as NumPy files in `folder`, and corpus.json, which describes them. `whole`:
+    sequences have whole documents; `pairs`: as in `open_data`. Raises ValueError if nothing is to be learned."""
+    counts, train, of_bytes = Counter[str](), 0, True
     with ExitStack() as stack:
-        files = {x: stack.enter_context(path.open("wb")) for x, path in paths.items()}
 
-        def write_headers() -> None:  # NumPy's has room for any length
-            for x, dtype in dtypes.items():
-                files[x].seek(0)
-                header = {"descr": dtype.str, "fortran_order": False, "shape": (lengths[x],)}
-                np.lib.format.write_array_header_1_0(files[x], header)
+        def array(name: str, dtype: "np.dtype[Any]") -> _GrowingArray:
+            return stack.enter_context(closing(_GrowingArray(folder / f"{name}.npy", dtype)))
 
-        def append(**values: np.ndarray) -> None:
-            for x, more in values.items():
-                files[x].write(np.ascontiguousarray(more, dtypes[x]))
-                lengths[x] += len(more)
-
-        write_headers()
-        append(offsets=np.zeros(1))
-        for held_out, documents in source.parts(counts):
-            for kind, (ids, learned) in encoded_documents(documents, vocabulary, whole=pairs_of_answers):
+        tokens, mask = array("tokens", vocabulary.dtype), array("mask", np.dtype(bool))
+        offsets = array("offsets", np.dtype(np.int64))
+        offsets.append(np.zeros(1))
+        for is_held_out, documents in source.parts(counts):
+            for kind, (ids, learned) in encoded_documents(documents, vocabulary, whole=pairs):
                 learned = np.ones(len(ids), bool) if learned is None else learned
-                append(tokens=ids, mask=learned)
-                append(offsets=np.array([lengths["tokens"]]))
-                of_bytes &= kind == "bytes"
+                tokens.append(ids)
+                mask.append(learned)
+                offsets.append(np.array([tokens.length]))
                 known = int(np.count_nonzero(learned))
-                pair = kind == CHAT or known < len(ids)
-                counts.update(documents=1, pairs=pair, learned=known)
-            train = train if held_out else lengths["tokens"]
-        write_headers()
-    total, empty, binary = lengths["tokens"], counts["empty"], counts["binary"]
-    left_out = " and ".join(counted(counts[x], f"{x} file") for x in ("empty", "binary") if counts[x])
-    if not total:
+                counts.update(documents=1, masked=kind == CHAT or known < len(ids), learned=known)
+                of_bytes &= kind == "bytes"
+            train = train if is_held_out else tokens.length
+    _refuse_nothing_to_learn(name, counts, tokens.length)
+    for x in (tokens, mask, offsets):
+        sync(x.path)
+    if not counts["masked"]:
+        mask.path.unlink()
+    if source.held_out_split:
+        held_out = f"the split {source.held_out_split}"
+    elif 0.01 <= (tokens.length - train) / tokens.length <= 0.5:
+        held_out = "files, by a hash of their names"
+    else:
+        ends = np.load(offsets.path, mmap_mode="r")
+        train, held_out = _end_of_training(ends, pairs, anywhere=of_bytes and not whole), "the end"
+    read = len(source.files) - counts["empty"] - counts["binary"]
+    about = {
+        "counted": f"{counted(read, 'file')}, {counted(counts['documents'], 'document')}",
+        "lines": _notes(counts, tokens.length),
+        **{"held_out": held_out, "train": train, "masked": counts["masked"] > 0},
+    }
+    folder.joinpath("corpus.json").write_text(json.dumps(about))
+
+
+def _refuse_nothing_to_learn(name: str, counts: Counter[str], tokens: int) -> None:
+    """Raise ValueError if the data called `name` has no `tokens`, or none that is learned."""
+    if not tokens:
+        left_out = _left_out_files(counts)
         got = f"got no text in {name}{left_out and f' ({left_out})'}, expected at least one document"
-        do = "save UTF-16 as UTF-8, or " * (binary > 0)
+        do = "save UTF-16 as UTF-8, or " * (counts["binary"] > 0)
         raise ValueError(f"{got}: {do}name other data, or a .bin of tokens")
     if not counts["learned"]:
         got = f"nothing to learn in {counted(counts['documents'], 'document')} of {name}"
         do = "look at their weights or labels, and at the chat template"
         refuse((), got, "a label at least", do, ValueError)
-    for path in paths.values():
-        sync(path)
-    if not counts["pairs"]:
-        paths["mask"].unlink()
-    # What is held out: a split, files, or the end, from a document on where that is near
-    where = f"the split {source.held_out_split}"
-    if not source.held_out_split:
-        where = "files, by a hash of their names"
-        if not 0.01 <= (total - train) / total <= 0.5:
-            train, where = total - max(1, total // 10), "the end"
-            ends = np.load(paths["offsets"], mmap_mode="r")[:: 2 if pairs_of_answers else 1]
-            at = int(np.searchsorted(ends, train))
-            end = int(ends[at])
-            if pairs_of_answers:
-                train = int(ends[max(1, min(at, len(ends) - 2))])  # whole pairs, the last of several held out
-            elif not of_bytes and end <= train + min(total // 20, 1 << 20):
-                train = end
-    pairs, turns, read = counts["pairs"], counts["turns"], len(source.files) - empty - binary
-    keys, files_of = (
+
+
+def _end_of_training(offsets: np.ndarray, pairs: bool, anywhere: bool) -> int:
+    """The token at which the held-out end begins, about 10 % of all tokens before the last: `anywhere`, or where
+    a document begins, if one begins near; with `pairs` between two pairs of documents. `offsets` [documents + 1]
+    has the first token of each document, and the end of the last."""
+    tokens = int(offsets[-1])
+    wanted = tokens - max(1, tokens // 10)
+    if pairs:
+        offsets = offsets[::2]
+        pair = int(np.searchsorted(offsets, wanted))
+        return int(offsets[max(1, min(pair, len(offsets) - 2))])  # of several pairs one at least is held out
+    near = int(offsets[np.searchsorted(offsets, wanted)])
+    return wanted if anywhere or near > wanted + min(tokens // 20, 1 << 20) else near
+
+
+def _left_out_files(counts: Counter[str]) -> str:
+    return " and ".join(counted(counts[x], f"{x} file") for x in ("empty", "binary") if counts[x])
+
+
+def _notes(counts: Counter[str], tokens: int) -> list[str]:
+    """Log lines on what of a number of `tokens` is learned and what of the data is left out, by its `counts`."""
+    files, keys = (
         named(sorted(x.removeprefix(kind) for x in counts if x.startswith(kind)))
-        for kind in ("key ", "file ")
+        for kind in ("file ", "key ")
     )
-    said = (
-        (pairs, f"learned: {counts['learned']:,} of {total:,}, in {counted(pairs, 'document')} not all"),
-        (left_out, f"left out: {left_out}{files_of and ': ' + files_of}"),
+    left_out, masked, turns = _left_out_files(counts), counts["masked"], counts["turns"]
+    notes = (
+        (masked, f"learned: {counts['learned']:,} of {tokens:,}, in {counted(masked, 'document')} not all"),
+        (left_out, f"left out: {left_out}{files and ': ' + files}"),
         (keys, f"left out: keys of records that are not read: {keys}"),
         (turns, f"left out: {counted(turns, 'message')} after the last turn of the assistant"),
     )
-    meta = {
-        "counted": f"{counted(read, 'file')}, {counted(counts['documents'], 'document')}",
-        "lines": [line for count, line in said if count],
-        **{"held_out": where, "train": train, "masked": pairs > 0},
-    }
-    folder.joinpath("corpus.json").write_text(json.dumps(meta))
+    return [note for count, note in notes if count]
