@@ -284,12 +284,13 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=list(CHANGES))
 def test_a_later_change_of_the_module_is_logged(
-    change: Callable[[Any], Any], message: str, caplog: pytest.LogCaptureFixture
+    change: Callable[[Any], Any], message: str, planned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Dropped()
-    program = program_of(module)
+    program = program_of(module, **{"example": regression(4)(0)} if planned else {})
     change(module)
     with caplog.at_level(logging.WARNING, "zfunc"):
         step(program)

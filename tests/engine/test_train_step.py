@@ -1,5 +1,6 @@
 """What train_step promises beyond the laws: loss scaling, randomness, failures that lose nothing, metrics."""
 
+import copy
 import gc
 import math
 import os
@@ -440,12 +441,25 @@ def test_batches_of_another_structure_are_planned_anew() -> None:
     assert torch.equal(torch.rand(2), expected)  # the dropout was seen and seeded apart
 
 
-def test_a_state_is_not_pickled() -> None:
+def test_a_batch_that_was_computed_with_gradients_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A leaf may require a gradient, as that of an earlier loop."""
+    program, data = compiled("odd sizes")
+    state, (x, y) = zfunc.init(program), data(0)
+    for inputs in (x.requires_grad_(), x * 2, x * 2):
+        state, _ = zfunc.train_step(program, state, (inputs, y))
+    (told,) = [r.getMessage() for r in caplog.records if "grad_fn" in r.getMessage()]
+    assert "MulBackward0" in told
+
+
+def test_neither_a_state_nor_a_program_is_pickled() -> None:
     import pickle
 
     program, _ = compiled()
     with pytest.raises(TypeError, match=r"zfunc\.params"):
         pickle.dumps(zfunc.init(program))
+    for way in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"zfunc\.compile"):
+            way(program)
 
 
 # --- the caller's settings of torch ---------------------------------------------------------------------

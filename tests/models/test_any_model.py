@@ -836,6 +836,7 @@ def test_what_is_set_after_the_cut_is_told_once(whole: bool, caplog: pytest.LogC
     state = zfunc.init(program, seed=0)
     changes: dict[str, tuple[Any, str, Any, Any]] = {  # what is set to what, and was
         "": (model, "weight", 1.0, 1.0),
+        "layers.2.weight": (model.layers[2].weight, "requires_grad", False, True),
         "model.weight (1.0, then 0.5)": (model, "weight", 0.5, 1.0),
         "model.layers.1.training": (model.layers[1], "training", False, True),
         "loss.label_smoothing (0.0, then 0.1)": (loss, "label_smoothing", 0.1, 0.0),

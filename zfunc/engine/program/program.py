@@ -85,6 +85,12 @@ class Program:
         rows = [(name, getattr(self, name)) for name in ("settings", "optimizer", "device", "layout")]
         return html_table(["program", ""], rows) + in_notebook("plan", self.plan)
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Program has threads and memory of this process and cannot be copied or pickled: call zfunc.compile "
+            "again, there"
+        )
+
     @property
     def device(self) -> torch.device:
         """The device that the program runs on, or the first of several."""

@@ -48,7 +48,8 @@ def specialize(
     scalar.
     """
     micro = micro or split_batch(batch, program.settings.micro_batches)
-    _check_values(program)
+    check_modules(program)
+    _check_outside(program)
     kinds, group = traced_kinds(batch, micro)
     if len(kinds) > SHAPES:
         got = f"micro-batches of {len(kinds)} kinds of values that decide shapes"
@@ -107,12 +108,9 @@ def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Reci
     return ShapedProgram(spec, plan, whole, prepared, peaks, needed, activation_slots(whole), random)
 
 
-def _check_values(program: Program) -> None:
-    """Warn of modules changed after segments were made of them, and of changed objects that a trace depends
-    on: the changes have no effect.
-
-    Raises ValueError if a plain value outside of modules, on which a trace depends, has changed.
-    """
+def check_modules(program: Program) -> None:
+    """Warn of modules changed after segments were made of them, or since the last call: the changes have no
+    effect."""
     cache = program.cache
     for segment in program.segments:
         before = cache.looks.get(segment.name)
@@ -126,7 +124,12 @@ def _check_values(program: Program) -> None:
                 "make the segments after such changes, or set weights with zfunc.replace",
             )
         cache.looks[segment.name] = look
-    for segment, facts in cache.facts.values():
+
+
+def _check_outside(program: Program) -> None:
+    """Warn of changed objects outside of modules on which a trace depends: the changes may have no effect.
+    Raises ValueError if a plain value has changed there."""
+    for segment, facts in program.cache.facts.values():
         now = read_outside(segment.module, segment.function, plain=False)
         moved = first_change(facts, now)
         what = f"segment {segment.name!r}: got {moved}, changed since the segment was traced"

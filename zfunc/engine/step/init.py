@@ -24,6 +24,7 @@ from zfunc.engine.program.program import (
     on_compute_stream,
     staging_buffers,
 )
+from zfunc.engine.program.specialize import check_modules
 from zfunc.engine.state.state import Buffers, State, allocate
 from zfunc.engine.state.weights import average_frozen, begin_again, begin_averages, put_weights
 from zfunc.engine.step.flush import make_deferred_update
@@ -85,7 +86,8 @@ def _initialized(
                 put_weights(buffers, layout, spans[name], values[name], program.ranks)
         del values  # before the next segment's are made
     begin_averages(buffers, layout, program.ranks)
-    program.cache.looks.update((x.name, x.look()) for x in program.segments)
+    program.cache.looks.clear()  # weights changed before are those of the State
+    check_modules(program)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.owner.generation, loss_scale=scale, seed=seed)
 

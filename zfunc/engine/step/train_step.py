@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
@@ -101,6 +103,9 @@ def _train_step(
     if unused := shaped.spec.unused:
         what = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
         warn_once(program, what, unused)
+    if made := [type(x.grad_fn).__name__ for x in tree_leaves(batch) if isinstance(x, Tensor) and x.grad_fn]:
+        cut = f"batch: got a tensor with a grad_fn, {made[0]}, and no gradient goes to what made it"
+        warn_once(program, f"{cut}: call that in the model, or detach() the tensor")
     if options.faults:  # those of all ranks are checked: they refuse together
         check_faults((f for f in options.faults if f.step == number), shaped.whole)
         options = evolve(options, faults=faults_at(options.faults, ranks.job.rank, number))

@@ -159,8 +159,8 @@ def first_change(before: Facts, after: Facts) -> str:
 @frozen(eq=False)
 class Look:
     """A snapshot of a module, cheap to make, to see whether it has changed, made by `of`. `shown`: attributes and
-    values in containers, compared by identity; `numbers`: flags, and how often buffers were written in place;
-    `values`: how often each parameter was, by description."""
+    values in containers, compared by identity; `numbers`: how often buffers were written in place, and whether
+    containers are empty; `values`: how often parameters were, and whether they are trained, by description."""
 
     of: "Watched"
     shown: list[Any]
@@ -186,10 +186,10 @@ class Watched:
 
     def look(self) -> Look:
         """A snapshot of the module."""
-        flags = [any(self.empty), *(p.requires_grad for p in self.parameters.values())]
         values = {f"the values of {x}": version_of(p) for x, p in self.parameters.items()}
+        values |= {f"requires_grad of {x}": p.requires_grad for x, p in self.parameters.items()}
         shown = [x for space in self.spaces for x in space()]
-        return Look(self, shown, [*flags, *map(version_of, self.buffers)], values)
+        return Look(self, shown, [any(self.empty), *map(version_of, self.buffers)], values)
 
 
 def look(module: nn.Module | None, parameters: Mapping[str, Tensor]) -> Look:
