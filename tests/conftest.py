@@ -97,9 +97,9 @@ QUICK += [f"tests/core/test_{name}" for name in ("settings", "layout", "recipe",
 QUICK += ["tests/engine/test_segments", "tests/engine/test_gradients"]
 QUICK += ["tests/optim/test_betas", "tests/checkpoint/test_manifest"]
 LONGEST = """
-laws any_model hf tiles examples update ranks resume long_rows any_model_values tile_check passes search
-labs plan_command hf_folders lora finetuning flops hf_plans saving pages quantized_folders rules_in_c
-planner faults disk_faults tile_constants deferred verify compile other_systems advice preferences
+faults grading laws any_model hf tiles examples update ranks resume long_rows any_model_values tile_check passes
+search labs plan_command hf_folders lora finetuning flops hf_plans saving pages quantized_folders rules_in_c
+planner disk_faults tile_constants deferred verify compile other_systems advice preferences
 without_torch optimizers placement verify_exhaustively schedules whole_parameters steady_state pipelines
 calibrate digests train_step train_command quantization threads disk replace compact batches blocks
 import_adapters command_errors fp32_params corpus change_midway fuzz tile_attention import_run stream
@@ -134,7 +134,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that two workers end at one time."""
+    """The files that take longest come first, so that two workers end at one time; before them those that mostly
+    wait, for time-outs: while the device half runs beside them, no core waits, too."""
     if part := config.getoption("--part"):
         items[:] = [x for x in items if any(x.nodeid.startswith(y) for y in QUICK) == (part == "quick")]
     names = [f"test_{name}.py" for name in LONGEST.split()]

@@ -66,6 +66,7 @@ def test_every_command_is_taken(
         take(item.module, words, monkeypatch)
 
 
+@pytest.mark.usefixtures("interruptible")  # or what hangs is killed after 15 seconds in a background job
 def test_what_fails_or_runs_over_is_noted_and_the_rest_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

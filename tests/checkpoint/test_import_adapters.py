@@ -61,7 +61,8 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+# Its form has "FSDP, DoRA", its adapters those of others.
+@pytest.mark.parametrize("form", [pytest.param(x, marks=[pytest.mark.slow] * (x == "FSDP")) for x in FORMS])
 def test_adapters_go_on_with_the_same_bits_and_the_same_loss(form: str, tmp_path: Path, capsys: Any) -> None:
     save, given = FORMS[form]
     torch.manual_seed(0)

@@ -178,7 +178,13 @@ def test_a_tied_weight_is_taken_once_where_no_model_says_so(tmp_path: Path) -> N
     assert loss == pytest.approx(torch_step(model, optimizer, batch(1)), rel=2e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"split_master": True}, {"moments": "16bit"}, {"moments": "8bit"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),  # the moments of a split master, the master of the others
+        *({"split_master": True}, {"moments": "16bit"}, {"moments": "8bit"}),
+    ],
+)
 def test_an_exported_dcp_has_every_bit_and_goes_on_in_torch(settings: dict[str, Any], tmp_path: Path) -> None:
     ours = program(optimizer=zfunc.AdamW(**RATE, **settings))
     state = zfunc.init(ours, seed=3)

@@ -215,6 +215,24 @@ class Skips(nn.Module):
         return nn.functional.cross_entropy(self.head(x.transpose(1, 2)).flatten(0, 1), labels.flatten())
 
 
+class Encoded(nn.Module):
+    """Blocks that all read a mask and the states of an encoder, as those of T5 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.encoder, self.decoder = (nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        mask = input_ids[:, None] % torch.arange(2, 66, device=input_ids.device)[:, None] == 0
+        x = states = self.embed(input_ids)
+        for layer in self.encoder:
+            states = torch.tanh(layer(states))
+        for layer in self.decoder:
+            x = x + torch.softmax((layer(x) @ states.mT).masked_fill(mask, -9.0), -1) @ states
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def t5() -> nn.Module:
     """Three and three blocks, of which the second three read a mask, a bias and the states of the first."""
     transformers = pytest.importorskip("transformers")
@@ -235,7 +253,8 @@ DEALT_LOOPS = {**DEALT, "order": "LoopedBFS"}
         (Masked, {**DEALT_LOOPS, "recompute": "min-cut"}),  # what goes to another device is kept by residuals
         at_night(t5, {"recompute": "all"}),
         (Skips, {**ON_HOST, "micro_batches": 4, "recompute": "all"}),
-        (t5, {**ON_HOST, **OF_TWO, "recompute": "all"}),
+        (Encoded, {**ON_HOST, **OF_TWO, "recompute": "all"}),
+        at_night(t5, {**ON_HOST, **OF_TWO, "recompute": "all"}),
         *(
             pytest.param(model, settings, marks=pytest.mark.slow)
             for model in (Masked, t5)

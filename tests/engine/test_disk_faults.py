@@ -94,7 +94,7 @@ WHILE_MADE = {
     "EIO when named": ("rename", fails(errno.EIO), True),
     "EIO when its folder is synced": ("fsync", fails(errno.EIO), True),
 }
-ALWAYS = [(name, "everything", 1 if name in WHILE_MADE else 14) for name in (*FAULTS, *WHILE_MADE)]
+ALWAYS = [(name, "everything", 1 if name in WHILE_MADE else 17) for name in (*FAULTS, *WHILE_MADE)]
 EVERY_CALL = [(name, placed, 1) for name in (*FAULTS, *WHILE_MADE) for placed in ON_DISK]
 
 
@@ -107,7 +107,7 @@ def test_whatever_call_fails_nothing_is_wrong_and_the_next_life_is_whole(
     """Of those that init, four steps and their commits make, one fails: a later one each time."""
     function, fault, due = {**FAULTS, **WHILE_MADE}[name]
     right, happened = getattr(os, function), 0
-    for at in count(len(name) % step, step):
+    for at in count(len(name) % min(step, 7), step):
         job, calls = Job(tmp_path / str(at), placed), count()
         program, seen, error, made = job.program(), [], None, False
         with monkeypatch.context() as patched:

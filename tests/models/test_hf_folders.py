@@ -419,6 +419,7 @@ def test_of_a_model_of_images_and_text_the_language_model_alone_is_trained(
 
 @pytest.mark.usefixtures("without_advice")
 @pytest.mark.usefixtures("without_advice")
+@pytest.mark.usefixtures("without_advice")
 def test_the_command_takes_the_language_model_alone_and_its_config_without_weights(tmp_path: Path) -> None:
     GEMMA_IMAGES().save_pretrained(tmp_path)
     config, cut = zfunc.hf.describe(tmp_path, text_only=True)

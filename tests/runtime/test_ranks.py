@@ -69,7 +69,7 @@ GRADIENTS_AT_NIGHT = {"no barrier", "all on the device", "moments in 16 bits", "
 SCHEDULES = {  # by world; of one rank tests/engine/test_laws.py says that every schedule has the serial bits
     1: ("Overlapped",),
     2: ("Serial", "Overlapped"),
-    4: ("Serial", "Overlapped", "Interleaved"),
+    4: ("Serial", "Interleaved"),
 }
 # The recipes that the largest world runs by day: what they do there is unlike what they do on two ranks.
 BY_DAY = ("partial, deferred", "stage 3")
@@ -145,7 +145,7 @@ def compare(group: Any, world: int, out: Path, *, night: bool) -> None:
                 torch.save({"seen": seen, "params": params}, out / f"{name}.pt")
                 sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
                 (out / f"{name}.json").write_text(json.dumps(sizes))
-    seen, params = train(*compiled("frozen below", group, precision="fp16"), steps=6, poison=3)
+    seen, params = train(*compiled("frozen below", group, precision="fp16"), steps=4, poison=2)
     torch.save({"seen": seen, "params": params}, out / f"overflow-{world}-{rank}.pt")
 
 
@@ -267,7 +267,7 @@ def test_any_world_trains_as_one_process_does(results: Path, name: str, world: i
     ("name", "world"),
     [
         ("bits-plain-Overlapped", 2),
-        pytest.param("bits-plain-Overlapped", 4, marks=pytest.mark.slow),
+        pytest.param("bits-plain-Interleaved", 4, marks=pytest.mark.slow),
         *(row for row in OF_WORLDS if SETTINGS[row.values[0]].get("stage") == 1),
     ],
 )
@@ -297,7 +297,7 @@ def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, recipe: 
 
 @pytest.mark.parametrize("world", [*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow)])
 def test_residence_deferral_and_sharding_change_no_bit(results: Path, world: int) -> None:
-    plain, partial, sharded = (read(results, f"bits-{r}-Overlapped-{world}") for r in RECIPES)
+    plain, partial, sharded = (read(results, f"bits-{r}-{SCHEDULES[world][-1]}-{world}") for r in RECIPES)
     norms = [step[1] for step in plain["seen"]]
     assert min(norms) < 2.0 < max(norms)  # some steps are clipped
     assert repr(partial["seen"]) == repr(plain["seen"])
@@ -314,7 +314,7 @@ def test_residence_deferral_and_sharding_change_no_bit(results: Path, world: int
 
 @pytest.mark.parametrize(("recipe", "world"), of_recipes(RECIPES))
 def test_any_world_trains_alike_with_any_recipe(results: Path, recipe: str, world: int) -> None:
-    alone, many = (read(results, f"bits-{recipe}-Overlapped-{n}") for n in (1, world))
+    alone, many = (read(results, f"bits-{recipe}-{SCHEDULES[n][-1]}-{n}") for n in (1, world))
     for (loss, norm, *_), (other_loss, other_norm, *_) in zip(alone["seen"], many["seen"], strict=True):
         assert other_loss == pytest.approx(loss, rel=1e-2)  # in bf16
         assert other_norm == pytest.approx(norm, rel=2e-2)
@@ -339,7 +339,7 @@ def test_each_rank_gets_the_auxiliary_outputs_of_all_rows_in_order(results: Path
 def test_an_overflow_on_one_rank_skips_the_step_on_all(results: Path, world: int) -> None:
     seen = [read(results, f"overflow-{world}-{rank}")["seen"] for rank in range(world)]
     assert all(repr(x) == repr(seen[0]) for x in seen)
-    assert [step[2] for step in seen[0]] == [False, False, False, True, False, False]
+    assert [step[2] for step in seen[0]] == [False, False, True, False]
     params = [read(results, f"overflow-{world}-{rank}")["params"] for rank in range(world)]
     assert all(torch.equal(p[k], v) for p in params for k, v in params[0].items())
 

@@ -556,7 +556,7 @@ BEST = ("--eval-every", 2, "--keep-best", "--keep", 1)
 
 
 @pytest.mark.usefixtures("held_out_losses")
-@pytest.mark.parametrize("failing", [5, 6, 8, 9])
+@pytest.mark.parametrize("failing", [6, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 8))])
 def test_the_best_checkpoint_is_kept_by_a_run_that_is_resumed(
     failing: int, at_step: Any, capsys: Out
 ) -> None:
@@ -583,7 +583,7 @@ def test_the_best_checkpoint_is_kept_by_a_run_that_is_resumed(
 
 
 @pytest.mark.usefixtures("held_out_losses")
-@pytest.mark.parametrize("failing", [5, 7, 8])
+@pytest.mark.parametrize("failing", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 8))])
 def test_a_run_stops_early_wherever_it_was_resumed(failing: int, at_step: Any, capsys: Out) -> None:
     stopping = ("--eval-every", 2, "--early-stopping", 2, "--save-every", 1, "--steps", 20)
     at_step(failing, fail)
