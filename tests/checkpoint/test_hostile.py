@@ -262,11 +262,12 @@ def test_the_sample_itself_is_read(known: Sample) -> None:
     assert not any(attempt(known, getattr(known, part)) for part, _, attempt in CHANGES.values())
 
 
+@pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_mutated_file_is_refused_or_read(known: Sample, what: str) -> None:
+def test_a_mutated_file_is_refused_or_read(known: Sample, what: str, examples: int) -> None:
     part, mutate, attempt = CHANGES[what]
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples)
     @given(st.randoms(use_true_random=False))
     def change(by: random.Random) -> None:
         raw = mutate(getattr(known, part), by)

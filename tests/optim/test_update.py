@@ -47,6 +47,10 @@ EXTREMES = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 
 EXTREMES += [2.0**-57, 2.0**-100, 2.0**-120, 3.4028234663852886e38, 65504.0, 65520.0, 2.0**-24, 2.0**-25]
 SCALES = [1.0, 0.0, -0.5, 2.0**-16, 2.0**80, 2.0**-126]
 every_row = pytest.mark.parametrize("row", ROWS)
+# By day where much is computed of each: AdamW in every format, and each other rule in one of them, in turn.
+IN_TURN = {*ADAMS, *(f"{name}, {('fp32', '16bit', '8bit')[n % 3]}" for n, name in enumerate(RULES))}
+NIGHTLY = [pytest.param(row, marks=[pytest.mark.slow] * (row not in IN_TURN)) for row in ROWS]
+rows_in_turn = pytest.mark.parametrize("row", NIGHTLY)
 every_rule = pytest.mark.parametrize("name", RULES)
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -63,7 +67,7 @@ def step_of(optimizer: Elementwise, step: int, scale: float = 1.0) -> StepDecisi
 
 
 @every_device
-@every_row
+@rows_in_turn
 def test_sizes_types_places_and_decays(row: str, device: str) -> None:
     for i, n in enumerate(SIZES):
         for k, (grad, out) in enumerate(itertools.product(TYPES, [None, *TYPES])):
@@ -82,7 +86,12 @@ def test_step_after_step(row: str) -> None:
 @pytest.mark.parametrize(
     ("row", "grad", "threads", "offset"),
     [
-        *((row, torch.bfloat16, (1, 2, 3, 4) if row in ADAMS else (2,), 0) for row in ROWS),
+        *((row, torch.bfloat16, (1, 2, 3, 4), 0) for row in ADAMS),
+        *(
+            pytest.param(row, torch.bfloat16, (2,), 0, marks=[pytest.mark.slow] * (row not in IN_TURN))
+            for row in ROWS
+            if row not in ADAMS
+        ),
         *((row, grad, (3,), 0) for row, grad in zip(ADAMS, [torch.float32, torch.float16] * 2, strict=True)),
         *((row, torch.float16, (3,), 16) for row in ROWS if row.startswith(("AdamW", "Lion", "one's"))),
         *((row, torch.float16, (3,), 3) for row in ADAMS),
@@ -114,7 +123,7 @@ def test_it_may_be_split_anywhere(row: str) -> None:
 
 
 @every_device
-@every_row
+@rows_in_turn
 @pytest.mark.parametrize("scale", SCALES[:4])
 def test_special_values_meet(row: str, scale: float, device: str) -> None:
     own = [x for x in moment_buffers(format_of(row)) if x.shared == 1]
