@@ -24,7 +24,7 @@ INDEX = (ROOT / "docs" / "README.md").read_text()
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 RUN = ("python", "sh", "bash")  # by test_pages.py, or by what is named here
 PRINTED = {  # the test beside this one that runs the page, and what it holds of each block
-    "README.md": "test_the_plan_of_the_readme_is_printed",
+    "README.md": "test_pages.py",
     "quickstart.md": "test_the_lines_of_the_quickstart_are_those_of_a_training",
     "one_hour.md": "test_an_hour_prints_what_stands_on_its_page",
     "design.md": "test_the_setting_of_the_design_stands_in_the_code",
@@ -72,13 +72,6 @@ def test_every_page_with_an_output_is_run_by_a_test() -> None:
 
 def test_an_hour_prints_what_stands_on_its_page() -> None:
     assert make_blocks.filled() == make_blocks.PAGE.read_text(), "run python docs/make_blocks.py"
-
-
-def test_the_plan_of_the_readme_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = block("README.md", "lane copies")
-    python = [text for language, text in FENCED.findall(PAGES["README.md"]) if language == "python"]
-    exec(compile("\n".join(python[:2]), "README.md", "exec"), {"__name__": "page"})
-    assert in_order(lines, capsys.readouterr().out.splitlines()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page has the lines of a CPU")

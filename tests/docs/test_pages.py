@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from attrs import fields
+from pairs import in_pairs
 from small_trainings import TEXT, TINY
+from test_blocks import block, in_order
 from text_data import save_tokenizer, write_jsonl
 from trained import compiled, steps
 
@@ -77,6 +79,8 @@ def test_the_python_of_a_page_runs(
     exec(compile(python(page), name, "exec"), readme)
     printed, complaints = capsys.readouterr()
     assert re.search(PRINTED[name], printed, re.M), printed
+    if page == README:
+        assert in_order(block(page.name, "lane copies"), printed.splitlines()) == []
     assert not complaints
 
 
@@ -244,8 +248,7 @@ def test_schedules_are_those_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("model", ["tied GPT", pytest.param("odd sizes", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("precision", "micro_batches"), in_pairs(["fp32", "bf16"], [1, 2]))
 def test_stage_1_has_other_bits_where_the_page_says_so(
     model: str, precision: str, micro_batches: int
 ) -> None:

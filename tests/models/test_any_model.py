@@ -83,10 +83,13 @@ def test_places_are_chosen_by_the_batch_of_a_loop(name: str) -> None:
     check(segments, model.train(), batch, loss, example=batch, params_on="auto")
 
 
-AT_NIGHT = pytest.param("two devices", InAutocast, marks=pytest.mark.slow)
+IN_ONE_WAY = [("device", Block), ("two devices", Block), ("host", InAutocast)]
+IN_ANOTHER = [
+    pytest.param(*x, marks=pytest.mark.slow) for x in (("host", Block), ("two devices", InAutocast))
+]
 
 
-@pytest.mark.parametrize(("way", "block"), [*((way, Block) for way in WAYS), ("host", InAutocast), AT_NIGHT])
+@pytest.mark.parametrize(("way", "block"), [*IN_ONE_WAY, *IN_ANOTHER])
 def test_tied_frozen_no_grad_and_autocast(way: str, block: type[Block]) -> None:
     torch.manual_seed(0)
     model = Tied(block=block)
@@ -538,7 +541,9 @@ class Later(nn.Module):
         return F.mse_loss(x if self.training else self.head(x) @ self.more[0].weight, y)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(x, marks=[pytest.mark.slow] * (x != "two devices")) for x in WAYS]
+)
 def test_what_eval_mode_alone_reads_stays_as_it_is_and_evaluates(way: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Later(), (torch.randn(4, 8), torch.randn(4, 8))
@@ -945,7 +950,7 @@ class Deep(nn.Module):
     ("most", "way", "parts"),
     [
         (None, "two devices", 12),  # one operation each: two have more than an eighth
-        (1, "host", 12),
+        pytest.param(1, "host", 12, marks=pytest.mark.slow),
         (552, "device", 6),
         (1200, "host", 3),
     ],

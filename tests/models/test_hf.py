@@ -472,7 +472,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@by_day("Granite", "BLOOM", "LFM2", "Bamba", of=OTHERS)
+@by_day("Granite", "BLOOM", "LFM2", of=OTHERS)  # of Bamba's kind is Falcon-H1, whose cache is read above
 def test_any_other_model_is_compared_with_its_segments_first(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
