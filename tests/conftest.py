@@ -99,10 +99,12 @@ QUICK += ["tests/optim/test_betas", "tests/checkpoint/test_manifest"]
 LONGEST = """
 faults grading laws any_model hf tiles examples update ranks resume long_rows any_model_values tile_check passes
 search labs plan_command hf_folders lora finetuning flops hf_plans saving pages quantized_folders rules_in_c
-planner disk_faults tile_constants deferred verify compile other_systems advice preferences
+planner disk_faults wheel any_model_refused tile_constants deferred verify compile other_systems advice preferences
 without_torch optimizers placement verify_exhaustively schedules whole_parameters steady_state pipelines
 calibrate digests train_step train_command quantization threads disk replace compact batches blocks
 import_adapters command_errors fp32_params corpus change_midway fuzz tile_attention import_run stream
+import_torchtitan page_in_browser gpt_costs live_page graph side_by_side orders published hostile saving_ranks
+tracking random_operations module_buffers delayed_recipe resume_disk purity config_flag loss
 """
 SLOW = pytest.StashKey[int]()
 

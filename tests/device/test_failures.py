@@ -159,9 +159,11 @@ def interrupted_at(line: int, call: Callable[[], object]) -> bool:
     return False
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["release", "evaluate"])
-def test_an_interrupted_release_or_return_loses_nothing(controls: Any, way: str) -> None:
-    """At any line: then the State is used as it is, or released again, with the bits of one that never was."""
+def test_an_interrupted_release_or_return_loses_nothing(controls: Any, way: str, every: int) -> None:
+    """At any line, by day every third: then the State is used as it is, or released again, with the bits of one
+    that never was."""
     gc.collect()
     nothing = torch.accelerator.memory_allocated()  # of this program
     program, data = compiled("odd sizes", "pretend", state_on="device:0.5,host", clip_norm=1.0)
@@ -169,7 +171,7 @@ def test_an_interrupted_release_or_return_loses_nothing(controls: Any, way: str)
     expected = zfunc.evaluate(program, state, data(9)), weights_of(program, state)
     line, interrupted = 0, True
     while interrupted:
-        line += 1
+        line += every
         if way == "evaluate":
             zfunc.release(program, state)
         interrupted = interrupted_at(
