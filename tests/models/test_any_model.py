@@ -856,6 +856,15 @@ def test_what_is_set_after_the_cut_is_told_once(whole: bool, caplog: pytest.LogC
         assert [name in x for x in told] == [True] * bool(name), told
 
 
+def test_a_parameter_that_the_loss_does_not_read_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It stays as it is, and a fixed one is expected to."""
+    model = Annealed(False)
+    model.idle, model.fixed = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+    zfunc.segments(model, (torch.randn(4, 8), torch.arange(4)), nn.CrossEntropyLoss())
+    (told,) = [r.getMessage() for r in caplog.records if "no path from the loss" in r.getMessage()]
+    assert told.startswith("idle.weight, idle.bias: ")
+
+
 class Recorded(Elsewhere):
     """Blocks that a profiler sees by name."""
 

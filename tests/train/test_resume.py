@@ -147,12 +147,16 @@ def test_a_run_ended_by_a_signal_resumes_to_the_bit(
 @pytest.mark.parametrize(("path", "step"), [("step-00000005", 5), ("", 10), ("..", 10)])
 def test_a_checkpoint_starts_another_run(path: str, step: int, undisturbed: Path, capsys: Out) -> None:
     """A checkpoint, a folder of them, a run."""
-    assert train("--out", "run", "--resume", undisturbed / "checkpoints" / path) == 0
+    steps = 10 if step < 10 else 11
+    assert train("--out", "run", "--resume", undisturbed / "checkpoints" / path, "--steps", steps) == 0
     assert Path(config("run")["resumed_from"]).name == f"step-{step:08d}"
     assert f"goes on after step {step}" in capsys.readouterr().out
-    assert [row for row in measured("run") if row["step"] > step] == measured(undisturbed)[step + 1 :]
-    assert checkpoints("run") == ["step-00000010"]
-    assert summary("run")["held_out_bits_per_byte"] == summary(undisturbed)["held_out_bits_per_byte"]
+    own = [row for row in measured("run") if row["step"] > step]
+    assert [row["step"] for row in own] == [*range(step + 1, steps + 1)]
+    assert checkpoints("run") == [f"step-{steps:08d}"]
+    if steps == 10:
+        assert own == measured(undisturbed)[step + 1 :]
+        assert summary("run")["held_out_bits_per_byte"] == summary(undisturbed)["held_out_bits_per_byte"]
 
 
 def test_a_resumed_run_may_have_its_parameters_elsewhere(undisturbed: Path) -> None:
@@ -331,6 +335,16 @@ def test_changed_settings_are_logged_with_both_values(at_step: Any, capsys: Out)
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("resume: "))
     assert "batch_size 4 is now 2, seed 0 is now 7, lr 0.004 is now 0.001, the data " in line
     assert line.count("is now") == 4
+
+
+@pytest.mark.parametrize("flags", [("--steps", 10), ("--steps", 99, "--seconds", 1e-9)])
+def test_a_new_run_that_has_nothing_to_train_is_refused(
+    flags: tuple[Any, ...], undisturbed: Path, capsys: Any
+) -> None:
+    """Its checkpoint's steps and seconds count, as in a run that goes on."""
+    assert train("--out", "run", "--resume", undisturbed, *flags) == 2
+    assert re.search(rf"--resume: .*0010, after which {flags[-2]} \S+ leaves noth", capsys.readouterr().err)
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,8 @@ def check_plain(value: object, where: str) -> None:
     except (ValueError, TypeError, RecursionError) as error:
         back, reason = None, f": {error}"
     if back != value:
-        reject(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal")
+        do = "write tensors into a file of your own, tuples as lists, and keys as text"
+        reject(where, f"{value!r:.80}{reason:.200}", "a dict of JSON's own types that reads back equal", do)
 
 
 def to_json(manifest: Manifest) -> bytes:

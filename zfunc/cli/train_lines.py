@@ -169,8 +169,9 @@ def step_figures(event: Stepped) -> str:
 def summary_lines(event: Finished, folder: RunFolder) -> Iterator[tuple[str, str]]:
     """The lines that end `zfunc train`: names and values of a run's summary."""
     run, peaks = read_history(folder.path), event.peak_bytes
-    of = "" if (n := len(run.last_losses)) == 1 else f", the mean of the last {n} steps"
-    yield "loss", f"{folder.summary['loss']:.4f}{of}"
+    if n := len(run.last_losses):  # none if a signal came before the first step of a resumed run
+        of = "" if n == 1 else f", the mean of the last {n} steps"
+        yield "loss", f"{folder.summary['loss']:.4f}{of}"
     if event.held_out is not None:
         yield "held out", f"{event.held_out:.4f}{run.held_out_unit.words}"
     if best := run.best:

@@ -25,7 +25,7 @@ from zfunc.engine.step.evaluate import outputs
 from zfunc.engine.step.init import init
 from zfunc.engine.step.save_load import restore, save
 from zfunc.engine.step.train_step import train_step
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, refuse
 from zfunc.models.sequences import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
@@ -265,6 +265,10 @@ class _Loop:
         if changed and not job.ranks.rank:
             names = ", ".join(changed)
             log.warning("resume: %s: settings have changed: %s", restored.path, names)
+        if not start.own and (why := end_reason(job.settings, self.state.batches, self.elapsed)):
+            got = f"{restored.path}, after which `{why}={getattr(job.settings, why)}` leaves nothing to train"
+            do = "raise `steps`, `epochs` or `seconds`; to begin at step 0, export it and pass that as `hf`"
+            refuse("resume", got, "more, as what a checkpoint has done counts", do)
         if job.corpus.stream is not None and (position := stream_position_in(extra)) is not None:
             job.corpus.stream.load_state_dict(self.state.sequences, position)
         if restored.path != self.swap or not start.own:

@@ -222,7 +222,7 @@ def _reading(path: Path) -> Generator[None]:
             f"{' that measured a step' * (path.name in (PLAN, TRACE))}: name one that `zfunc train` wrote"
         ) from error
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
-        what = repr(error) if isinstance(error, KeyError | TypeError) else str(error)
+        what = f"got no {error}" if isinstance(error, KeyError) else str(error)
         what = what.partition(": the file is damaged")[0]
         at = "" if what.startswith(str(path.parent)) else f"{path}: "
         expected = "" if "expected" in what else ", expected what zfunc train wrote"

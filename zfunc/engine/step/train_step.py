@@ -31,6 +31,7 @@ from zfunc.engine.step.run import check_state, run_on_state
 from zfunc.engine.step.save_load import begin_save
 from zfunc.engine.step.swap_state import commit_metadata
 from zfunc.engine.trace.batches import Batch, rows_in, split_batch, unpacked
+from zfunc.engine.trace.segment import IDLE
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import Message, NonFiniteError, OutOfMemory
 from zfunc.runtime.executor import RunOptions
@@ -101,8 +102,7 @@ def _train_step(
     micro = split_batch(batch, program.settings.micro_batches)
     shaped = specialize(program, batch, micro, save=save is not None, commit=commit)
     if unused := shaped.spec.unused:
-        what = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
-        warn_once(program, what, unused)
+        warn_once(program, IDLE, unused)
     if made := [type(x.grad_fn).__name__ for x in tree_leaves(batch) if isinstance(x, Tensor) and x.grad_fn]:
         cut = f"batch: got a tensor with a grad_fn, {made[0]}, and no gradient goes to what made it"
         warn_once(program, f"{cut}: call that in the model, or detach() the tensor")

@@ -32,6 +32,7 @@ from zfunc.errors import SettingTypeError, did_you_mean, refuse, setting
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
+IDLE = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
 NO_LOSS = (
     "a function of (output, targets)",
     "pass zfunc.segments(model, (inputs, targets), torch.nn.functional.cross_entropy), or a loss of your own",

@@ -20,7 +20,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from zfunc.engine.trace.batches import Batch, check_leaves, unmarked
 from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.module_buffers import changed_by_forward
-from zfunc.engine.trace.segment import Segment, Values, check_loss, make_segment
+from zfunc.engine.trace.segment import IDLE, Segment, Values, check_loss, make_segment
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
 from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values, without_idle_draws
@@ -139,6 +139,8 @@ def cuts(
             break
     _find_late(traces, call, first)
     first = traces.with_late(first, call)
+    if idle := [p.name for p in whole.parameters if p.trainable and p.name not in first.read]:
+        log.warning("%s: %s", ", ".join(idle), IDLE)
     if len(first.pieces) == 1:
         log.warning("model: one segment, because %s", first.whole)
     try:
