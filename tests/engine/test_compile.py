@@ -411,12 +411,20 @@ def test_an_integer_parameter_is_refused() -> None:
         zfunc.segment("s", module)
 
 
-def test_a_batch_of_arrays_or_under_inference_mode() -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_batch_of_odd_tensors_or_under_inference_mode() -> None:
     program = compiled()
     state = zfunc.init(program)
     x, y = regression(4)(0)
-    with pytest.raises(TypeError, match=r"\['ndarray'\].*from_numpy"):
-        zfunc.train_step(program, state, (x.numpy(), y))
+    refused = {
+        r"\['ndarray'\].*from_numpy": (x.numpy(), y),
+        "layout torch.sparse_coo, expected dense": (x.to_sparse(), y),
+        "a nested tensor, expected dense": (torch.nested.nested_tensor([*x], layout=torch.strided), y),
+        "an empty tuple, expected inputs": (),
+    }
+    for message, batch in refused.items():
+        with pytest.raises(TypeError, match=message):
+            zfunc.train_step(program, state, batch)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode"):
         zfunc.train_step(program, state, (x, y))
     zfunc.train_step(program, state, (x, y))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch  # noqa: F401  # of the example
+import torch
 from attrs import evolve, field, frozen, validators
 from torch import Tensor
 from torch.utils._pytree import (
@@ -126,6 +126,10 @@ def unpacked(batch: Any, last: Segment) -> Batch:
     if (several and batch) or isinstance(batch, Iterator):
         got = f"{len(batch)} batches" if several else f"a {type(batch).__name__}"
         raise TypeError(f"batch: got {got}, expected one batch: call it for each")
+    if isinstance(batch, tuple | list) and not batch:
+        raise TypeError(
+            f"batch: got an empty {type(batch).__name__}, expected inputs and targets in it: pass them"
+        )
     if last.read_batch is not None:
         return last.read_batch(batch)
     if isinstance(batch, Mapping):
@@ -163,7 +167,8 @@ def traced_kinds(batch: Batch, micro_batches: Sequence[Batch]) -> tuple[dict[Any
 
 
 def check_leaves(name: str, batch: Any) -> list[Any]:
-    """The leaves of a batch that an error calls `name`. Raises TypeError for leaves of an unknown type."""
+    """The leaves of a batch that an error calls `name`. Raises TypeError for leaves of an unknown type, and for
+    sparse and nested tensors."""
     leaves = tree_leaves(batch)
     known = Tensor, Whole, ByValue, *CONSTANTS
     if others := {type(t).__name__ for t in leaves if not isinstance(t, known)}:
@@ -172,6 +177,10 @@ def check_leaves(name: str, batch: Any) -> list[Any]:
             (ways[x] for x in sorted(others) if x in ways), "pass tensors, and leave out what is for people"
         )
         raise TypeError(f"{name}: got {sorted(others)} in it, expected tensors, numbers and None: {do}")
+    layouts = {t.layout for t in leaves if isinstance(t, Tensor)} - {torch.strided}
+    if layouts or any(t.is_nested for t in leaves if isinstance(t, Tensor)):
+        got = f"a tensor of layout {layouts.pop()}" if layouts else "a nested tensor"
+        raise TypeError(f"{name}: got {got}, expected dense ones: pad rows, or pass to_dense() of it")
     return leaves
 
 
