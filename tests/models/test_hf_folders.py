@@ -241,8 +241,9 @@ def test_a_folder_of_another_kind_is_not_supported_rather_than_damaged(tmp_path:
             "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B, then name",
         ),
         ("gpt2", "hf download gpt2 --local-dir gpt2, then name"),
-        ("runs/of/last/week", "use a folder that save_pretrained"),
-        ("/nowhere", "use a folder that save_pretrained"),
+        ("runs/of/last/week", "there is no such folder: check"),
+        ("/nowhere", "there is no such folder: check"),
+        ("../model", "there is no such folder: check"),
     ],
 )
 def test_a_name_on_the_hub_gets_the_command_that_downloads_it(

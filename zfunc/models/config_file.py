@@ -38,8 +38,10 @@ def _advice(folder: Path) -> str:
     looks like a model's on the Hugging Face Hub."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "it has an adapter alone: name the folder of the model that it adapts"
-    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
+    if folder.exists():
         return NEXT
+    if folder.is_absolute() or len(folder.parts) > 2 or ".." in folder.parts:
+        return "there is no such folder: check the path"
     return (
         "there is no such folder. If it is a model on the Hugging Face Hub, download it first: "
         f"hf download {folder} --local-dir {folder.name}, then name the folder {folder.name}"
