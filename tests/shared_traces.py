@@ -23,7 +23,6 @@ from zfunc.engine.program import passes, program, traced_spec
 from zfunc.engine.rows.tiled_vjp import tiled_vjp
 from zfunc.engine.stages.stage_context import CompiledSegment
 from zfunc.engine.trace import joint_graph, segment_vjp
-from zfunc.engine.trace.facts import Facts
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import layouts
@@ -41,7 +40,7 @@ _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _cut: dict[Any, Callable[..., Any]] = {}
 _shared: set[Callable[..., Any]] = set()
 _with_buffers: set[Callable[..., Any]] = set()
-_pure: dict[Any, tuple[Any, Facts]] = {}
+_pure: dict[Any, Any] = {}
 _checks: dict[Any, Callable[..., Any]] = {}
 _passes: dict[Any, segment_vjp.SegmentVJP] = {}
 _joints: dict[Any, joint_graph.Joints] = {}
@@ -160,9 +159,7 @@ def _shared_checked(segment: Segment, last: bool) -> Callable[..., Any]:
     return _checks[key]
 
 
-def _shared_check(
-    module: Any, function: Callable[..., Any], params: Any, inputs: Any, constants: Any
-) -> tuple[Any, Facts]:
+def _shared_check(module: Any, function: Callable[..., Any], params: Any, inputs: Any, constants: Any) -> Any:
     """That a function is pure is tried once for each layout of what it gets, whatever backward recomputes. New
     buffers are written to those of the program, which has fake tensors of its own."""
     if function not in _shared or function in _with_buffers:
@@ -205,8 +202,8 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_ac
     )
     if key not in _traces:
         trace = _trace_one(owner, s, inputs, of_accelerator)
-        _traces[key] = trace, owner.cache.facts.get(id(call.passes))
+        _traces[key] = trace, owner.cache.outside.get(id(call.passes))
     trace, facts = _traces[key]
     if facts is not None:
-        owner.cache.facts.setdefault(id(call.passes), facts)
+        owner.cache.outside.setdefault(id(call.passes), facts)
     return trace

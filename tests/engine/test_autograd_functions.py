@@ -122,6 +122,27 @@ class Older(Function):
     backward = Reading.backward
 
 
+class Turned(Older):
+    """Reading the parameter transposed."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0] @ ctx.run.weight.T.mT
+
+
+class Buffered(Function):
+    """Backward reads a buffer of a module that it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, x: Tensor) -> Tensor:
+        ctx.module = module
+        return x * module.scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0] * ctx.module.scale
+
+
 def by_closure(kind: type[Function]) -> Callable[[Any, Tensor], Any]:
     def forward(self: Any, x: Tensor) -> Any:
         w = self.inner.weight
@@ -138,6 +159,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "got an nn.Parameter in the backward of Reading ",
     ),
     "older": (lambda self, x: Older.apply(self.inner, x), "got an nn.Parameter in the backward of Older "),
+    "turned": (lambda self, x: Turned.apply(self.inner, x), "got an nn.Parameter in the backward of Turned "),
+    "buffer": (
+        lambda self, x: Buffered.apply(self, x),
+        "got a buffer of a module in the backward of Buffered ",
+    ),
 }
 
 
@@ -145,6 +171,7 @@ class Applied(nn.Module):
     def __init__(self, call: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.before, self.inner, self.call = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), call
+        self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x: Tensor) -> Any:
         return self.call(self, self.before(x))

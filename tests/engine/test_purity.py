@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -313,6 +314,8 @@ LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
     **CHANGES,
     "an attribute of its own": (lambda m: setattr(m, "warmth", 3.0), r"attribute warmth \(2.0, then 3.0\)"),
     "an item of a dict": (lambda m: m.kept.update(one=3), "attribute kept"),
+    "an attribute of an object": (lambda m: setattr(m.config, "power", 2), "attribute config"),
+    "what an object holds": (lambda m: m.config.table.update(one=3), "attribute config"),
     "values": (lambda m: m.weight.detach().mul_(2), "the values of s.weight changed"),
     "an item of a global": (lambda m: SETTINGS.update(warmth=5.0), "global SETTINGS"),
     "the class": (lambda m: setattr(Warm, "power", 2), "class attribute Warm.power"),
@@ -327,6 +330,7 @@ class Warm(Dropped):
     def __init__(self) -> None:
         super().__init__()
         self.warmth, self.kept = 2.0, {"one": 1}
+        self.config = SimpleNamespace(power=1, table={})
 
     def forward(self, x: Tensor) -> Tensor:
         return self._scaled(x * self.warmth) ** self.power

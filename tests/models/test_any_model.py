@@ -797,6 +797,28 @@ def test_buffers_that_plain_pytorch_writes_again_in_backward_are_named(
     assert model.calls == 8
 
 
+class Reentrant(Elsewhere):
+    """Checkpoints in torch's older way, and a loss of one element."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = checkpoint(torch.tanh, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+        return F.mse_loss(x, checkpoint(torch.tanh, y, use_reentrant=True))[None]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("way", WAYS)
+def test_reentrant_checkpoints_and_a_loss_of_one_element_train(way: str) -> None:
+    torch.manual_seed(0)
+    data, model = (torch.randn(4, 8), torch.randn(4, 8)), Reentrant()
+    segments = zfunc.segments(model, data)
+    assert len(segments) == 4
+    check(segments, model, data, None, **WAYS[way])
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    check(zfunc.segments(plain, data, lambda y, t: F.mse_loss(y, t).view(1, 1)), plain, data, F.mse_loss)
+
+
 class Vocoder(Elsewhere):
     """Filters of a wave's spectrum, of which torch.istft makes a wave again."""
 
@@ -814,55 +836,6 @@ def test_a_wave_is_made_of_a_spectrum() -> None:
     segments = zfunc.segments(model, data)
     assert len(segments) > 1
     check(segments, model, data, None)
-
-
-class Annealed(nn.Module):
-    """A model with a number that a training loop may set; `whole` of one segment."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.weight, self.whole = 1.0, whole
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return self.weight * (x * torch.func.grad(torch.sum)(x) if self.whole else x)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_set_after_the_cut_is_told_once(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Of the model, a block of it and the loss."""
-    torch.manual_seed(0)
-    model, loss, data = Annealed(whole), nn.CrossEntropyLoss(), (torch.randn(4, 8), torch.arange(4))
-    segments = zfunc.segments(model, data, loss)
-    assert (len(segments) == 1) == whole
-    program = zfunc.compile(segments)
-    state = zfunc.init(program, seed=0)
-    changes: dict[str, tuple[Any, str, Any, Any]] = {  # what is set to what, and was
-        "": (model, "weight", 1.0, 1.0),
-        "layers.2.weight": (model.layers[2].weight, "requires_grad", False, True),
-        "model.weight (1.0, then 0.5)": (model, "weight", 0.5, 1.0),
-        "model.layers.1.training": (model.layers[1], "training", False, True),
-        "loss.label_smoothing (0.0, then 0.1)": (loss, "label_smoothing", 0.1, 0.0),
-    }
-    for name, (owner, attribute, value, former) in changes.items():
-        caplog.clear()
-        setattr(owner, attribute, value)
-        for _ in range(2):
-            state, _ = zfunc.train_step(program, state, data)
-        setattr(owner, attribute, former)
-        told = [r.getMessage() for r in caplog.records if "after the segment was made" in r.getMessage()]
-        assert [name in x for x in told] == [True] * bool(name), told
-
-
-def test_a_parameter_that_the_loss_does_not_read_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """It stays as it is, and a fixed one is expected to."""
-    model = Annealed(False)
-    model.idle, model.fixed = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
-    zfunc.segments(model, (torch.randn(4, 8), torch.arange(4)), nn.CrossEntropyLoss())
-    (told,) = [r.getMessage() for r in caplog.records if "no path from the loss" in r.getMessage()]
-    assert told.startswith("idle.weight, idle.bias: ")
 
 
 class Recorded(Elsewhere):

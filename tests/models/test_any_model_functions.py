@@ -161,11 +161,19 @@ def twice(self: Any, holder: Any, kind: Any, x: Tensor) -> Tensor:
     return x
 
 
+def moded(self: Any, x: Tensor) -> Tensor:
+    Classed.scale = self.scale if self.training else 0.5
+    return Classed.apply(x, None)[0]  # pyright: ignore
+
+
 ONE: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "module": (lambda self, x: Given.apply(x, self)[0], "has no GivenBackward"),
     "object": (lambda self, x: twice(self, self, Scaled, x), "has no ScaledBackward"),
-    "class": (lambda self, x: twice(self, Classed, Classed, x), "has no ClassedBackward"),
-    "constant of its class": (lambda _, x: Classed.apply(x, None)[0], "has no ClassedBackward"),
+    "class": (
+        lambda self, x: twice(self, Classed, Classed, x),
+        "sets what the autograd function Classed reads",
+    ),
+    "class in eval mode": (moded, "sets what the autograd function Classed reads"),
     "global": (in_turn, "sets what the autograd function Global reads"),
     "written": (lambda _, x: Counted.apply(x, torch.ones(8) * 1)[0], "has no CountedBackward"),
     "closure": (lambda self, x: closed(self.w)(x), "has no ClosedBackward"),
@@ -201,3 +209,23 @@ def test_a_function_with_more_than_its_arguments_leaves_one_segment(
     assert [s.name for s in segments] == ["model"]
     assert why in caplog.text
     check(segments, model, batch(), None)
+
+
+def test_a_constant_of_a_functions_class_is_as_in_the_trace(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what sets it later is told."""
+    torch.manual_seed(0)
+    model = Tied(block=lambda _: Calling(lambda _, x: Classed.apply(x, None)[0]))
+    segments = zfunc.segments(model, batch())
+    assert len(segments) > 3
+    check(segments, model, batch(), None)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    state, _ = zfunc.train_step(program, state, batch())
+    assert not caplog.messages
+    monkeypatch.setattr(Classed, "scale", 0.3)
+    for _ in range(2):
+        state, _ = zfunc.train_step(program, state, batch())
+    (said,) = caplog.messages
+    assert "Classed, changed since" in said

@@ -342,6 +342,7 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         make()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -378,6 +379,12 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
             "parameter 'kernel' of torch.complex64, expected floating point: train torch.view_as_real of it, and",
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
+        (
+            lambda: zfunc.segments(
+                nn.Sequential(torch.jit.trace(nn.Linear(8, 8), ONES[0])), ONES, F.mse_loss
+            ),  # pyright: ignore
+            r"^segment 'model': got a module of torch.jit, .*: leave torch.jit.script out",
+        ),
         (lambda: zfunc.segments(torch.compile(Tied()), batch()), "that torch.compile returned"),  # pyright: ignore
         *(
             (

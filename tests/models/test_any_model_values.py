@@ -1,5 +1,7 @@
 """Any module as segments, where values of the batch decide shapes: a trace for each, the example's, or refused."""
 
+import copy
+import inspect
 import logging
 import re
 from contextlib import nullcontext
@@ -344,6 +346,48 @@ class Checked(Longer):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return F.mse_loss(x, y * more[:, None])
+
+
+class Guarded(Longer):
+    """Checks of what it computes, and those of torch's own code; a constant of a copy."""
+
+    def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
+        start = copy.deepcopy(self.layers[0])
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        assert more is not None and not x.isnan().any(), "NaN"  # noqa: PT018
+        if not self.training or not (-2 < x.min() <= x.max() < 2):
+            raise ValueError("far")
+        if torch.equal(x, 3 * y):
+            raise ValueError("alike")
+        scale = F.softplus(x) + 0.1
+        normal = torch.distributions.Normal(x, scale)
+        apart = torch.distributions.kl_divergence(normal, torch.distributions.Normal(y * 0, torch.ones(8)))
+        picked = torch.distributions.Categorical(logits=x).log_prob(more)
+        loss = apart.mean() - normal.log_prob(y).mean() - picked.mean()
+        return loss + F.gaussian_nll_loss(x, y, scale) + F.mse_loss(x, start(y))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checks_of_values_that_a_trace_lacks_are_left_out(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the model's own code are named."""
+    torch.manual_seed(0)
+    x = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "more": torch.tensor([1, 2, 3, 0])}
+    model = Guarded()
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        segments = zfunc.segments(model, x)
+    lines, first = inspect.getsourcelines(Guarded)
+    numbers = [
+        first + n
+        for n, line in enumerate(lines)
+        if '"NaN"' in line or "self.training" in line or "torch.equal" in line
+    ]
+    assert [
+        f"test_any_model_values.py:{n} is left out" in x
+        for n, x in zip(numbers, caplog.messages, strict=True)
+    ]
+    assert len(segments) > 2
+    check(segments, model, x, None, **WAYS[way])
 
 
 def test_values_that_are_checked_alone_cost_no_trace(caplog: pytest.LogCaptureFixture) -> None:

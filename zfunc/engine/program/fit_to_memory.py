@@ -91,7 +91,7 @@ def fit_to_memory(program: Program, example: Batch) -> Program:
     spec = with_share(spec, share)
     known = program.cache.costs.items()
     costs = OrderedDict((key, (with_share(own, share), random)) for key, (own, random) in known)
-    cache = ProgramCache(costs=costs, facts=program.cache.facts)
+    cache = ProgramCache(costs=costs, outside=program.cache.outside)
     program = evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
     return evolve(program, plan=specialize(program, example).plan)
 

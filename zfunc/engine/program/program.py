@@ -37,7 +37,7 @@ from zfunc.core.verifier import plan_with
 from zfunc.engine.stages.stage_context import CompiledSegment, Stage
 from zfunc.engine.state.memory import allocate_regions
 from zfunc.engine.state.state import Buffers, State
-from zfunc.engine.trace.facts import Facts, Look
+from zfunc.engine.trace.facts import Look, Outside
 from zfunc.engine.trace.joint_graph import Joints
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.segment import Segment
@@ -183,7 +183,7 @@ class ProgramCache:
     costs: OrderedDict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=OrderedDict)
     seen: OrderedDict[Any, KindsSeen] = field(factory=OrderedDict)  # by layout of a batch, values left out
     specialized: OrderedDict[Any, ShapedProgram] = field(factory=OrderedDict)
-    facts: dict[int, tuple[Segment, Facts]] = field(factory=dict)  # values outside of modules in traces
+    outside: dict[int, tuple[Segment, Outside]] = field(factory=dict)  # of traces that it made itself
     checked: dict[Any, Any] = field(factory=dict)  # outputs of pure segments, by name and layout of the input
     fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
@@ -203,10 +203,11 @@ class ProgramCache:
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
-def warn_once(program: Program, warning: str, names: tuple[str, ...] = ()) -> None:
-    """Log `warning`, followed by parameters' `names`, unless this program has logged it for these names."""
-    if (names, warning) not in program.cache.said:
-        program.cache.said.add((names, warning))
+def warn_once(program: Program, warning: str, names: tuple[str, ...] = (), of: Any = None) -> None:
+    """Log `warning`, followed by parameters' `names`, unless this program has logged it for these names; or, if
+    given, of the same `of`."""
+    if (key := (names, of or warning)) not in program.cache.said:
+        program.cache.said.add(key)
         log.warning("%s%s", f"{', '.join(names)}: " if names else "", warning)
 
 
@@ -253,7 +254,7 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
         program,
         schedule=schedule,
         plan=project(make_plan(program.spec, schedule, program.recipe), program.spec.stage),
-        cache=ProgramCache(costs=cache.costs, facts=cache.facts, constants=cache.constants),
+        cache=ProgramCache(costs=cache.costs, outside=cache.outside, constants=cache.constants),
     )
 
 

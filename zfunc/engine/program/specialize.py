@@ -23,7 +23,7 @@ from zfunc.engine.program.program import (
 from zfunc.engine.program.traced_spec import largest_spec, traced_spec
 from zfunc.engine.stages.outputs import check_aux_rows
 from zfunc.engine.trace.batches import Batch, rows_in, split_batch, traced_kinds
-from zfunc.engine.trace.facts import first_change, read_outside
+from zfunc.engine.trace.facts import first_change
 from zfunc.engine.trace.traced_passes import MAX_TRACES, cached
 from zfunc.runtime.prepared_plan import prepare_plan
 
@@ -122,6 +122,7 @@ def check_modules(program: Program) -> None:
                 program,
                 f"segment {segment.name!r}: got {change} changed after the segment was made, which has no effect: "
                 "make the segments after such changes, or set weights with zfunc.replace",
+                of=(segment.name, change.partition(" (")[0]),
             )
         cache.looks[segment.name] = look
 
@@ -129,12 +130,13 @@ def check_modules(program: Program) -> None:
 def _check_outside(program: Program) -> None:
     """Warn of changed objects outside of modules on which a trace depends: the changes may have no effect.
     Raises ValueError if a plain value has changed there."""
-    for segment, facts in program.cache.facts.values():
-        now = read_outside(segment.module, segment.function, plain=False)
-        moved = first_change(facts, now)
+    own = ((x, x.outside) for x in program.segments if x.outside is not None)
+    for segment, outside in {id(x): (s, x) for s, x in (*own, *program.cache.outside.values())}.values():
+        facts = outside.facts
+        moved = "" if facts is None else first_change(facts, outside.now())
         what = f"segment {segment.name!r}: got {moved}, changed since the segment was traced"
-        action = "pass what changes in the batch, or compile again"
-        if moved and isinstance(facts.get(moved, ""), str):
+        action = "pass what changes in the batch, or make the segments anew and compile again"
+        if facts and moved and isinstance(facts.get(moved, ""), str):
             raise ValueError(f"{what}, expected the same value in every step: {action}")
         if moved:
             warn_once(program, f"{what}, which may have no effect: {action}")

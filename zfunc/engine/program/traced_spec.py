@@ -232,8 +232,11 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         known, key = program.cache.checked, (segment.name, dtypes, structure, layouts(leaves))
         if key not in known:
             params = {**weights.trained, **weights.fixed}
-            y, facts = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
-            program.cache.facts.setdefault(id(call.passes), (segment, facts))
+            _, outside = program.cache.outside.setdefault(
+                id(call.passes), (segment, segment.outside_of_trace())
+            )
+            with outside.tracing():
+                y = check_deterministic(segment.module, call.function, params, inputs, segment.constants)
             if call.buffers:
                 copy_buffers(clone_buffers({x: params[x] for x in call.buffers}), y[1].tensors)
             known[key] = y

@@ -28,14 +28,14 @@ def loss_and_aux(segment: str, y: Any) -> tuple[Tensor, dict[str, Any]]:
                 "scalar, the mean loss, or that and auxiliary outputs: return (loss, {'accuracy': ...})"
             )
         loss, aux = cast("tuple[Any, Mapping[Any, Any]]", parts)
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(
             f"segment {segment!r}: got {_kind(loss)} from the last segment, expected a scalar: the mean loss of "
             "its micro-batch, as from F.cross_entropy(logits, targets)"
         )
     for name, value in aux.items():
         _check_aux(segment, name, value)
-    return loss, {name: aux[name] for name in sorted(aux)}
+    return loss.reshape(()), {name: aux[name] for name in sorted(aux)}
 
 
 def _check_aux(segment: str, name: str, value: Any) -> None:

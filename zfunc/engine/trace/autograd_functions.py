@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
@@ -208,16 +209,15 @@ class _Checked(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        got = ""
+        got, do = "", "pass what it reads as an argument of apply (of a module, its weight)"
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func in (Tensor.backward, torch.autograd.backward):
             got, do = "torch.autograd.backward", "use torch.autograd.grad(y, inputs, grads)"
-        elif any(isinstance(t, nn.Parameter) for t in tree_leaves((args, kwargs))) and "__get__" not in str(
-            func
-        ):
-            got, do = (
-                "an nn.Parameter",
-                "pass what it reads as an argument of apply (of a module, its weight)",
-            )
+        elif any(type(t) is Tensor and t.is_meta and not is_fake(t) for t in given):
+            got = "a buffer of a module"
+        elif any(isinstance(t, nn.Parameter) for t in given):
+            looks = "__get__" in str(func)  # at its shape; a transposed one is a tensor
+            got = "an nn.Parameter" if not looks or isinstance(func(*args), Tensor) else ""
         if got:
             expected = "gradients of the function's arguments alone, or others would be lost"
             refuse((), f"{got} in the backward of {self.name}", expected, do)

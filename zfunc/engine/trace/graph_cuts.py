@@ -64,13 +64,14 @@ _TRACING, _TRACES = Lock(), ContextVar("whether this context traces", default=Fa
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A context in which no other thread traces, because make_fx and the partitioner patch the whole process.
+    """A context in which no other thread traces, because make_fx and the partitioner patch the whole process, and
+    what torch.compile returned runs as it was before, because compiled code crashes on tensors without memory.
     A trace inside another one, or in a copy of its context, does not wait. Graphs made there have no code
     until they are called, or `with_code`."""
     if _TRACES.get():
         yield
         return
-    with _TRACING, _use_lazy_graph_module(True):
+    with _TRACING, _use_lazy_graph_module(True), torch.compiler.set_stance("force_eager"):
         token = _TRACES.set(True)
         try:
             yield

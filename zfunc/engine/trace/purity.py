@@ -178,9 +178,8 @@ def check_deterministic(
     params: dict[str, Tensor],
     inputs: tuple[Any, ...],
     constants: Container[str] = (),
-) -> tuple[Any, Facts]:
-    """Check, by two calls, that a segment's `function` is pure. Returns its output, and the values that it
-    reads outside of `module`.
+) -> Any:
+    """Check, by two calls, that a segment's `function` is pure. Returns its output.
 
     `constants` are the names of the `params` that are never trained. Raises ValueError, with the name of what
     changes, if the function writes into an argument, if two calls differ, or if a call changes a value.
@@ -220,7 +219,7 @@ def check_deterministic(
             raise ValueError(
                 f"got {difference} when called again, expected a pure function: {REASON}. {ADVICE}"
             )
-    return y, read_outside(module, function, plain=False)
+    return y
 
 
 def _named(

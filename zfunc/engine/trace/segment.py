@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.cost_trace import nbytes
-from zfunc.engine.trace.facts import Facts, Look, first_change, held, look
+from zfunc.engine.trace.facts import Facts, Look, Outside, content_of, first_change, held, look
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.tensor_memory import Values, byte_range, storage_of
 from zfunc.engine.trace.thread_modes import refuse_inference_mode
@@ -57,6 +57,7 @@ class Segment:
     - `read_dict`, of the last segment, makes `(inputs, targets)` of a dict, `read_batch` of any batch.
     - `codes` has, by short name, of each weight that the function decodes: the short name of the parameter of its
       bytes, their format, and the weight's shape (`zfunc.quantized`).
+    - `outside` has facts of what the function's own traces depend on, if it keeps traces.
     - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
     `zfunc.segment` makes a Segment from a module. A Segment from a function:
@@ -88,6 +89,7 @@ class Segment:
     codes: dict[str, tuple[str, str, tuple[int, ...]]] = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
     _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
+    outside: Outside | None = field(default=None, kw_only=True, repr=False)
     _behaviour: Facts = field(factory=dict, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
@@ -158,6 +160,11 @@ class Segment:
         module, facts = self._source
         return first_change(facts, held(module))
 
+    def outside_of_trace(self) -> Outside:
+        """What a trace that is made of the segment will depend on outside of it."""
+        own = self.outside or Outside(self.module, self.function)
+        return own if own.facts is not None else Outside(own.module, own.function)
+
     def look(self) -> Look:
         """A snapshot of the source module as it is now; only if it no longer holds need `changed` be called."""
         return look(None if self._source is None else self._source[0], self.origins)
@@ -222,6 +229,8 @@ def make_segment(
     if any("_orig_mod" in m._modules for m in module.modules()):
         do = f"pass its `_orig_mod`, and {setting('compile_segments', True)} to zfunc.compile"
         refuse(f"segment {name!r}", "a module that torch.compile returned", "one as it was before", do)
+    if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+        refuse(f"segment {name!r}", "a module of torch.jit", "one of Python", "leave torch.jit.script out")
     own = _slots(module, "_parameters")
     if lazy := next((x for x, t in {**own, **_slots(module, "_buffers")}.items() if is_lazy(t)), ""):
         got = f"{lazy!r} of a lazy module, which has no shape yet"
@@ -414,25 +423,20 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for m in modules_held(copied):
         for holder in (vars(m), *(x for x in vars(m).values() if isinstance(x, dict))):
             for name, f in [*holder.items()]:
-                if isinstance(f, FunctionType) and any(id(_content(c)) in memo for c in f.__closure__ or ()):
+                if isinstance(f, FunctionType) and any(
+                    id(content_of(c)) in memo for c in f.__closure__ or ()
+                ):
                     holder[name] = _rebound(f, memo)
     return copied
 
 
 def _rebound(f: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
-    contents = [_content(c) for c in f.__closure__ or ()]
+    contents = [content_of(c) for c in f.__closure__ or ()]
     cells = tuple(CellType(memo.get(id(x), x)) for x in contents)
     other = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, cells)
     other.__kwdefaults__ = f.__kwdefaults__
     vars(other).update(vars(f))
     return other
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet
-        return None
 
 
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:

@@ -4,12 +4,16 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, _refs, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 from zfunc.engine.trace.batches import LABELS, ByValue, Whole
 from zfunc.engine.trace.segment import NO_LOSS
@@ -17,9 +21,10 @@ from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 from zfunc.models.cut.ctc import SizedCTC
 from zfunc.models.cut.known import KnownValues
-from zfunc.models.cut.user_code import place_here
+from zfunc.models.cut.user_code import passing_check, place_here
 
 Loss = Callable[[Any, Any], Tensor]
+CHECKED = {"__bool__", "is_nonzero", "equal", "allclose"}
 DATA_SET = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -39,9 +44,14 @@ class CalledModel(nn.Module):
         super().__init__()
         self.by_value = by_value  # whether forward reads values that are known
         self.read: Any = None  # is told the inputs whose values are read
+        self.passes_checks = by_value  # of values that are not known
+        self.unchecked = set[str]()  # the places of these in the user's code
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
+        if not isinstance(getattr(loss, "__self__", loss), nn.Module | FunctionType | None):
+            loss = _function_of(loss)  # whose object is not copied with the model
         self.own = (model, loss)  # in a tuple, or they would be children
+        self.trained = {id(p): x for x, p in model.named_parameters()}  # which a loss may close over
 
     def train(self, mode: bool = True) -> "CalledModel":
         """Set training mode, or eval mode, of this wrapper and of the wrapped model, which is no child module."""
@@ -54,7 +64,7 @@ class CalledModel(nn.Module):
         with self._writing_assigned_buffers():
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
             known = KnownValues(device, self.read) if self.by_value else None
-            with known or nullcontext(), _Traceable(self), SizedCTC():
+            with _Traceable(self), known or nullcontext(), SizedCTC():  # which knows some values
                 return self._called(known.with_tensors(x) if known else x)
 
     @contextmanager
@@ -102,17 +112,42 @@ class CalledModel(nn.Module):
         return loss_in(model, output) if loss is None else loss(output, *targets)
 
 
+def _unhooked(f: Any) -> Any:
+    """The function `f` of torch, which tells modes of what it calls, not of its own call."""
+    unknown = {**f.__globals__, "has_torch_function_variadic": lambda *_: False}
+    return FunctionType(f.__code__, unknown, f.__name__, f.__defaults__)
+
+
+_gaussian_nll_loss = _unhooked(F.gaussian_nll_loss)
+
+
+def _function_of(f: Any) -> Callable[..., Any]:
+    """What can be called, such as a method, as a function, which copy.deepcopy returns as it is."""
+
+    def call(*args: Any) -> Any:
+        return f(*args)
+
+    return wraps(f, updated=())(call)
+
+
 class _Traceable(TorchFunctionMode):
     """A mode that refuses what a trace would lose: an assignment to .data of a tensor, and a parameter of `model`
-    that forward freezes or unfreezes. torch.istft, which reads a value to check it, is the same without that."""
+    that forward freezes or unfreezes. The user's own parameters, as a loss that closes over the user's model reads,
+    are those of `model`. Checks of values that a trace lacks are passed, and noted if they are the
+    user's. copy.deepcopy of a tensor is a constant."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: CalledModel) -> None:
         super().__init__()
+        self.unchecked = model.unchecked if model.passes_checks else None
         self.names = {id(t): repr(x) for x, t in (*model.named_parameters(), *model.named_buffers())}
+        given = dict(model.named_parameters())
+        self.own = {i: given[x] for i, x in model.trained.items() if x in given}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(id(t) in self.own for t in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map_only(Tensor, lambda t: self.own.get(id(t), t), (args, kwargs))
         name = self.names.get(id(args[0])) if args else None
         if func == DATA_SET:
             got = f"an assignment to .data of {name or 'a tensor'} {place_here()}"
@@ -124,7 +159,17 @@ class _Traceable(TorchFunctionMode):
                 got = f"requires_grad={wanted} for {name} {place_here()}"
                 do = "freeze them before, or call a part by torch.func.functional_call with its parameters detached"
                 refuse("model", got, "parameters that forward neither freezes nor unfreezes", do)
-        func = _refs.istft if func is torch.istft else func  # the same bits
+        kind = getattr(func, "__name__", "")
+        asked = self.unchecked is not None and kind in CHECKED and any(map(is_fake, args))
+        if asked and (check := passing_check()):
+            self.unchecked.update({check[1]} - {""})
+            return check[0]
+        if func is Tensor.__deepcopy__:
+            return args[1].setdefault(id(args[0]), args[0].detach().clone())
+        if func is F.gaussian_nll_loss:  # which hides its check
+            with self:
+                return _gaussian_nll_loss(*args, **(kwargs or {}))
+        func = _refs.istft if func is torch.istft else func  # the same bits, and no check
         return func(*args, **(kwargs or {}))
 
 
@@ -196,11 +241,10 @@ def loss_in(model: nn.Module, output: Any) -> Tensor:
     if isinstance(output, Mapping):
         found = output.get("loss", found)
     if found is None:
-        scalars = [
-            t for t in tree_leaves(output) if isinstance(t, Tensor) and not t.dim() and t.is_floating_point()
-        ]
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        scalars = [t for t in tensors if not t.dim()] or [t for t in tensors if t.shape == (1,)]
         found = scalars[0] if len(scalars) == 1 else None
-    if not isinstance(found, Tensor) or found.dim():
+    if not isinstance(found, Tensor) or found.numel() != 1:
         kind = f"a tensor of shape {[*output.shape]}" if isinstance(output, Tensor) else type(output).__name__
         got = f"none, and {type(model).__name__} returns no scalar and no .loss ({kind})"
         refuse(

@@ -31,8 +31,8 @@ BRANCH = (
     "on which a shape or a branch depends, expected what can be traced without values: compute all of it, and mask "
     "with torch.where(mask, a, b) (each expert for all rows; padded sequences, none that are packed), compute it "
     "in the collator and pass the number, pass what decides it as a Python number (to nn.Transformer, "
-    "tgt_is_causal), or leave out checks (of torch.distributions, validate_args=False) and what skips or masks at "
-    "random (of transformers, layerdrop=0.0, apply_spec_augment=False)"
+    "tgt_is_causal), or leave out what skips or masks at random (of transformers, layerdrop=0.0, "
+    "apply_spec_augment=False)"
 )
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}

@@ -1,14 +1,13 @@
 """The user's autograd functions in an exported graph: each call is a node, so that pieces have its own backward.
 
 Without such a node, a trace by torch.export has the operations of the function's forward, and not its backward. No
-node stands for a function that gets other objects than tensors and plain values, reads or writes other tensors, or
-reads a number of its class, which eval mode or a training loop may set: a model that calls one is one segment.
+node stands for a function that gets other objects than tensors and plain values, or reads or writes other tensors:
+a model that calls one is one segment.
 """
 
-import inspect
 import threading
+from contextlib import nullcontext
 from enum import Enum
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch.autograd import Function
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction, check_backward_validity, checkpoint
 
 from zfunc.engine.trace.autograd_functions import applied_by, apply_of_torch
-from zfunc.engine.trace.facts import Facts, read_outside
+from zfunc.engine.trace.facts import Facts, first_change, read_outside
 from zfunc.engine.trace.purity import result_and_reads
 
 _thread = threading.local()  # .results: the tensors among those of the call that is being traced
@@ -47,6 +47,11 @@ class FunctionCall:
 
     def __call__(self, tensors: list[Tensor]) -> list[Any]:
         """Call the function on `tensors`."""
+        if change := self.change():
+            got = f"{change}, which the autograd function {self.kind.__qualname__} reads, changed since its trace"
+            raise ValueError(
+                f"model: got {got}, expected the same value in training and evaluation: pass it to apply"
+            )
         given, device = iter(tensors), tensors[0].device
         leaves = [next(given) if x is Tensor else x for x in self.leaves]
         leaves = [device if isinstance(x, torch.device) else x for x in leaves]
@@ -58,6 +63,10 @@ class FunctionCall:
             )
         return [made[n] for n in self.at]
 
+    def change(self) -> str:
+        """A description of the first value that the function reads otherwise now than in this call, or ""."""
+        return first_change(self.state, _state(self.kind))
+
     @property
     def key(self) -> Any:
         """What two calls have in common that compute the same of their tensors: equal calls of a graph are one."""
@@ -68,22 +77,21 @@ def _plain(x: Any) -> bool:
     return isinstance(x, bool | int | float | complex | str | None | torch.dtype | torch.device | Enum | type)
 
 
-def _code(kind: type[Function]) -> list[FunctionType]:
-    found = (getattr(f, "__func__", f) for f in (kind.forward, kind.setup_context, kind.backward))
-    return [x for x in map(inspect.unwrap, found) if isinstance(x, FunctionType)]
-
-
-def _names_of_its_class(kind: type[Function]) -> bool:
-    """Whether the code of `kind` has the name of a plain value that is an attribute of its class."""
-    owners = [x for x in kind.__mro__ if issubclass(x, Function) and x is not Function]
-    plain = {name for x in owners for name, value in vars(x).items() if name[:2] != "__" and _plain(value)}
-    return any(plain.intersection(f.__code__.co_names) for f in _code(kind))
-
-
 def _state(kind: type[Function]) -> Facts:
-    """What the code of `kind` reads from closures and globals, which a model may set before a call."""
-    read = [read_outside(None, f, plain=plain) for f in _code(kind) for plain in (True, False)]
-    return {name: value for facts in read for name, value in facts.items()}
+    """What the code of `kind` reads from closures, globals and its class, which a model may set before a call."""
+    return read_outside(None, kind, plain=False)
+
+
+def apply_in_module(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """What `kind.apply(*args, **kwargs)` returns; of a reentrant checkpoint as one that is not, in torch.no_grad()
+    if no input requires a gradient, as torch runs it."""
+    if kind is not CheckpointFunction:
+        return apply_of_torch(kind, *args, **kwargs)
+    function, preserve_rng_state, *given = args
+    known = {"preserve_rng_state": preserve_rng_state, "use_reentrant": False}
+    check_backward_validity(given)  # which warns of no_grad
+    with nullcontext() if any(isinstance(t, Tensor) and t.requires_grad for t in given) else torch.no_grad():
+        return checkpoint(function, *given, **known)
 
 
 class _Traced(Function):
@@ -106,7 +114,7 @@ class FunctionCalls:
     def apply(self, kind: type[Function], *args: Any, **kwargs: Any) -> Any:
         """What `kind.apply(*args, **kwargs)` returns, as a node of the graph that is traced if it can be one."""
         if kind.__module__.startswith("torch.") or torch._C._are_functorch_transforms_active():
-            return apply_of_torch(kind, *args, **kwargs)
+            return apply_in_module(kind, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         with applied_by(None):
@@ -121,8 +129,7 @@ class FunctionCalls:
             own = {id(t) for t in tensors}
             beside = any(isinstance(t, FakeTensor | nn.Parameter) and id(t) not in own for t in read)
             described = [Tensor if isinstance(x, Tensor) else x for x in leaves]
-            lost = beside or writes or _names_of_its_class(kind)
-            if lost or not tensors or not at or not all(map(_plain, described)):
+            if beside or writes or not tensors or not at or not all(map(_plain, described)):
                 return apply_of_torch(kind, *args, **kwargs)
             # 2. Its node, with results like those.
             number, state = len(self.calls), _state(kind)
@@ -137,7 +144,7 @@ class FunctionCalls:
     @property
     def changed(self) -> str:
         """The name of a function that reads other values now than it did in a call; "" if there is none."""
-        return next((x.kind.__qualname__ for x in self.calls if x.state != _state(x.kind)), "")
+        return next((x.kind.__qualname__ for x in self.calls if x.change()), "")
 
     def expand(self, exported: ExportedProgram) -> None:
         """Replace the numbers of calls in the graphs of `exported` by the FunctionCalls themselves, as targets."""

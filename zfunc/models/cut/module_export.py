@@ -37,7 +37,7 @@ from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.called import BatchCall, lacks_targets, takes_inputs_alone
 from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError
-from zfunc.models.cut.functions import FunctionCalls
+from zfunc.models.cut.functions import FunctionCalls, apply_in_module
 from zfunc.models.cut.gradients import gradient_graphs
 from zfunc.models.cut.pieces import module_piece
 from zfunc.models.cut.spans import CutGraph, cut_graph
@@ -109,7 +109,7 @@ class ModuleExport:
         buffers = self._buffers(dtype)
         module = _with_tensors(self.whole, fakes, buffers)
         if not training:
-            module.eval()
+            module.eval().passes_checks = True
         if by_value is not None:
             module.by_value = by_value
         # 2. Its graph, cut.
@@ -134,6 +134,10 @@ class ModuleExport:
                 raise NotCutError(
                     f"torch.export cannot trace it ({type(error).__name__}: {reason})"
                 ) from error
+        for place in sorted(module.unchecked) if given == "example" else ():
+            log.warning(
+                "model: the values that are checked %s are not known to a trace: the check is left out", place
+            )
         drew = _generator_states(module.own[0]) != drawn
         if any(isinstance(x, torch.Generator) for x in exported.constants.values()):
             raise ValueError(f"model: got a torch.Generator of its own, expected the default one: {SEEDED}")
@@ -200,7 +204,8 @@ class ModuleExport:
         module = _with_tensors(self.whole, fakes, buffers)
         if not training:
             module.eval()
-        module.by_value, found = by_value, (dict[str, str](), dict[str, str]())
+        module.by_value = module.passes_checks = by_value
+        found = (dict[str, str](), dict[str, str]())
         module.read = lambda name, count: found[count].setdefault(name, place_here())
         # A check of values, which no trace keeps, reads none.
         checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
@@ -260,7 +265,7 @@ class ModuleExport:
         called = _uncalled(self.whole)
 
         def module(params: Values, x: Any) -> Tensor:
-            with _HooksRefused():
+            with _HooksRefused(), applied_by(apply_in_module):
                 y = self.whole.function(params, x, skeleton=called)
             return y[0] if self.changing else y
 

@@ -17,9 +17,11 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from zfunc.engine.trace.facts import Outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.models.cut.called import BatchCall, mark_values
 from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, place_of
+from zfunc.models.cut.functions import FunctionCall
 from zfunc.models.cut.module_export import ModuleExport, in_thread, without_values
 from zfunc.models.cut.pieces import ModulePiece, module_piece
 from zfunc.models.cut.spans import CutGraph, blocks_of
@@ -56,6 +58,13 @@ class ModuleTrace:
         """The names of the parameters and buffers that the pieces read."""
         return {name for p in self.pieces if p is not None for name in p.short.values()}
 
+    def check_functions(self) -> None:
+        """Raise NotCutError if an autograd function reads another value now, as of eval mode, than in the trace."""
+        nodes = (n for p in self.pieces if p is not None for n in p.run.graph.nodes)
+        for x in (n.target for n in nodes if isinstance(n.target, FunctionCall)):
+            if x.change():
+                raise NotCutError(f"forward sets what the autograd function {x.kind.__qualname__} reads")
+
     def with_late(self, other: "ModuleTrace", late: set[str]) -> "ModuleTrace":
         """This trace, whose pieces also have the tensors `late` that those of `other`, of eval mode, read."""
         other = other.with_places(self.names)
@@ -87,6 +96,7 @@ class ModuleTraces:
     """The traces of a module by key, of which the last 64 are kept."""
 
     export: ModuleExport
+    outside: Outside  # of all of them
     most: int  # elements of parameters of a segment that can be cut
     by_value: Mapping[str, bool]  # inputs on whose values a trace in training depends, as of `mark_values`
     in_eval: dict[str, bool]  # the same, in eval mode
@@ -127,7 +137,8 @@ class ModuleTraces:
     def _made(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
         mode = "training" if training else "eval mode"
         try:
-            made = in_thread(self._trace, key, x, dtype, training)
+            with self.outside.tracing():
+                made = in_thread(self._trace, key, x, dtype, training)
         except (NotCutError, BuffersWrittenError) as error:
             if self.first is None:
                 raise

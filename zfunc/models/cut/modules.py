@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from zfunc.engine.trace.batches import Batch, check_leaves, unmarked
-from zfunc.engine.trace.facts import held
+from zfunc.engine.trace.facts import Outside, held
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.segment import IDLE, Segment, Values, check_loss, make_segment
 from zfunc.engine.trace.traced_passes import MAX_TRACES
@@ -105,7 +105,7 @@ def cuts(
     elif any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
     watched = nn.ModuleDict({"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {}))
-    source = watched, held(watched)
+    source, outside = (watched, held(watched)), Outside(watched, loss)
     called = CalledModel(without_idle_draws(with_pure_adapters(with_static_experts(model))), loss)
     read = partial(call_of, has_loss=loss is not None)
     check_leaves("example", example)
@@ -116,9 +116,12 @@ def cuts(
         limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
         types = changed_by_forward("model", called)[1]
         export = ModuleExport(whole, tuple(whole.buffers), types)
-        traces = ModuleTraces(export, limit, names or {}, {**(names or {})})
+        traces = ModuleTraces(export, outside, limit, names or {}, {**(names or {})})
         try:
             first = traces.of(without_values(call), torch.float32, training=True)
+            _find_late(traces, call, first)
+            first = traces.with_late(first, call)
+            first.check_functions()
         except BuffersWrittenError as error:
             written |= error.args[0]
         except ValueBranchError:
@@ -133,12 +136,11 @@ def cuts(
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
             one = evolve(whole, read_batch=read, buffer_names=names, source=source)
+            one = evolve(one, outside=Outside(watched, loss))
             yield ModuleCut((one,), [file_of(model)], limit)
             return
         else:
             break
-    _find_late(traces, call, first)
-    first = traces.with_late(first, call)
     if idle := [p.name for p in whole.parameters if p.trainable and p.name not in first.read]:
         log.warning("%s: %s", ", ".join(idle), IDLE)
     if len(first.pieces) == 1:
@@ -146,7 +148,7 @@ def cuts(
     try:
         while True:
             made = _segments_of(traces, first)
-            made[0] = evolve(made[0], source=source)  # which looks at the module for all
+            made[0] = evolve(made[0], source=source, outside=outside)  # which looks at them for all
             made[-1] = evolve(made[-1], read_batch=read)
             yield ModuleCut((*made,), first.places, traces.most)
             known = first.starts

@@ -1,0 +1,216 @@
+"""What a training loop sets after a model was cut, which has no effect, is told or refused; and nothing else is."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from threading import Lock
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from module_law import CLOSE, WAYS, check
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+
+
+class Annealed(nn.Module):
+    """A model with a number that a training loop may set; `whole` of one segment."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.weight, self.whole = 1.0, whole
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.weight * (x * torch.func.grad(torch.sum)(x) if self.whole else x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_set_after_the_cut_is_told_once(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the model, a block of it and the loss."""
+    torch.manual_seed(0)
+    model, loss, data = Annealed(whole), nn.CrossEntropyLoss(), (torch.randn(4, 8), torch.arange(4))
+    segments = zfunc.segments(model, data, loss)
+    assert (len(segments) == 1) == whole
+    program = zfunc.compile(segments)
+    state = zfunc.init(program, seed=0)
+    changes: dict[str, tuple[Any, str, Any, Any]] = {  # what is set to what, and was
+        "": (model, "weight", 1.0, 1.0),
+        "layers.2.weight": (model.layers[2].weight, "requires_grad", False, True),
+        "model.weight (1.0, then 0.5)": (model, "weight", 0.5, 1.0),
+        "model.layers.1.training": (model.layers[1], "training", False, True),
+        "loss.label_smoothing (0.0, then 0.1)": (loss, "label_smoothing", 0.1, 0.0),
+    }
+    for name, (owner, attribute, value, former) in changes.items():
+        caplog.clear()
+        setattr(owner, attribute, value)
+        for _ in range(2):
+            state, _ = zfunc.train_step(program, state, data)
+        setattr(owner, attribute, former)
+        told = [r.getMessage() for r in caplog.records if "after the segment was made" in r.getMessage()]
+        assert [name in x for x in told] == [True] * bool(name), told
+
+
+def test_a_parameter_that_the_loss_does_not_read_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It stays as it is, and a fixed one is expected to."""
+    model = Annealed(False)
+    model.idle, model.fixed = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+    zfunc.segments(model, (torch.randn(4, 8), torch.arange(4)), nn.CrossEntropyLoss())
+    (told,) = [r.getMessage() for r in caplog.records if "no path from the loss" in r.getMessage()]
+    assert told.startswith("idle.weight, idle.bias: ")
+
+
+class Settings:
+    """What code may read besides its arguments; a `step` that only a training loop reads."""
+
+    def __init__(self) -> None:
+        self.beta, self.step = 1.0, 0
+
+    def value(self) -> float:
+        return self.beta
+
+    def loss(self, y: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(y, targets) * self.value()
+
+
+SMOOTHING, BETAS, LENGTHS, SETTINGS = 0.0, {"beta": 1.0, "step": 0}, {}, Settings()
+NAMED, GIVEN, OWNER = (
+    SimpleNamespace(beta=1.0, step=0, inner=SimpleNamespace(beta=1.0)),
+    Settings(),
+    Settings(),
+)
+CRITERION, READ = nn.CrossEntropyLoss(), ModuleType("read")
+READ.BETA = READ.STEP = 1.0  # type: ignore[attr-defined]
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * 1.0
+
+
+def reading_outside() -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float], None]]:
+    """A loss that reads all of these, and what sets a variable that it closes over."""
+    warmth = 1.0
+
+    def set_warmth(value: float) -> None:
+        nonlocal warmth
+        warmth = value
+
+    def loss(given: Settings, y: Tensor, targets: Tensor) -> Tensor:
+        LENGTHS[len(y)] = len(y)  # a cache
+        kept = sum(F.cross_entropy(y, targets, label_smoothing=SMOOTHING) for _ in range(2))
+        kept = kept * BETAS["beta"] * SETTINGS.value() * NAMED.inner.beta * READ.BETA * given.beta
+        return kept + CRITERION(scaled(y) / warmth, targets) + OWNER.loss(y, targets)
+
+    return partial(loss, GIVEN), set_warmth
+
+
+def test_what_changes_outside_after_the_cut_is_refused_or_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    (loss, set_warmth), model = reading_outside(), Annealed(whole=False)
+    model.settings = Settings()  # type: ignore[assignment]
+
+    def data(rows: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, 8), torch.arange(rows)
+
+    program = zfunc.compile(zfunc.segments(model, data(4), loss))
+    state, own = zfunc.init(program, seed=0), globals()
+    beta = {"beta": 0.5}
+    changes: dict[str, Callable[[], Any]] = {
+        "global SMOOTHING (0.0, then 0.1), ": lambda: monkeypatch.setitem(own, "SMOOTHING", 0.1),
+        "closure variable warmth (1.0, then 2.0), ": lambda: set_warmth(2.0),
+        "global READ.BETA (1.0, then 0.5), ": lambda: monkeypatch.setattr(READ, "BETA", 0.5),
+        "global BETAS": lambda: BETAS.update(beta=0.5),
+        "global SETTINGS": lambda: vars(SETTINGS).update(beta),
+        "global NAMED": lambda: vars(NAMED.inner).update(beta),
+        "attribute of partial": lambda: vars(GIVEN).update(beta),
+        "global OWNER": lambda: vars(OWNER).update(beta),
+        "global CRITERION": lambda: vars(CRITERION).update(label_smoothing=0.1),
+        "attribute model.settings": lambda: vars(model.settings).update(beta),
+    }
+    nothing: list[Callable[[], Any]] = [
+        lambda: [vars(x).update(step=1) for x in (SETTINGS, NAMED, GIVEN, OWNER)],
+        lambda: (BETAS.update(step=1), monkeypatch.setattr(READ, "STEP", 2.0)),
+        lambda: monkeypatch.setitem(
+            own, "scaled", FunctionType(scaled.__code__, own)
+        ),  # as by its cell run again
+    ]
+    for rows, change in enumerate((lambda: None, *nothing), start=3):
+        change()
+        state, _ = zfunc.train_step(program, state, data(rows))
+        zfunc.evaluate(program, state, data(rows))
+    assert not caplog.messages
+    for name, change in changes.items():
+        change()
+        with pytest.raises(ValueError, match=re.escape(name)) if "(" in name else nullcontext():
+            for _ in range(2):
+                state, _ = zfunc.train_step(program, state, data(4))
+        assert [name in x for x in caplog.messages] == [True] * ("(" not in name), (name, caplog.messages)
+        caplog.clear()
+        monkeypatch.undo()
+        set_warmth(1.0)
+        for x in (SETTINGS, NAMED.inner, GIVEN, OWNER):
+            x.beta = 1.0
+        BETAS["beta"], CRITERION.label_smoothing = 1.0, 0.0
+
+
+class Trainer:
+    """An object with a loss that reads the model, and with what cannot be copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.rate, self.lock = model, 0.1, Lock()
+
+    def loss(self, y: Tensor, targets: Tensor) -> Tensor:
+        norms = [
+            F.linear(torch.ones(1, 8), p).square().mean() for p in self.model.parameters() if p.dim() > 1
+        ]
+        return F.mse_loss(y, targets) + self.rate * sum(norms)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_that_closes_over_the_model_trains_it(way: str) -> None:
+    """Gradients of what it reads were lost."""
+    torch.manual_seed(0)
+    data = torch.randn(4, 8), torch.randn(4, 8)
+    for kind in ("method", "closure"):
+        model, plain = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))) for _ in range(2))
+        plain.load_state_dict(model.state_dict())
+        trainer = Trainer(model)
+        loss = trainer.loss if kind == "method" else lambda y, t, trainer=trainer: trainer.loss(y, t)
+        segments = zfunc.segments(model, data, loss)
+        program = zfunc.compile(
+            segments, optimizer=zfunc.SGD(lr=0.1), precision="fp32", device="cpu", **WAYS[way]
+        )
+        state, optimizer = zfunc.init(program), torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(3):
+            state, metrics = zfunc.train_step(program, state, data)
+            optimizer.zero_grad()
+            expected = Trainer(plain).loss(plain(data[0]), data[1])
+            expected.backward()
+            optimizer.step()
+            assert metrics.loss == pytest.approx(expected.item(), rel=CLOSE)
+            norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+            assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_a_compiled_function_in_forward_is_traced_as_it_was_before() -> None:
+    """Its code crashed on tensors without memory."""
+
+    def compiles(*_: Any) -> Any:
+        raise AssertionError
+
+    compiled = torch.compile(lambda x: x * torch.sigmoid(x), backend=compiles)
+    torch.manual_seed(0)
+    model = Annealed(whole=False)
+    model.layers[1].register_forward_hook(lambda _, __, y: compiled(y))
+    data, eager = (torch.randn(4, 8), torch.randn(4, 8)), Annealed(whole=False)
+    eager.load_state_dict(model.state_dict())
+    eager.layers[1].register_forward_hook(lambda _, __, y: y * torch.sigmoid(y))
+    check(zfunc.segments(model, data, F.mse_loss), eager, data, F.mse_loss)
