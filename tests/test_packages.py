@@ -52,18 +52,18 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_736,
+    "core": 7_746,
     "schedules and ground": 1_566,
     "runtime": 3_829,
     "optim": 3_218,
     "checkpoint": 4_527,
     "engine": 11_776,
     "viz": 1_238,
-    "planner": 3_770,
+    "planner": 3_803,
     "models": 6_998,
     "train": 6_795,
     "cli": 2_822,
-    "tests": 54_977,
+    "tests": 55_007,
     "course": 5_289,
     "benchmarks": 6_237,
     "docs": 1_786,

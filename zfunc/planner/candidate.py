@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise, product, takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, fields, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
@@ -56,10 +57,16 @@ DRIVES: tuple[Kind, ...] = ("read", "write")
 FEW = (3, 6)  # groups of micro-batches, or one more, after which a step may have settled
 MANY = 6  # times as many micro-batches as a few: fewer are simulated in full, which takes no longer
 CLOSE = 1e-5  # of a step's time
+# Settings of which operations depend on what they say of each segment, if at all.
+WORDS = "recompute", "activations_on", "schedule"
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
 WorkOf = Mapping[tuple[Kind, int], float]  # seconds of a kind of operation on a device
 Placed = tuple[Event, str, bool]  # an operation of a lane: when it runs, its verb, whether it follows others
+
+
+# What exists, by all that decides it.
+ALIKE, GRAPHS = WeakValueDictionary[Any, "PlannedStep"](), WeakValueDictionary[Any, Graph]()
 
 
 @contextmanager
@@ -175,9 +182,17 @@ def _alike(few: Sequence[Placed], many: Sequence[Placed]) -> int:
     return next(differ, min(len(few), len(many)))
 
 
+class _shared(cached_property[Any]):  # noqa: N801
+    """A cached property of a PlannedStep that is computed once for all steps that are alike."""
+
+    def __get__(self, step: Any, owner: type | None = None) -> Any:
+        return super().__get__(step if step is None else step.twin or step, owner)
+
+
 @frozen(eq=False, slots=False)
 class PlannedStep:
-    """The step of a spec on `hardware`; graph, plan, seconds and memory are computed when first read.
+    """The step of a spec on `hardware`; graph, plan, seconds and memory are computed when first read, of steps that
+    are alike once.
 
     Raises PlanError, when the plan is first read, for a schedule that makes a wrong plan.
     """
@@ -193,19 +208,35 @@ class PlannedStep:
         """The StepSettings that the step was planned with, from its spec."""
         return self.spec.settings
 
+    @property
+    def _asked(self) -> tuple[Any, ...]:
+        """All that decides the step's operations: the spec, of `WORDS` what they say of each segment."""
+        spec, settings = self.spec, self.settings
+        own = (getattr(spec, x.name) for x in fields(StepSpec) if x.eq and x.name != "settings")
+        given = (getattr(settings, x.name) for x in fields(StepSettings) if x.name not in WORDS)
+        return *own, *given, spec.activations, *settings.recompute_modes(spec.num_segments)
+
+    @cached_property
+    def twin(self) -> "PlannedStep | None":
+        """The first of existing steps with equal operations, schedule and hardware; None if that is this step."""
+        first = ALIKE.setdefault((self._asked, self.settings.schedule, self.hardware), self)
+        return None if first is self else first
+
     # --- by arithmetic alone -----------------------------------------------------------------------------
 
-    @cached_property
+    @_shared
     def graph(self) -> Graph:
-        """The graph of the step's operations."""
-        return operations_of(self.spec)
+        """The graph of the step's operations, which steps of other schedules may have, too."""
+        if (graph := GRAPHS.get(asked := self._asked)) is None:
+            graph = GRAPHS[asked] = operations_of(self.spec)
+        return graph
 
-    @cached_property
+    @_shared
     def kept(self) -> dict[Tier, int]:
         """Bytes, by tier, of the regions that the whole step keeps allocated, the same for every schedule."""
         return self._sum(persistent_bytes)
 
-    @cached_property
+    @_shared
     def least_kept(self) -> dict[Tier, int]:
         """Lower bound of `kept`, in bytes by tier, without making operations."""
         nbytes, at = Counter[Tier](), Regions(self.spec)
@@ -226,7 +257,7 @@ class PlannedStep:
         stashed = product(away, range(spec.settings.in_flight), ("pinned", "disk"))
         return [*dict.fromkeys((*kept, *(r for s, m, tier in stashed for r in at.stash(m, s, tier))))]
 
-    @cached_property
+    @_shared
     def least_work(self) -> "WorkOf":
         """Lower bound of `work_of`, in seconds by kind and device, without making operations."""
         spec, seconds = self.spec, self.hardware.seconds
@@ -247,7 +278,7 @@ class PlannedStep:
             work[kind, 0] = sum(count * taken for taken, count in times)
         return work
 
-    @cached_property
+    @_shared
     def work_of(self) -> "WorkOf":
         """Seconds of all operations of the step, summed by kind and device."""
 
@@ -282,7 +313,7 @@ class PlannedStep:
         """The step's Peak on each tier: its kept and transient bytes, and when they are reached."""
         return self._figures[1]
 
-    @cached_property
+    @_shared
     def _figures(self) -> tuple[float, dict[Tier, Peak]]:
         if (few := self.repetition) is None:
             return self.timeline.seconds, peak_memory(self.plan)
@@ -297,7 +328,7 @@ class PlannedStep:
         """Peak memory of the step on each tier, in bytes."""
         return bytes_by_tier(self.peaks)
 
-    @cached_property
+    @_shared
     def lacking(self) -> dict[Tier, int]:
         """Bytes that the step needs beyond each tier's memory; if the step fits, bytes that `init` lacks."""
         return self.hardware.lacking(self.memory) or self.hardware.lacking(
@@ -309,7 +340,7 @@ class PlannedStep:
         """Whether the step and `zfunc.init` fit in the memory of every tier whose size is known."""
         return not self.lacking
 
-    @cached_property
+    @_shared
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of the step's peak memory on each tier, by buffer, the largest first."""
         if (few := self.repetition) is not None:
@@ -321,12 +352,12 @@ class PlannedStep:
         """Sums by key of what `measure` returns for this step, extrapolated if the step has a `repetition`."""
         return measure(self) if self.repetition is None else self.repetition.total(measure)
 
-    @cached_property
+    @_shared
     def plan(self) -> Plan:
         """The plan of the step, with all its micro-batches."""
         return plan_with(make_schedule(self.settings.schedule, self.hardware), self.graph)
 
-    @cached_property
+    @_shared
     def timeline(self) -> Timeline:
         """The simulated timeline of the step, with all its micro-batches."""
         return simulate(self.plan, self.hardware)
@@ -337,7 +368,7 @@ class PlannedStep:
             i = self.graph.position[e.op]
             yield e, self.graph.ops[i].verb, bool(self.graph.predecessors[i])
 
-    @cached_property
+    @_shared
     def seconds_without_compute(self) -> float:
         """Simulated seconds of the step if compute on its devices took no time."""
         if (few := self.repetition) is not None:
@@ -349,14 +380,15 @@ class PlannedStep:
 
     def without_operations(self) -> "PlannedStep":
         """Simulate the step, drop its operations, which are many and can be made again, and return the step."""
-        _ = self._figures, self.work
+        _ = self._figures, self.work, self.lacking
         self.forget_operations()
         return self
 
     def forget_operations(self) -> None:
-        """Drop the step's graph, plan and timeline; they are made again when read."""
+        """Drop the step's graph, plan, timeline and regions; they are made again when read."""
         for name in ("graph", "_few", "plan", "timeline", "_from_few"):
-            self.__dict__.pop(name, None)
+            (self.twin or self).__dict__.pop(name, None)
+        (self.twin or self).spec.made.clear()
 
     # --- many micro-batches from a few -------------------------------------------------------------------
 
@@ -370,7 +402,7 @@ class PlannedStep:
         """Lower bound of the step's seconds, from few micro-batches, if it has no `repetition`; else 0."""
         return self._from_few[1] if self.repetition is None else 0.0
 
-    @cached_property
+    @_shared
     def _from_few(self) -> tuple[Repetition | None, float]:
         """The step's Repetition and its seconds; without a Repetition, None and a lower bound of the seconds."""
         least: list[float] = []
@@ -381,7 +413,7 @@ class PlannedStep:
                 return few, least[-1]
         return None, min(least, default=0.0)
 
-    @cached_property
+    @_shared
     def _few(self) -> list[Repetition]:
         """Repetitions to try for the step, each of a few groups of micro-batches and of two groups more."""
         settings = self.settings
