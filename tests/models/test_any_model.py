@@ -65,6 +65,63 @@ def test_a_model_in_segments_trains_as_the_model_does(name: str, way: str) -> No
     check(segments, model, batch, loss, **WAYS[way])
 
 
+class Residual(nn.Module):
+    """A layer of `Layers`, which adds one of `tables` to the input of its residual, or none."""
+
+    def __init__(self, table: int | None) -> None:
+        super().__init__()
+        self.table, self.up, self.down = table, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, tables: list[Tensor]) -> Tensor:
+        y = x if self.table is None else x + tables[self.table]
+        return x + self.down(self.up(y).relu())
+
+
+class Layers(nn.Module):
+    """Layers with a residual between two projections; layer n reads the table number `reads[n]`."""
+
+    def __init__(self, reads: tuple[int | None, ...]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 24), nn.Linear(8, 2)
+        self.layers = nn.ModuleList(map(Residual, reads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, *tables = self.before(x).chunk(3, -1)
+        for layer in self.layers:
+            x = layer(x, tables)
+        return self.after(x)
+
+
+@pytest.mark.parametrize("reads", [(None,) * 3, (0,) * 3, (0, 1, 0, 1, 0)])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_equal_layers_share_functions_part_by_part(reads: tuple[int | None, ...], halves: int) -> None:
+    """Also the last layer, whose output no other reads, and the last one that reads a table."""
+    torch.manual_seed(0)
+    model, batch = Layers(reads), (torch.randn(4, 8), torch.randn(4, 2))
+    made = zfunc.segments(model, batch, F.mse_loss, most=300 // halves)  # elements of parameters
+    _, *layers, _ = made
+    kinds = [(n % halves, None if n % halves else reads[n // halves]) for n in range(len(layers))]
+    functions = [s.function for s in layers]
+    assert len(layers) == halves * len(reads)
+    assert len({*functions}) == len({*kinds}) == len({*zip(functions, kinds, strict=True)})
+    check(made, model, batch, F.mse_loss, **HOST)
+
+
+def test_a_cut_calls_a_model_four_times() -> None:
+    """Once for the graph, twice to compare calls (in the first a mode of fake tensors asks for more), and once in
+    eval mode."""
+    calls = list[bool]()
+
+    class Counted(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(self.training)
+            return super().forward(x)
+
+    batch = torch.ones(2, 4), torch.ones(2, 4)
+    zfunc.segments(Counted(nn.Linear(4, 4), nn.Linear(4, 4)), batch, F.mse_loss)
+    assert calls == [True, True, True, False]
+
+
 class InAutocast(Block):
     """In bf16 inside, on whichever device it runs."""
 

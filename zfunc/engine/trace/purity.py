@@ -29,6 +29,7 @@ from zfunc.runtime.torch_dtypes import byte_view
 T = TypeVar("T")
 ADVICE = "Make it part of the input, or set it once, before zfunc.segment"
 SEEDED = "those are seeded the same for forward and for its recomputation"
+DEVICE_OF = torch.ops.prim.device.default  # what a mode of fake tensors asks, more in a first call
 REASON = "forward and its recomputation in backward would differ"
 
 
@@ -49,6 +50,8 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is DEVICE_OF:
+            return func(*args, **kwargs)
         self._check_pure(func, args, kwargs, self.record(func, (args, kwargs)))
         if (made_of := decomposed(func)) is not None:
             with self:

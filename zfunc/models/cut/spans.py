@@ -4,8 +4,9 @@ A cut never separates tensors that share memory from a later write into it, so t
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, count, pairwise
+from itertools import chain, count, groupby, pairwise
 from typing import Any
 
 from attrs import define, evolve, field, frozen
@@ -132,23 +133,41 @@ def _alive_at_cuts(spans: list[NodeSpan], given: list[Node], outputs: list[Node]
         for x in n.all_input_nodes:
             if x in last:
                 last[x] = max(last[x], s)
-    used = [{x for n in span.nodes for x in n.all_input_nodes} for span in spans]
-    often = {n: sum(n in x for x in used) for n in (*given, *at)}
+    calls = [[*own] for _, own in groupby(range(len(spans)), lambda s: _called_block(spans[s]) or s)]
+    passed = _passed_on(spans, calls, at)
+    for n in last.keys() & passed.keys():  # not parameters
+        last[n] = max(last[n], min(passed[n] + 1, len(spans) - 1))
+    # What outlives the block that gets it first comes first, so that it has the same place at each cut.
+    end = {s: own[-1] for own in calls for s in own}
     order = [*(n for n in given if isinstance(n.meta.get("val"), Tensor)), *at]
-    # What many spans read comes first, so that it has the same place at each cut.
-    order.sort(key=lambda n: -min(often[n], 3))
-    # What each block of a list reads, the last passes on as those before it do, so that they are alike.
-    before: dict[tuple[str, int], NodeSpan] = {}
-    for s, span in enumerate(spans[:-1]):
-        kind = span.name.partition("@")[0].rpartition(".")[0], span.part
-        for n in _read(before[kind]) & _read(span) & {*last} if kind in before and kind[0] else ():
-            last[n] = max(last[n], s + 1)
-        before[kind] = span
+    order.sort(key=lambda n: -last[n] if last[n] > end.get(at.get(n, -1) + 1, 0) else 0)
     return [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
 
 
-def _read(span: NodeSpan) -> set[Node]:
-    return {x for n in span.nodes for x in n.all_input_nodes} - {*span.nodes}
+def _passed_on(spans: list[NodeSpan], calls: list[list[int]], at: Mapping[Node, int]) -> dict[Node, int]:
+    """By node that several blocks of a list read, the span up to which all pass it on, so that equal blocks are
+    alike in this: the end of the list for a node made before it, else the end of the last such block. `calls`
+    are indices of spans by call of a block; `at[n]` is the span that makes node `n`."""
+    lists, passed = defaultdict[str, list[list[int]]](list), dict[Node, int]()
+    for own in calls:
+        if block := _called_block(spans[own[0]]):
+            lists[block[0].rpartition(".")[0]].append(own)
+    for blocks in lists.values():
+        readers = defaultdict[Node, list[list[int]]](list)
+        for own in blocks:
+            for x in {x for s in own for n in spans[s].nodes for x in n.all_input_nodes}:
+                if at.get(x, -1) < own[0]:
+                    readers[x].append(own)
+        for n, own in readers.items():
+            if len(own) > 1:
+                through = blocks if at.get(n, -1) < blocks[0][0] else own
+                passed[n] = max(passed.get(n, 0), through[-1][-1])
+    return passed
+
+
+def _called_block(span: NodeSpan) -> Any:
+    """The name of the block that `span` is in, and a key of the block's call; None outside blocks."""
+    return span.call and span.call[0]
 
 
 def _spans_by_block(nodes: list[Node], blocks: set[str], weights: set[str]) -> list[NodeSpan]:
