@@ -13,20 +13,16 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table import SPECS, chain, layouts, spec
-from zfunc.schedules import make_schedule
 
 from zfunc.core.bucketing import default_bucket_size, resident_buckets
 from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe, deferred, zero_offload
 from zfunc.core.setting_values import DEVICE_SHARE, DISK_SHARE, PLACES, TIERS_OF, UPDATE_SHARES
 from zfunc.core.settings import StepSettings
 from zfunc.core.shares import as_shares, two_tiers, word_of
 from zfunc.core.spec import PassCost, SegmentCost, StepSpec
-from zfunc.core.verifier import plan_with
-from zfunc.planner import candidate
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, least_seconds, step_of
 from zfunc.planner.plan_step import most_that_fit
 from zfunc.planner.search import SPACE as EVERYTHING
@@ -645,32 +641,6 @@ def test_ctrl_c_leaves_the_largest_that_was_found_to_fit(after: int) -> None:
 
 
 # --- what a search does not simulate, and who waits for it -----------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"activations_on": "host"}, {"activations_on": as_shares(["host"] * 5 + ["device"])}),
-        ({"recompute": "all"}, {"recompute": as_shares(["all"] * 5 + ["none"])}),
-        ({}, {"schedule": "Serial"}),
-    ],
-)
-def test_what_makes_the_same_of_each_segment_is_planned_once(
-    one: dict[str, str], other: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, operations_of = list[StepSpec](), candidate.operations_of
-    monkeypatch.setattr(candidate, "operations_of", lambda x: made.append(x) or operations_of(x))
-    for first, second in ((one, other), (other, one)):
-        old, new = (step_of(model(), evolve(CLIPPED, **x), BALANCED) for x in (first, second))
-        _, plan = old.seconds, plan_with(make_schedule(new.settings.schedule), operations_of(new.spec))
-        assert new.plan.text() == plan.text()
-        assert (new.peaks, new.seconds) == (peak_memory(plan), plan.simulate(BALANCED).seconds)
-        assert made == [old.spec]
-        made.clear()
-    differs = step_of(model(), evolve(CLIPPED, slots=3, **one), BALANCED)
-    assert (differs.twin, differs.graph) == (None, operations_of(differs.spec))
-    assert old.twin is None
-    assert (new.twin is old) == ("schedule" not in other)
 
 
 @pytest.mark.parametrize("name", [x for x in SPECS if SPECS[x].settings.pp == 1])

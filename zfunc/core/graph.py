@@ -38,10 +38,8 @@ HOST_CODE: tuple[Kind, ...] = ("host", "read", "write")  # they never run on a s
 OF_DEVICE: tuple[Kind, ...] = ("compute", "d2h", "h2d")  # each device has its own
 LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
 ROLES: tuple[Role, ...] = get_args(Role)
-INTEGER = frozenset[type]((int,))
 SHOWN = 4  # regions of an operation that prints
 ALLOCATED: tuple[Lifetime, ...] = ("program", "state")
-DECLARED = set[tuple[Any, ...]]()  # (tier, lifetime, dtype, role) that regions have had, which were checked
 
 
 def label(name: str, index: tuple[int, ...]) -> str:
@@ -92,12 +90,10 @@ class Region:
     device: int = field(default=0, eq=False)
     of_rank: bool = field(default=False, eq=False)
 
-    # Mostly one look, because a plan has hundreds of thousands of regions.
+    # One function, because a plan has hundreds of thousands of regions.
     def __attrs_post_init__(self) -> None:
         if self.nbytes < 0:
             raise PlanError(f"{self}: got nbytes {self.nbytes}, expected 0 or more")
-        if (declared := (self.tier, self.lifetime, self.dtype, self.role)) in DECLARED:
-            return
         for what, value, known in (
             ("tier", self.tier, TIERS),
             ("lifetime", self.lifetime, LIFETIMES),
@@ -111,7 +107,6 @@ class Region:
                 f"{self}: got dtype {self.dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the "
                 "lifetime is 'program' or 'state', and only there"
             )
-        DECLARED.add(declared)
 
     @property
     def place(self) -> Tier:
@@ -327,6 +322,10 @@ class Graph:
         each operation's reads and writes as positions in that tuple."""
         seen: set[str] = set()
         words: set[str] = set()
+        number: dict[Region, int] = {}
+        known: dict[int, int] = {}  # by id: most operations share the objects of their regions
+        regions: list[Region] = []
+        accesses: list[Access] = []
         for op in self.ops:
             if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
                 got = f"{op!r:.200} among the operations"
@@ -336,28 +335,25 @@ class Graph:
                 got = f"two operations named {op.name}"
                 refuse("recipe", got, "each once", "give each its own index, or leave one out", PlanError)
             seen.add(op.name)
-        # By id: most operations share the objects of their regions, each of which is checked once.
-        objects: dict[int, Any] = {id(r): r for op in self.ops for r in op.reads + op.writes}
-        number: dict[Region, int] = {}
-        known: dict[int, int] = {}
-        regions: list[Region] = []
-        for key, r in objects.items():
-            if not isinstance(r, Region):
-                got = f"{r!r:.200} among its regions, expected zfunc.core.graph.Region alone: pass one"
-                raise PlanError(f"{_first_with(self.ops, r)}: got {got}")
-            n = known[key] = number.setdefault(r, len(regions))
-            if n == len(regions):
-                _check_name("region", r.buffer, r.index, words)
-                regions.append(r)
-            elif (now := _declaration(r)) != (before := _declaration(regions[n])):
-                what = f"{_first_with(self.ops, r)} declares {r} as {now}, an earlier operation as {before}"
-                do = "declare a region the same way everywhere"
-                raise PlanError(f"{what} (bytes, tier, lifetime, dtype, role): {do}")
-
-        def numbers(own: tuple[Region, ...]) -> tuple[int, ...]:
-            return tuple(dict.fromkeys(map(known.__getitem__, map(id, own))))
-
-        accesses = [Access(numbers(op.reads), numbers(op.writes)) for op in self.ops]
+            for r in op.reads + op.writes:
+                if id(r) in known:
+                    continue
+                if not isinstance(r, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise PlanError(
+                        f"{op.name}: got {r!r:.200} among its regions, expected zfunc.core.graph.Region alone: "
+                        "pass one"
+                    )
+                n = known[id(r)] = number.setdefault(r, len(regions))
+                if n == len(regions):
+                    _check_name("region", r.buffer, r.index, words)
+                    regions.append(r)
+                elif (now := _declaration(r)) != (before := _declaration(regions[n])):
+                    raise PlanError(
+                        f"{op.name} declares {r} as {now}, an earlier operation as {before} (bytes, tier, "
+                        "lifetime, dtype, role): declare a region the same way everywhere"
+                    )
+            reads = dict.fromkeys([known[id(r)] for r in op.reads])
+            accesses.append(Access(tuple(reads), tuple(dict.fromkeys([known[id(r)] for r in op.writes]))))
         return tuple(regions), tuple(accesses)
 
     def __len__(self) -> int:
@@ -408,15 +404,10 @@ def _check_name(what: str, name: Any, index: tuple[Any, ...], words: set[str]) -
     if not isinstance(name, str) or (name not in words and (name.split() != [name] or "[" in name)):
         raise PlanError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
     words.add(name)
-    if not INTEGER.issuperset(map(type, index)):
+    if not {*map(type, index)} <= {int}:
         raise PlanError(
             f"{what} {name}: got the index {index!r:.200}, expected integers: pass a tuple of int"
         )
-
-
-def _first_with(ops: Iterable[Op], r: Any) -> Op:
-    """The first of `ops` that reads or writes the object `r`."""
-    return next(op for op in ops if any(x is r for x in op.reads + op.writes))
 
 
 def _declaration(r: Region) -> tuple[Any, ...]:

@@ -212,7 +212,7 @@ class Piece:
     at: int
 
 
-@frozen(cache_hash=True)
+@frozen
 class Layout:
     """All buckets of a model's parameters, and the parameter names of each segment.
 

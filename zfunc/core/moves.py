@@ -54,12 +54,13 @@ class Place:
     def of(self, x: Item, *, arrives: bool) -> tuple[Region, ...]:
         """The regions of item `x` in this tier. If it `arrives`, an item that uses staging slots gets a new
         slot; otherwise the regions are those where the item already is."""
-        passed = [ring for ring in map(x.at.ring, self.rings) if x.b in ring]
+        rings = [x.at.ring(buffer) for buffer in self.rings]
+        passed = [ring for ring in rings if x.b in ring]
         others = self.otherwise(x) if self.otherwise is not None and (self.beside or not passed) else ()
         if not passed and self.otherwise is not None:
             return others
-        slots = [ring.give(x.b) if arrives else ring.slot(x.b) for ring in passed]
-        return (slots[0] if slots else x.at.slot_of(self.rings[0], x.b), *others)
+        slots = [ring.give(x.b) if arrives else ring.slot(x.b) for ring in passed] or [rings[0].slot(x.b)]
+        return (slots[0], *others)
 
 
 @frozen
@@ -251,8 +252,7 @@ MOVES: dict[str, Move] = {
 def move(at: Regions, verb: str, *index: int) -> Op:
     """The copying operation `verb`. Its `index` is (bucket,), or (micro-batch, segment or bucket); for
     gradients the number of the delivery (of a tied bucket's partial gradients) may follow."""
-    row = MOVES[verb]
-    thing = THINGS[row.thing]
+    row, thing = MOVES[verb], THINGS[MOVES[verb].thing]
     x = Item(at.spec, at, row.to, index[0], index[min(1, len(index) - 1)])
     # What it leaves is looked up first: where it arrives may be another place of the same tier.
     direct = at.spec.mesh.peers and (row.thing, row.to) in RECEIVED

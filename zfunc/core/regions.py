@@ -1,6 +1,6 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
@@ -301,13 +301,13 @@ T = TypeVar("T")
 
 
 def _once(make: Method) -> Method:
-    """A decorator of methods of `Regions` that caches results, the same on every device, by arguments."""
+    """A decorator of methods of `Regions` that caches results by arguments: operations share regions."""
 
     @wraps(make)
     def made(self: "Regions", *args: Any) -> Any:
-        known = self.spec.made
-        if (found := known.get((make, args))) is None:
-            found = known[make, args] = make(self, *args)
+        known = self.made[make]
+        if (found := known.get(args)) is None:
+            found = known[args] = make(self, *args)
         return found
 
     return cast("Method", made)
@@ -324,19 +324,17 @@ class Regions:
 
     spec: StepSpec
     device: int = field(default=0, init=False)
-    # By buffer and index: operations share regions. Those that no device decides are the spec's (`StepSpec.made`).
-    made: dict[Any, Region] = field(factory=dict[Any, Region], init=False, eq=False, repr=False)
+    made: defaultdict[Any, dict[Any, Any]] = field(
+        factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
+    )  # by method
     # How often each operation was made, by verb and index.
     times: Counter[Any] = field(factory=Counter[Any], init=False, eq=False, repr=False)
     _rings: dict[int, dict[str, Ring]] = field(factory=dict[int, dict[str, Ring]], init=False, eq=False)
 
+    @_once
     def __call__(self, buffer: str, *index: int) -> Region:
         """The region named `buffer` with `index`; the step's spec gives its size, tier and owner."""
-        row, key = REGIONS[buffer], (buffer, index)
-        made = self.made if row.of is None else self.spec.made
-        if (found := made.get(key)) is None:
-            found = made[key] = self._made(buffer, row, index)
-        return found
+        return self._made(buffer, REGIONS[buffer], index)
 
     def some(self, buffer: str, *index: int) -> tuple[Region, ...]:
         """The region named `buffer`, with `index`, in a tuple; () if it would have no bytes."""
@@ -411,19 +409,19 @@ class Regions:
     def ring(self, buffer: str) -> Ring:
         """The set of staging slots named `buffer`: this device's own, or, in host memory, the one that
         devices share."""
-        return (self._rings.get(self.device) or self._rings_of(self.device))[buffer]
+        if (own := self._rings.get(self.device)) is None:
+            own = self._rings[self.device] = self._rings_of(self.device)
+        return own[buffer]
 
     def slot_of(self, buffer: str, item: int) -> Region:
         """The staging slot in the ring `buffer` with the data of `item`, a bucket or segment; PlanError if
         none."""
         return self.ring(buffer).slot(item)
 
+    @_once
     def _rings_of(self, device: int) -> dict[str, Ring]:
-        if device not in self._rings:
-            own = {ring.region.buffer: ring for ring in rings(self, device)}
-            shared = {k for k, x in own.items() if device and not x.region.index}
-            self._rings[device] = own | {k: self._rings_of(0)[k] for k in shared}
-        return self._rings[device]
+        own = {ring.region.buffer: ring for ring in rings(self, device)}
+        return {k: x if x.region.index or not device else self._rings_of(0)[k] for k, x in own.items()}
 
     def blank_slot(self, buffer: str, device: int) -> Region:
         """The region named `buffer` on `device`, without number and size, as a template of a ring's slots."""
@@ -569,8 +567,10 @@ class Regions:
         bucket `b`; in pinned memory if it is `copied` to the device."""
         place = self.spec.places[b]
         tier: Tier = "device" if place.state == "device" else "pinned" if copied else "host"
-        own = "ema" if x == EMA else "state", self._number(tier, place.home), self.spec.mesh.over_ranks
-        return Region(x.name, (b,), x.nbytes(place.shard_numel), tier, "state", x.dtype, *own)
+        role = "ema" if x == EMA else "state"
+        return self._made(
+            x.name, Row(x.nbytes(place.shard_numel), tier, "state", x.dtype, role, _home_of), (b,)
+        )
 
     def high_half(self, b: int) -> Region:
         """The region of the high half of bucket `b`'s master weights: the bf16 parameters for the device."""

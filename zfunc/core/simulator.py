@@ -179,7 +179,6 @@ class _Run:
     speeds: Speeds
     running: list[_Running] = field(factory=list[_Running])
     counts: Counter[Running] = field(factory=Counter[Running])
-    on: list[Running] = field(init=False)  # what each operation occupies
     at: list[int] = field(init=False)  # for each lane, the position of its next operation
     idle: list[bool] = field(init=False)
     pending: dict[int, int] = field(init=False)  # for each operation, the number of waits that are not over
@@ -190,8 +189,7 @@ class _Run:
     ended: dict[int, float] = field(factory=dict[int, float])
 
     def __attrs_post_init__(self) -> None:
-        place, threads = self.plan.place, [lane.thread for lane in self.plan.lanes]
-        self.on = [(op.kind, op.device) for op in self.plan.graph]
+        place = self.plan.place
         self.at, self.idle = [0] * len(self.plan.lanes), [True] * len(self.plan.lanes)
         self.pending = dict.fromkeys(place, 0)
         behind = self.plan.behind(KINDS if self.hardware.unified else HOST_CODE)
@@ -199,8 +197,7 @@ class _Run:
             for n in (*waits, *behind.get(op, ())):
                 if n in place:
                     self.pending[op] += 1
-                    a, b = place[n][0], place[op][0]
-                    here = a != b and threads[a] == threads[b]
+                    here = self.plan.thread_of(n) == self.plan.thread_of(op) and place[n][0] != place[op][0]
                     (self.beside if here else self.unlocks).setdefault(n, []).append(op)
 
     def begin(self, lane: int, now: float) -> None:
@@ -212,7 +209,7 @@ class _Run:
         if issued := self.issued[i]:
             self.run(i, self.locks[i], lane, now, issued, self.alone[i] - issued)
         else:
-            self.run(i, self.on[i], lane, now, self.alone[i])
+            self.run(i, self.kind_of(i), lane, now, self.alone[i])
         self.at[lane] += 1
         self.started[i] = now
 
@@ -224,6 +221,10 @@ class _Run:
             self.begin(lane, now)
         elif self.idle[lane] and at < len(ops) and not self.pending[ops[at]]:
             self.run(WAKING, self.locks[ops[at]], lane, now, self.hardware.handoff)
+
+    def kind_of(self, i: int) -> Running:
+        op = self.plan.graph.ops[i]
+        return op.kind, op.device
 
     def run(self, i: int, on: Running, lane: int, now: float, seconds: float, rest: float = 0.0) -> None:
         self.running.append(_Running(i, on, lane, now, seconds, 1.0, now + seconds, rest))
@@ -247,7 +248,7 @@ class _Run:
                 continue
             self.counts[r.on] -= 1
             if r.rest > 0:
-                self.run(r.op, self.on[r.op], r.lane, now, r.rest)
+                self.run(r.op, self.kind_of(r.op), r.lane, now, r.rest)
                 continue
             self.idle[r.lane] = True
             lanes.append(r.lane)

@@ -172,7 +172,6 @@ class StepSpec:
     - `order`: the order of passes on several devices; None for one device.
     - `peers`: whether the devices of this process read each other's memory.
     - `stage`: the pipeline stage of this rank, whose part of the State it has; None if it has all of it.
-    - `made`: a cache of `zfunc.core.regions`: regions of the step that no device decides.
     - `like`: a spec already checked; its mesh and places are reused if all that they depend on is the same
       object.
 
@@ -201,7 +200,6 @@ class StepSpec:
     stage: int | None = None
     peers: bool = False
     like: "StepSpec | None" = field(default=None, eq=False, repr=False)
-    made: dict[Any, Any] = field(factory=dict[Any, Any], init=False, eq=False, repr=False)
 
     def __repr__(self) -> str:
         return brief(self)

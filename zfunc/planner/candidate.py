@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise, product, takewhile
-from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from typing import TypeVar
 
-from attrs import asdict, evolve, fields, frozen
+from attrs import asdict, evolve, frozen
 
 from zfunc.core.bucketing import in_buckets, lay_out
 from zfunc.core.display import brief
@@ -57,16 +56,10 @@ DRIVES: tuple[Kind, ...] = ("read", "write")
 FEW = (3, 6)  # groups of micro-batches, or one more, after which a step may have settled
 MANY = 6  # times as many micro-batches as a few: fewer are simulated in full, which takes no longer
 CLOSE = 1e-5  # of a step's time
-# Settings of which operations depend on what they say of each segment, if at all.
-WORDS = "recompute", "activations_on", "schedule"
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
 WorkOf = Mapping[tuple[Kind, int], float]  # seconds of a kind of operation on a device
 Placed = tuple[Event, str, bool]  # an operation of a lane: when it runs, its verb, whether it follows others
-
-
-# What exists, by all that decides it.
-ALIKE, GRAPHS = WeakValueDictionary[Any, "PlannedStep"](), WeakValueDictionary[Any, Graph]()
 
 
 @contextmanager
@@ -182,17 +175,9 @@ def _alike(few: Sequence[Placed], many: Sequence[Placed]) -> int:
     return next(differ, min(len(few), len(many)))
 
 
-class _shared(cached_property[Any]):  # noqa: N801
-    """A cached property of a PlannedStep that is computed once for all steps that are alike."""
-
-    def __get__(self, step: Any, owner: type | None = None) -> Any:
-        return super().__get__(step if step is None else step.twin or step, owner)
-
-
 @frozen(eq=False, slots=False)
 class PlannedStep:
-    """The step of a spec on `hardware`; graph, plan, seconds and memory are computed when first read, of steps that
-    are alike once.
+    """The step of a spec on `hardware`; graph, plan, seconds and memory are computed when first read.
 
     Raises PlanError, when the plan is first read, for a schedule that makes a wrong plan.
     """
@@ -208,35 +193,19 @@ class PlannedStep:
         """The StepSettings that the step was planned with, from its spec."""
         return self.spec.settings
 
-    @property
-    def _asked(self) -> tuple[Any, ...]:
-        """All that decides the step's operations: the spec, of `WORDS` what they say of each segment."""
-        spec, settings = self.spec, self.settings
-        own = (getattr(spec, x.name) for x in fields(StepSpec) if x.eq and x.name != "settings")
-        given = (getattr(settings, x.name) for x in fields(StepSettings) if x.name not in WORDS)
-        return *own, *given, spec.activations, *settings.recompute_modes(spec.num_segments)
-
-    @cached_property
-    def twin(self) -> "PlannedStep | None":
-        """The first of existing steps with equal operations, schedule and hardware; None if that is this step."""
-        first = ALIKE.setdefault((self._asked, self.settings.schedule, self.hardware), self)
-        return None if first is self else first
-
     # --- by arithmetic alone -----------------------------------------------------------------------------
 
-    @_shared
+    @cached_property
     def graph(self) -> Graph:
-        """The graph of the step's operations, which steps of other schedules may have, too."""
-        if (graph := GRAPHS.get(asked := self._asked)) is None:
-            graph = GRAPHS[asked] = operations_of(self.spec)
-        return graph
+        """The graph of the step's operations."""
+        return operations_of(self.spec)
 
-    @_shared
+    @cached_property
     def kept(self) -> dict[Tier, int]:
         """Bytes, by tier, of the regions that the whole step keeps allocated, the same for every schedule."""
         return self._sum(persistent_bytes)
 
-    @_shared
+    @cached_property
     def least_kept(self) -> dict[Tier, int]:
         """Lower bound of `kept`, in bytes by tier, without making operations."""
         nbytes, at = Counter[Tier](), Regions(self.spec)
@@ -257,7 +226,7 @@ class PlannedStep:
         stashed = product(away, range(spec.settings.in_flight), ("pinned", "disk"))
         return [*dict.fromkeys((*kept, *(r for s, m, tier in stashed for r in at.stash(m, s, tier))))]
 
-    @_shared
+    @cached_property
     def least_work(self) -> "WorkOf":
         """Lower bound of `work_of`, in seconds by kind and device, without making operations."""
         spec, seconds = self.spec, self.hardware.seconds
@@ -278,7 +247,7 @@ class PlannedStep:
             work[kind, 0] = sum(count * taken for taken, count in times)
         return work
 
-    @_shared
+    @cached_property
     def work_of(self) -> "WorkOf":
         """Seconds of all operations of the step, summed by kind and device."""
 
@@ -313,7 +282,7 @@ class PlannedStep:
         """The step's Peak on each tier: its kept and transient bytes, and when they are reached."""
         return self._figures[1]
 
-    @_shared
+    @cached_property
     def _figures(self) -> tuple[float, dict[Tier, Peak]]:
         if (few := self.repetition) is None:
             return self.timeline.seconds, peak_memory(self.plan)
@@ -328,7 +297,7 @@ class PlannedStep:
         """Peak memory of the step on each tier, in bytes."""
         return bytes_by_tier(self.peaks)
 
-    @_shared
+    @cached_property
     def lacking(self) -> dict[Tier, int]:
         """Bytes that the step needs beyond each tier's memory; if the step fits, bytes that `init` lacks."""
         return self.hardware.lacking(self.memory) or self.hardware.lacking(
@@ -340,7 +309,7 @@ class PlannedStep:
         """Whether the step and `zfunc.init` fit in the memory of every tier whose size is known."""
         return not self.lacking
 
-    @_shared
+    @cached_property
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of the step's peak memory on each tier, by buffer, the largest first."""
         if (few := self.repetition) is not None:
@@ -352,12 +321,12 @@ class PlannedStep:
         """Sums by key of what `measure` returns for this step, extrapolated if the step has a `repetition`."""
         return measure(self) if self.repetition is None else self.repetition.total(measure)
 
-    @_shared
+    @cached_property
     def plan(self) -> Plan:
         """The plan of the step, with all its micro-batches."""
         return plan_with(make_schedule(self.settings.schedule, self.hardware), self.graph)
 
-    @_shared
+    @cached_property
     def timeline(self) -> Timeline:
         """The simulated timeline of the step, with all its micro-batches."""
         return simulate(self.plan, self.hardware)
@@ -368,7 +337,7 @@ class PlannedStep:
             i = self.graph.position[e.op]
             yield e, self.graph.ops[i].verb, bool(self.graph.predecessors[i])
 
-    @_shared
+    @cached_property
     def seconds_without_compute(self) -> float:
         """Simulated seconds of the step if compute on its devices took no time."""
         if (few := self.repetition) is not None:
@@ -380,15 +349,14 @@ class PlannedStep:
 
     def without_operations(self) -> "PlannedStep":
         """Simulate the step, drop its operations, which are many and can be made again, and return the step."""
-        _ = self._figures, self.work, self.lacking
+        _ = self._figures, self.work
         self.forget_operations()
         return self
 
     def forget_operations(self) -> None:
-        """Drop the step's graph, plan, timeline and regions; they are made again when read."""
+        """Drop the step's graph, plan and timeline; they are made again when read."""
         for name in ("graph", "_few", "plan", "timeline", "_from_few"):
-            (self.twin or self).__dict__.pop(name, None)
-        (self.twin or self).spec.made.clear()
+            self.__dict__.pop(name, None)
 
     # --- many micro-batches from a few -------------------------------------------------------------------
 
@@ -402,7 +370,7 @@ class PlannedStep:
         """Lower bound of the step's seconds, from few micro-batches, if it has no `repetition`; else 0."""
         return self._from_few[1] if self.repetition is None else 0.0
 
-    @_shared
+    @cached_property
     def _from_few(self) -> tuple[Repetition | None, float]:
         """The step's Repetition and its seconds; without a Repetition, None and a lower bound of the seconds."""
         least: list[float] = []
@@ -413,7 +381,7 @@ class PlannedStep:
                 return few, least[-1]
         return None, min(least, default=0.0)
 
-    @_shared
+    @cached_property
     def _few(self) -> list[Repetition]:
         """Repetitions to try for the step, each of a few groups of micro-batches and of two groups more."""
         settings = self.settings

@@ -472,7 +472,7 @@ def search(
     seconds for 50 layers.
     """
     first = planned(start)
-    begin = _with_state_on_disk(planned, first, space)
+    begin = _with_state_on_disk(planned, first, space).without_operations()
     walk = _Walk(planned, space, first, begin, begin.seconds, {begin.settings: begin}, watch)
     reasons: tuple[str, ...] = ()
     with watched(watch):
@@ -580,13 +580,12 @@ class _Walk:
         return several and self.seen.keys() >= {*giving_way(step, lacking, self.space)}
 
     def _simulated(self, step: PlannedStep) -> PlannedStep:
-        better, before = _better(step, self.best), self.best
-        self.seen[step.settings] = step
+        better = _better(step, self.best)
+        _ = step.seconds_without_compute if better and step.fits else None  # needs the operations
+        self.seen[step.settings] = step.without_operations()
         if step.fits:
             self.fastest = min(self.fastest, step.seconds) if self.best.fits else step.seconds
-        # The best step keeps its operations, which it has with other schedules, too.
-        self.best = step if better else before
-        (before if better else step).without_operations()
+        self.best = step if better else self.best
         return step
 
     def undo_idle_changes(self) -> None:
