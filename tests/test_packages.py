@@ -59,7 +59,7 @@ BUDGETS = {
     "checkpoint": 4_527,
     "engine": 11_779,
     "viz": 1_238,
-    "planner": 3_770,
+    "planner": 3_772,
     "models": 7_017,
     "train": 6_795,
     "cli": 2_822,

@@ -510,7 +510,7 @@ def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same(
     try:
         wait_for_rows("killed", 31, runs[0])
         os.kill(rank_of(runs[0].pid, 1), signal.SIGKILL)
-        outputs = [run.communicate(timeout=100) for run in runs]
+        outputs = [run.communicate(timeout=300) for run in runs]
     finally:
         for run in runs:
             run.terminate()  # which torchrun hands on to its ranks
@@ -530,7 +530,7 @@ def test_two_stages_of_two_ranks_have_the_bits_of_two_ranks_and_each_resumes_the
         count, more = ways[way]
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count)
         run = start(*given, *more, "--lr-schedule", "constant", "--steps", last, "--out", out, launch=launch)
-        said = run.communicate(timeout=100)
+        said = run.communicate(timeout=300)
         assert run.returncode == 0, said
     assert measured("staged") == measured("plain")
     assert summary("staged")["sample"] == summary("plain")["sample"]

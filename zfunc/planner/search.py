@@ -184,8 +184,8 @@ def _state_moves(best: PlannedStep, space: Space, first: bool) -> Iterator[Chang
 
 
 def _activation_moves(best: PlannedStep, space: Space, _first: bool) -> Iterator[Changes]:
-    """Changes that move the activations of a quarter of the segments one tier nearer to the device, or one further
-    if the step lacks memory."""
+    """Changes that move the activations of a quarter of the segments nearer to the device, or one tier further if
+    the step lacks memory."""
     known = {place for places in space.get("activations_on", ()) for place in words_of(places)}
     if len(known) > 1 and (not best.fits or may_gain(best)):
         count = min(QUARTERS, best.spec.num_segments)
@@ -195,17 +195,19 @@ def _activation_moves(best: PlannedStep, space: Space, _first: bool) -> Iterator
 
 
 def moved_by_a_share(activations_on: str, count: int, *, nearer: bool) -> Iterator[str]:
-    """Yield values of `activations_on` in which one of `count` equal shares of the segments is one tier
-    `nearer` to the device, or else further. Later shares are never further than earlier ones.
+    """Yield values of `activations_on` in which one of `count` equal shares of the segments is in a tier
+    `nearer` to the device, or else one tier further. Later shares are never further than earlier ones.
 
     >>> [*moved_by_a_share("disk,host", 4, nearer=True)]
-    ['disk:0.25,host', 'disk:0.5,host:0.25,device']
+    ['disk:0.25,host', 'disk:0.25,host:0.5,device', 'disk:0.5,host:0.25,device']
+    >>> [*moved_by_a_share("host", 4, nearer=False)]
+    ['disk:0.25,host']
     """
     tiers, shares = TIERS_OF["activations_on"], _distances(activations_on, count)
-    for s, tier in enumerate(shares):
-        moved = [*shares[:s], tier - 1 if nearer else tier + 1, *shares[s + 1 :]]
-        if moved == sorted(moved, reverse=True) and {*moved} <= {*range(len(tiers))}:
-            yield as_shares([tiers[x] for x in moved])
+    for tier in sorted({*shares}, reverse=True):
+        rest = [*shares[: shares.index(tier)], *shares[shares.index(tier) + 1 :]]
+        for new in reversed(range(tier)) if nearer else range(tier + 1, len(tiers))[:1]:
+            yield as_shares([tiers[x] for x in sorted((*rest, new), reverse=True)])
 
 
 def _recompute(best: PlannedStep, space: Space, first: bool) -> Iterator[Changes]:
