@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.engine.trace.batches import unmarked
-from zfunc.models.cut.called import CalledModel, call_of
+from zfunc.models.cut.batch_call import call_of
+from zfunc.models.cut.called import CalledModel
 
 HOST = {"params_on": "host", "activations_on": "host", "recompute": "all", "bucket_size": 2000}
 WAYS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
+from zfunc.errors import SettingError
 
 
 class Annealed(nn.Module):
@@ -80,6 +81,7 @@ class Settings:
 
 
 SMOOTHING, BETAS, LENGTHS, SETTINGS = 0.0, {"beta": 1.0, "step": 0}, {}, Settings()
+CALLS = {"number": 0}
 NAMED, GIVEN, OWNER = (
     SimpleNamespace(beta=1.0, step=0, inner=SimpleNamespace(beta=1.0)),
     Settings(),
@@ -103,6 +105,7 @@ def reading_outside() -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[flo
 
     def loss(given: Settings, y: Tensor, targets: Tensor) -> Tensor:
         LENGTHS[len(y)] = len(y)  # a cache
+        CALLS["number"] += 1
         kept = sum(F.cross_entropy(y, targets, label_smoothing=SMOOTHING) for _ in range(2))
         kept = kept * BETAS["beta"] * SETTINGS.value() * NAMED.inner.beta * READ.BETA * given.beta
         return kept + CRITERION(scaled(y) / warmth, targets) + OWNER.loss(y, targets)
@@ -198,6 +201,83 @@ def test_a_loss_that_closes_over_the_model_trains_it(way: str) -> None:
             assert metrics.loss == pytest.approx(expected.item(), rel=CLOSE)
             norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
             assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+class Cooling(nn.Module):
+    """Blocks with running statistics, a constant, and a temperature that forward lowers, in place or `assigned`."""
+
+    def __init__(self, assigned: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        self.register_buffer("temperature", torch.tensor(2.0))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 8))
+        self.assigned = assigned
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if self.assigned:
+            self.temperature = self.temperature * 0.9
+        elif self.training:
+            self.temperature.mul_(0.9)
+        return x
+
+
+BUFFERS: dict[
+    str, Callable[[Any], Callable[[Tensor, Tensor], Tensor]]
+] = {  # losses of a model that they read
+    "a number": lambda m: lambda y, t: F.mse_loss(y / m.temperature, t),
+    "statistics": lambda m: (
+        lambda y, t: F.mse_loss(y, t) + m.blocks[0][1].running_var.mean() + m.table[:].sum()
+    ),
+    "the model called again": lambda m: lambda y, t: F.mse_loss(y, t) + F.mse_loss(m(t), y),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "assigned", "way"),
+    [(0, False, "host"), (0, True, "device"), (1, False, "device"), (2, False, "host")],
+)
+def test_a_loss_reads_the_buffers_of_the_model_that_it_closes_over(
+    kind: int, assigned: bool, way: str
+) -> None:
+    """It read those of the user's model, which no step changes."""
+    torch.manual_seed(0)
+    data, of = (torch.randn(4, 8), torch.randn(4, 8)), [*BUFFERS.values()][kind]
+    model, plain = Cooling(assigned), Cooling(assigned)
+    plain.load_state_dict(model.state_dict())
+    segments = zfunc.segments(model, data, of(model))
+    program = zfunc.compile(
+        segments, optimizer=zfunc.SGD(lr=0.1), precision="fp32", device="cpu", **WAYS[way]
+    )
+    state, optimizer = zfunc.init(program), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        state, metrics = zfunc.train_step(program, state, data)
+        optimizer.zero_grad()
+        expected = of(plain)(plain(data[0]), data[1])
+        expected.backward()
+        optimizer.step()
+        assert metrics.loss == pytest.approx(expected.item(), rel=CLOSE)
+    mine, tensors = {**zfunc.params(program, state), **zfunc.buffers(program, state)}, plain.state_dict()
+    torch.testing.assert_close(mine, {x: tensors[x] for x in mine}, rtol=1e-5, atol=CLOSE)
+
+
+def test_a_loss_that_would_keep_first_values_of_the_model_is_refused() -> None:
+    """Views and detached tensors of parameters or of written buffers, which share memory in plain PyTorch."""
+    data, model = (torch.randn(4, 8), torch.randn(4, 8)), Cooling(assigned=False)
+    weight: Any = model.blocks[0][0].weight
+    kept = {
+        "blocks.0.0.weight": (weight.T, weight.detach()[0], weight.data),
+        "temperature": (model.temperature[None],),
+    }
+    for name, views in kept.items():
+        for view in views:
+            with pytest.raises(SettingError, match=f"a view of '{name}' that was made before, read at "):
+                zfunc.segments(model, data, lambda y, t, view=view: F.mse_loss(y, t) + view.sum())
+    for same in (weight.detach().clone(), model.table[2:]):
+        zfunc.segments(model, data, lambda y, t, same=same: F.mse_loss(y, t) + same.sum())
+    with pytest.raises(SettingError, match="a tuple from it, expected a scalar tensor"):
+        zfunc.segments(model, data, lambda y, t: (F.mse_loss(y, t), {}))  # type: ignore[arg-type]
 
 
 def test_a_compiled_function_in_forward_is_traced_as_it_was_before() -> None:

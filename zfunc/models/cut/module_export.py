@@ -35,7 +35,8 @@ from zfunc.engine.trace.purity import SEEDED, changes_from_call_to_call
 from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tensors_held
 from zfunc.engine.trace.tensor_memory import FakeMode
 from zfunc.errors import SettingError, refuse, setting
-from zfunc.models.cut.called import BatchCall, lacks_targets, takes_inputs_alone
+from zfunc.models.cut.batch_call import BatchCall
+from zfunc.models.cut.called import lacks_targets, takes_inputs_alone
 from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError
 from zfunc.models.cut.functions import FunctionCalls, apply_in_module
 from zfunc.models.cut.gradients import gradient_graphs

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from zfunc.engine.trace.facts import Outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES
-from zfunc.models.cut.called import BatchCall, mark_values
+from zfunc.models.cut.batch_call import BatchCall, mark_values
 from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, place_of
 from zfunc.models.cut.functions import FunctionCall
 from zfunc.models.cut.module_export import ModuleExport, in_thread, without_values

@@ -23,7 +23,8 @@ from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.segment import IDLE, Segment, Values, check_loss, make_segment
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
-from zfunc.models.cut.called import BatchCall, CalledModel, Loss, call_of, mark_values, without_idle_draws
+from zfunc.models.cut.batch_call import BatchCall, call_of, mark_values
+from zfunc.models.cut.called import CalledModel, Loss, without_idle_draws
 from zfunc.models.cut.exported_graph import BuffersWrittenError, NotCutError, ValueBranchError
 from zfunc.models.cut.module_export import ModuleExport, without_values
 from zfunc.models.cut.module_traces import ModuleTrace, ModuleTraces, file_of
@@ -99,6 +100,7 @@ def cuts(
         got = f"a {type(loss).__name__} that trains {name!r}"
         refuse("loss", got, "one that trains the model's parameters alone", "call it in forward")
     most = None if most is None else whole_number("most", most, least=1)
+    given = model
     if planned:  # a trace reads buffers
         buffers = {id(t): torch.zeros_like(t, device="cpu") for t in model.buffers() if t.is_meta}
         model = copy.deepcopy(model, {**buffers}) if buffers else model
@@ -106,28 +108,33 @@ def cuts(
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
     watched = nn.ModuleDict({"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {}))
     source, outside = (watched, held(watched)), Outside(watched, loss)
-    called = CalledModel(without_idle_draws(with_pure_adapters(with_static_experts(model))), loss)
+    called = CalledModel(
+        without_idle_draws(with_pure_adapters(with_static_experts(model))), loss, source=given
+    )
     read = partial(call_of, has_loss=loss is not None)
     check_leaves("example", example)
     call = read(example)[0]
     written, names = set[str](), None
     while True:
+        changing, types = changed_by_forward("model", called)
+        called.changing = frozenset({*changing, *written})
         whole = make_segment("model", called, None, "", sorted(written))
         limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
-        types = changed_by_forward("model", called)[1]
         export = ModuleExport(whole, tuple(whole.buffers), types)
         traces = ModuleTraces(export, outside, limit, names or {}, {**(names or {})})
         try:
-            first = traces.of(without_values(call), torch.float32, training=True)
-            _find_late(traces, call, first)
-            first = traces.with_late(first, call)
+            with outside.tracing():
+                first = traces.of(without_values(call), torch.float32, training=True)
+                _find_late(traces, call, first)
+                first = traces.with_late(first, call)
             first.check_functions()
         except BuffersWrittenError as error:
             written |= error.args[0]
         except ValueBranchError:
             if names is not None:
                 raise
-            called = CalledModel(called.own[0], loss, by_value=True)
+            called = CalledModel(called.own[0], loss, by_value=True, source=given)
+            called.changing = frozenset({*changing, *written})
             export = evolve(export, whole=make_segment("model", called, None, "", sorted(written)))
             names = _inputs_read(export, call)
             read = partial(call_of, has_loss=loss is not None, by_value=names)

@@ -1,0 +1,111 @@
+"""A mode in which a model is called for a trace: what a trace would lose is refused, and tensors of the user's
+model that a loss closes over are those of the trace."""
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, _refs, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zfunc.engine.trace.tensor_memory import storage_of
+from zfunc.errors import refuse
+from zfunc.models.cut.user_code import passing_check, place_here
+
+CHECKED = {"__bool__", "is_nonzero", "equal", "allclose"}
+DATA_SET = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _unhooked(f: Any) -> Any:
+    """The function `f` of torch, which tells modes of what it calls, not of its own call."""
+    unknown = {**f.__globals__, "has_torch_function_variadic": lambda *_: False}
+    return FunctionType(f.__code__, unknown, f.__name__, f.__defaults__)
+
+
+_gaussian_nll_loss = _unhooked(F.gaussian_nll_loss)
+
+
+class Traceable(TorchFunctionMode):
+    """A mode that refuses what a trace would lose: an assignment to .data of a tensor, and a parameter of `model`
+    that forward freezes or unfreezes. The user's own parameters and buffers, as a loss that closes over the user's
+    model reads, are those of `model`; views of these made before, which would keep their values, are refused.
+    Checks of values that a trace lacks are passed, and noted if they are the user's. copy.deepcopy of a tensor is a
+    constant."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.unchecked = model.unchecked if model.passes_checks else None
+        self.names = {id(t): repr(x) for x, t in (*model.named_parameters(), *model.named_buffers())}
+        self.model = model.own[0]
+        source = {x: t for x, ref in model.source.items() if (t := ref()) is not None}
+        self.source = {id(t): x for x, t in source.items()}
+        trained = {x for x, _ in model.named_parameters()}
+        self.memory = {
+            unwrapped_storage(t): x for x, t in source.items() if x in trained or x in model.changing
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(isinstance(t, Tensor) and self._is_source(t) for t in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map_only(Tensor, self._own, (args, kwargs))
+        name = self.names.get(id(args[0])) if args else None
+        if func == DATA_SET:
+            got = f"an assignment to .data of {name or 'a tensor'} {place_here()}"
+            do = "write into a buffer with copy_(), assign others (x = ...), and leave parameters to the optimizer"
+            refuse("model", got, "one that a trace has", do)
+        if name and func in REQUIRES_GRAD:
+            wanted = (kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True)
+            if wanted != args[0].requires_grad:
+                got = f"requires_grad={wanted} for {name} {place_here()}"
+                do = "freeze them before, or call a part by torch.func.functional_call with its parameters detached"
+                refuse("model", got, "parameters that forward neither freezes nor unfreezes", do)
+        kind = getattr(func, "__name__", "")
+        asked = self.unchecked is not None and kind in CHECKED and any(map(is_fake, args))
+        if asked and (check := passing_check()):
+            self.unchecked.update({check[1]} - {""})
+            return check[0]
+        if func is Tensor.__deepcopy__:
+            return args[1].setdefault(id(args[0]), args[0].detach().clone())
+        if func is F.gaussian_nll_loss:  # which hides its check
+            with self:
+                return _gaussian_nll_loss(*args, **(kwargs or {}))
+        func = _refs.istft if func is torch.istft else func  # the same bits, and no check
+        return func(*args, **(kwargs or {}))
+
+    def _is_source(self, t: Tensor) -> bool:
+        """Whether `t` is a parameter or buffer of the user's model. Raises SettingError for a view of one."""
+        inner = torch.func.debug_unwrap(t)
+        if id(inner) in self.source and inner is t:
+            return True
+        if (
+            not is_fake(inner)
+            and inner.layout is torch.strided
+            and (x := self.memory.get(unwrapped_storage(inner)))
+        ):
+            got = f"a view of {x!r} that was made before, read {place_here()}, which would keep its first values"
+            refuse(
+                "model",
+                got,
+                f"{x!r} itself",
+                "make the view in forward or in the loss, or clone() its values",
+            )
+        return False
+
+    def _own(self, t: Tensor) -> Tensor:
+        """The tensor that the model has now for a parameter or buffer `t` of the user's model; else `t`."""
+        return tensors_of(self.model).get(self.source.get(id(t), ""), t)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of `model` by name, tied ones by the first."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def unwrapped_storage(t: Tensor) -> int:
+    """The identity of the storage of `t`, also where torch.func has wrapped `t`."""
+    return storage_of(torch.func.debug_unwrap(t))
