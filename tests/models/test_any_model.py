@@ -107,6 +107,20 @@ def test_equal_layers_share_functions_part_by_part(reads: tuple[int | None, ...]
     check(made, model, batch, F.mse_loss, **HOST)
 
 
+def test_what_early_layers_alone_read_is_not_passed_to_the_end() -> None:
+    """Of six layers two read the table, a third of what reaches them."""
+    model, batch = Layers((0, 0, None, None, None, None)), (torch.randn(4, 8), torch.randn(4, 2))
+    program = zfunc.compile(
+        zfunc.segments(model, batch, F.mse_loss, most=300), device="cpu", precision="fp32"
+    )
+    shaped = specialize(program, program.segments[-1].read_batch(batch))  # pyright: ignore
+    (*_, first, second), rest = (
+        [c.input_bytes for c in own] for own in (shaped.spec.costs[:4], shaped.spec.costs[4:])
+    )
+    assert first == second
+    assert {*rest} == {first // 3 * 2}
+
+
 def test_a_cut_calls_a_model_four_times() -> None:
     """Once for the graph, twice to compare calls (in the first a mode of fake tensors asks for more), and once in
     eval mode."""

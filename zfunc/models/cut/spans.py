@@ -146,22 +146,24 @@ def _alive_at_cuts(spans: list[NodeSpan], given: list[Node], outputs: list[Node]
 
 def _passed_on(spans: list[NodeSpan], calls: list[list[int]], at: Mapping[Node, int]) -> dict[Node, int]:
     """By node that several blocks of a list read, the span up to which all pass it on, so that equal blocks are
-    alike in this: the end of the list for a node made before it, else the end of the last such block. `calls`
-    are indices of spans by call of a block; `at[n]` is the span that makes node `n`."""
+    alike in this: the end of the list for a node made before it that is read in turn up to there, else the end of
+    the last block that reads it. `calls` are indices of spans by call of a block; `at[n]` is the span that makes
+    node `n`."""
     lists, passed = defaultdict[str, list[list[int]]](list), dict[Node, int]()
     for own in calls:
         if block := _called_block(spans[own[0]]):
             lists[block[0].rpartition(".")[0]].append(own)
     for blocks in lists.values():
-        readers = defaultdict[Node, list[list[int]]](list)
-        for own in blocks:
+        readers = defaultdict[Node, list[int]](list)
+        for b, own in enumerate(blocks):
             for x in {x for s in own for n in spans[s].nodes for x in n.all_input_nodes}:
                 if at.get(x, -1) < own[0]:
-                    readers[x].append(own)
-        for n, own in readers.items():
-            if len(own) > 1:
-                through = blocks if at.get(n, -1) < blocks[0][0] else own
-                passed[n] = max(passed.get(n, 0), through[-1][-1])
+                    readers[x].append(b)
+        for n, read in readers.items():
+            if len(read) > 1:
+                turn = max(later - b for b, later in pairwise(read))
+                to_the_end = at.get(n, -1) < blocks[0][0] and len(blocks) - read[-1] <= turn
+                passed[n] = max(passed.get(n, 0), blocks[-1 if to_the_end else read[-1]][-1])
     return passed
 
 
