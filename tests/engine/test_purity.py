@@ -482,6 +482,24 @@ def test_disjoint_parameters_in_one_storage_are_accepted() -> None:
         zfunc.segment("s", module)
 
 
+class Kept(nn.Linear):
+    """A view of the weight in an attribute, which forward reads, or makes anew before."""
+
+    def __init__(self, made_anew: bool) -> None:
+        super().__init__(8, 8)
+        self.made_anew, self.row = made_anew, self.weight.detach()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.row = self.weight[0] if self.made_anew else self.row
+        return super().forward(x) * self.row
+
+
+def test_a_view_of_a_parameter_in_an_attribute_may_be_made_anew_and_is_not_read() -> None:
+    assert step(program_of(Kept(made_anew=True))) > 0
+    with pytest.raises(ValueError, match="segment 's': .*a view of 'weight', which would keep its first"):
+        step(program_of(Kept(made_anew=False)))
+
+
 def test_two_segments_in_the_same_memory_are_refused_by_name() -> None:
     one, other = nn.Linear(8, 8), nn.Linear(8, 8)
     other.weight = nn.Parameter(one.weight.data)

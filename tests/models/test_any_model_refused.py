@@ -203,6 +203,17 @@ class DataRead(Block):
         return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
 
 
+class Viewed(nn.Linear):
+    """A row of the weight, kept in an attribute, read in forward; as a tensor of its own or with a gradient."""
+
+    def __init__(self, kept: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(8, 8)
+        self.row = kept(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.row
+
+
 class Drawn(Block):
     """A number of a generator beside torch's, or of a function that draws from one."""
 
@@ -377,6 +388,13 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.segments(Filter(), ONES),
             "parameter 'kernel' of torch.complex64, expected floating point: train torch.view_as_real of it, and",
+        ),
+        *(
+            (
+                lambda kept=kept: zfunc.segments(Viewed(kept), ONES, F.mse_loss),
+                "got an attribute that is a view of 'weight', which would keep its first values, .* forward: make",
+            )
+            for kept in (lambda w: w[0], lambda w: w.detach()[0])
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
         (

@@ -391,12 +391,46 @@ def _functional(
 
 def _skeleton(module: nn.Module) -> nn.Module:
     """A copy of the module on the meta device, without memory."""
-    # What forward has kept of an earlier call may have a graph, and torch copies no such tensor.
-    memo: dict[int, Any] = {id(t): t.detach().clone() for t in tensors_held(module) if not t.is_leaf}
+    memo = dict[int, Any]()
     for t in (*module.parameters(), *module.buffers()):
         meta = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
+    trained = {storage_of(p): x for x, p in module.named_parameters() if p.requires_grad}
+    for t in tensors_held(module):
+        if id(t) in memo:
+            continue
+        if t.layout is torch.strided and (name := trained.get(storage_of(t))):
+            memo[id(t)] = _StaleView(t, name)
+        elif (
+            not t.is_leaf
+        ):  # forward has kept it of an earlier call, with a graph, and torch copies no such tensor
+            memo[id(t)] = t.detach().clone()
     return deep_copy(module, memo)
+
+
+class _StaleView(Tensor):
+    """In a copy of a module, an attribute that is a view of the trained parameter `parameter`, without memory.
+    It may be replaced, as nn.utils.spectral_norm does; a read raises SettingError, as a trace would keep values."""
+
+    parameter: str
+
+    def __new__(cls, t: Tensor, parameter: str) -> "_StaleView":
+        view = t.detach().to("meta").as_subclass(cls)
+        view.parameter = parameter
+        return view
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_StaleView":
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "__get__" not in str(func):  # a look at its shape
+            name = next(x.parameter for x in tree_leaves((args, kwargs)) if isinstance(x, _StaleView))
+            got = f"an attribute that is a view of {name!r}, which would keep its first values"
+            refuse(
+                "model", got, "one made in forward", "make it there, as self.weight[0], or clone() it before"
+            )
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def modules_held(module: nn.Module) -> Iterator[nn.Module]:
