@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 7_103,
     "train": 6_795,
     "cli": 2_822,
-    "tests": 55_173,
+    "tests": 55_172,
     "course": 5_289,
     "benchmarks": 6_237,
     "docs": 1_786,

@@ -1,7 +1,7 @@
 """What a training loop sets after a model was cut, which has no effect, is told or refused; and nothing else is."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from threading import Lock
@@ -177,6 +177,25 @@ class Trainer:
         return F.mse_loss(y, targets) + self.rate * sum(norms)
 
 
+def trained(
+    segments: tuple[zfunc.Segment, ...], way: str, plain: nn.Module, loss: Any, data: tuple[Tensor, Tensor]
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Train three steps in one of `WAYS`, and the module `plain`, which has the same weights, with its `loss` by
+    PyTorch; yield the program, the State and the metrics of each step, whose loss is that of `plain`."""
+    program = zfunc.compile(
+        segments, optimizer=zfunc.SGD(lr=0.1), precision="fp32", device="cpu", **WAYS[way]
+    )
+    state, optimizer = zfunc.init(program), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        state, metrics = zfunc.train_step(program, state, data)
+        optimizer.zero_grad()
+        expected = loss(plain(data[0]), data[1])
+        expected.backward()
+        optimizer.step()
+        assert metrics.loss == pytest.approx(expected.item(), rel=CLOSE)
+        yield program, state, metrics
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_that_closes_over_the_model_trains_it(way: str) -> None:
     """Gradients of what it reads were lost."""
@@ -188,17 +207,7 @@ def test_a_loss_that_closes_over_the_model_trains_it(way: str) -> None:
         trainer = Trainer(model)
         loss = trainer.loss if kind == "method" else lambda y, t, trainer=trainer: trainer.loss(y, t)
         segments = zfunc.segments(model, data, loss)
-        program = zfunc.compile(
-            segments, optimizer=zfunc.SGD(lr=0.1), precision="fp32", device="cpu", **WAYS[way]
-        )
-        state, optimizer = zfunc.init(program), torch.optim.SGD(plain.parameters(), lr=0.1)
-        for _ in range(3):
-            state, metrics = zfunc.train_step(program, state, data)
-            optimizer.zero_grad()
-            expected = Trainer(plain).loss(plain(data[0]), data[1])
-            expected.backward()
-            optimizer.step()
-            assert metrics.loss == pytest.approx(expected.item(), rel=CLOSE)
+        for _, _, metrics in trained(segments, way, plain, Trainer(plain).loss, data):
             norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
             assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
@@ -247,17 +256,7 @@ def test_a_loss_reads_the_buffers_of_the_model_that_it_closes_over(
     model, plain = Cooling(assigned), Cooling(assigned)
     plain.load_state_dict(model.state_dict())
     segments = zfunc.segments(model, data, of(model))
-    program = zfunc.compile(
-        segments, optimizer=zfunc.SGD(lr=0.1), precision="fp32", device="cpu", **WAYS[way]
-    )
-    state, optimizer = zfunc.init(program), torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        state, metrics = zfunc.train_step(program, state, data)
-        optimizer.zero_grad()
-        expected = of(plain)(plain(data[0]), data[1])
-        expected.backward()
-        optimizer.step()
-        assert metrics.loss == pytest.approx(expected.item(), rel=CLOSE)
+    *_, (program, state, _) = trained(segments, way, plain, of(plain), data)
     mine, tensors = {**zfunc.params(program, state), **zfunc.buffers(program, state)}, plain.state_dict()
     torch.testing.assert_close(mine, {x: tensors[x] for x in mine}, rtol=1e-5, atol=CLOSE)
 
