@@ -32,8 +32,9 @@ from zfunc.engine.stages.stage_context import Stage
 from zfunc.engine.stages.stages import STAGES
 from zfunc.engine.trace.batches import Batch, unpacked
 from zfunc.engine.trace.joint_graph import check_device_graphs
+from zfunc.engine.trace.model_segments import checked_segments, ends_in_loss
 from zfunc.engine.trace.pass_options import pass_options
-from zfunc.engine.trace.segment import Segment, checked_segments, ends_in_loss
+from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import SettingTypeError, refuse, setting
 from zfunc.optim.base import Optimizer

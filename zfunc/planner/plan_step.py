@@ -111,7 +111,7 @@ def plan(
 
     from zfunc.engine.program.fit_to_memory import Attempt, coarsest_cut
     from zfunc.engine.trace.batches import unpacked
-    from zfunc.engine.trace.segment import check_loss, checked_segments, ends_in_loss
+    from zfunc.engine.trace.model_segments import check_loss, checked_segments, ends_in_loss
     from zfunc.planner.traced_costs import traced_costs
 
     if callable(settings):

@@ -19,8 +19,9 @@ from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
 from zfunc.engine.program.traced_spec import largest_spec, traced_spec
 from zfunc.engine.trace.batches import LABELS, Batch, ByValue, row_tokens, split_batch, traced_kinds
+from zfunc.engine.trace.model_segments import checked_segments
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
-from zfunc.engine.trace.segment import Segment, checked_segments
+from zfunc.engine.trace.segment import Segment
 from zfunc.errors import Message, OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.planner.candidate import shortage_text

@@ -11,10 +11,14 @@
     host_keys               host memory for keys and values of rows, which a trace only counts
     cost_trace              FLOPs and bytes of a segment, traced without data
     thread_modes            modes of the calling thread that training refuses
-    facts                   what a segment's behavior depends on beside its arguments, to be compared
+    facts                   the attributes that a segment's behavior depends on, as values to be compared
+    outside                 what its functions read from closures, globals and classes, likewise
+    look                    whether such values may have changed since the step before, at little cost
     purity                  refuses segments with hidden state, and values that change
     module_buffers          the buffers that forward changes, such as running statistics
-    segment                 nn.Module -> pure function; the segments of a model, checked together
+    module_copies           a module without memory, or with other tensors
+    segment                 nn.Module -> pure function
+    model_segments          the segments of a model: of an nn.Sequential, and checks of them together
     batches                 a batch, and its equal parts
 
 No module of this package knows a plan, or a State.

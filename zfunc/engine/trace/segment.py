@@ -1,43 +1,37 @@
-"""Segments: a model as a tuple of pure functions `(params, x) -> y`, the last of which returns the loss.
+"""A segment of a model: a pure function `(params, x) -> y`, the last one `(params, x, targets) -> loss`.
 
 A segment owns no training state: its function gets the parameters by name, and calling it changes nothing. The
-tensors of a module are initial values only. An `nn.Sequential` is a model too: one segment for each child that has
-parameters, with the children after it that have none.
+tensors of a module are initial values only.
 """
 
 import copy
-import inspect
 import math
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from zfunc.core.display import counted, html_table
 from zfunc.core.layout import Parameter
 from zfunc.engine.trace.cost_trace import nbytes
-from zfunc.engine.trace.facts import Facts, Look, Outside, content_of, first_change, held, look
+from zfunc.engine.trace.facts import Facts, first_change, held
+from zfunc.engine.trace.look import Look, look
 from zfunc.engine.trace.module_buffers import changed_by_forward
+from zfunc.engine.trace.module_copies import skeleton_of
+from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.tensor_memory import Values, byte_range, storage_of
 from zfunc.engine.trace.thread_modes import refuse_inference_mode
-from zfunc.errors import SettingTypeError, did_you_mean, refuse, setting
+from zfunc.errors import refuse, setting
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
 IDLE = "no path from the loss leads there, so a step leaves that as it is, without decay or momentum"
-NO_LOSS = (
-    "a function of (output, targets)",
-    "pass zfunc.segments(model, (inputs, targets), torch.nn.functional.cross_entropy), or a loss of your own",
-)
-"""What is expected where a model has no loss of its own, and what to do."""
 
 
 @frozen(eq=False)
@@ -282,7 +276,7 @@ def make_segment(
     constants = {k: v.detach().clone() for k, v in constants.items()}
 
     # 4. Functions: of a copy without memory, in training mode and in eval mode; and the initial values.
-    skeleton = _skeleton(module)
+    skeleton = skeleton_of(module)
     owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
 
     def initial(seed: int) -> Values:
@@ -298,7 +292,7 @@ def make_segment(
         shared=frozenset(share.values()),
         origins={full: own[short] for full, short in chosen.items()},
         twins={short: twin for short, twin in twins.items() if short != twin},
-        evaluate=_functional(_skeleton(module).eval(), twins, types, changing, returned=False),
+        evaluate=_functional(skeleton_of(module).eval(), twins, types, changing, returned=False),
         constants={k: v for k, v in constants.items() if k not in changing},
         buffers={k: constants[k] for k in changing},
         module=skeleton,
@@ -389,90 +383,6 @@ def _functional(
     return function
 
 
-def _skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the module on the meta device, without memory."""
-    memo = dict[int, Any]()
-    for t in (*module.parameters(), *module.buffers()):
-        meta = t.detach().to("meta")
-        memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
-    trained = {storage_of(p): x for x, p in module.named_parameters() if p.requires_grad}
-    for t in tensors_held(module):
-        if id(t) in memo:
-            continue
-        if t.layout is torch.strided and (name := trained.get(storage_of(t))):
-            memo[id(t)] = _StaleView(t, name)
-        elif (
-            not t.is_leaf
-        ):  # forward has kept it of an earlier call, with a graph, and torch copies no such tensor
-            memo[id(t)] = t.detach().clone()
-    return deep_copy(module, memo)
-
-
-class _StaleView(Tensor):
-    """In a copy of a module, an attribute that is a view of the trained parameter `parameter`, without memory.
-    It may be replaced, as nn.utils.spectral_norm does; a read raises SettingError, as a trace would keep values."""
-
-    parameter: str
-
-    def __new__(cls, t: Tensor, parameter: str) -> "_StaleView":
-        view = t.detach().to("meta").as_subclass(cls)
-        view.parameter = parameter
-        return view
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_StaleView":
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "__get__" not in str(func):  # a look at its shape
-            name = next(x.parameter for x in tree_leaves((args, kwargs)) if isinstance(x, _StaleView))
-            got = f"an attribute that is a view of {name!r}, which would keep its first values"
-            refuse(
-                "model", got, "one made in forward", "make it there, as self.weight[0], or clone() it before"
-            )
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def modules_held(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it, also such as are in containers that are attributes."""
-    left, seen = [module], set[int]()
-    while left:
-        if id(m := left.pop()) not in seen:
-            seen.add(id(m))
-            left += [x for x in tree_leaves(vars(m)) if isinstance(x, nn.Module)]
-            yield m
-
-
-def tensors_held(module: nn.Module) -> list[Tensor]:
-    """The tensors in attributes of a module, and of those in it: parameters, buffers, and any in containers."""
-    return [t for m in modules_held(module) for t in tree_leaves(vars(m)) if isinstance(t, Tensor)]
-
-
-def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy` of a module, whose hooks, and other functions in attributes, know the copies of what they
-    close over: a hook that writes into an attribute of a module writes into that of its copy."""
-    held = (x for m in modules_held(module) for x in vars(m).values())
-    memo.update({id(x): x for x in held if isinstance(x, torch.Generator)})  # torch copies none
-    copied = copy.deepcopy(module, memo)
-    for m in modules_held(copied):
-        for holder in (vars(m), *(x for x in vars(m).values() if isinstance(x, dict))):
-            for name, f in [*holder.items()]:
-                if isinstance(f, FunctionType) and any(
-                    id(content_of(c)) in memo for c in f.__closure__ or ()
-                ):
-                    holder[name] = _rebound(f, memo)
-    return copied
-
-
-def _rebound(f: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
-    contents = [content_of(c) for c in f.__closure__ or ()]
-    cells = tuple(CellType(memo.get(id(x), x)) for x in contents)
-    other = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, cells)
-    other.__kwdefaults__ = f.__kwdefaults__
-    vars(other).update(vars(f))
-    return other
-
-
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:
     """The parameters and the buffers, by name, of a module on the meta device, made on the CPU by its
     `reset_parameters` with random `seed`."""
@@ -493,132 +403,3 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
                 "set it: define it there, or build the module on the CPU"
             )
     return _slots(real, "_parameters"), _slots(real, "_buffers")
-
-
-# --- a model's segments ---------------------------------------------------------------------------------------
-
-
-def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segment, ...]:
-    """The segments of a model as a tuple, after checks of their names, tied parameters, hooks and memory."""
-    if isinstance(segments, nn.Sequential):
-        segments = segments_of_sequential(segments)
-    if isinstance(segments, type) and issubclass(segments, nn.Module):
-        of_type("segments", segments, nn.Module, "a model, or a list of Segments")
-    of_type(
-        "segments",
-        segments,
-        Iterable,
-        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a causal "
-        "language model of transformers zfunc.hf.segments(model)",
-    )
-    segments = tuple(segments)
-    if not segments:
-        refuse("segments", "none", "at least one", "pass them, the last one ending in the loss")
-    for s in segments:
-        if not isinstance(s, Segment):
-            got = f"a {type(s).__name__}"
-            refuse("segments", got, "Segments", "use zfunc.segment(name, module)", SettingTypeError)
-    for name, times in Counter(s.name for s in segments).items():
-        if times > 1:
-            refuse("segments", f"two named {name!r}", "unique names", "rename one")
-    known: dict[str, Parameter] = {}
-    origins: dict[int, str] = {}
-    for s in segments:
-        owned = {p.name: p for p in s.parameters if p.name not in s.shared}
-        for name, p in owned.items():
-            if name in known:
-                got = f"two parameters named {name!r}"
-                refuse("segments", got, "unique names", f"rename segment {s.name!r}, or tie them with share=")
-            known[name] = p
-        check_hooks(s.name, s.origins)
-        for name, tensor in s.origins.items():
-            if origins.setdefault(id(tensor), name) != name and name not in s.shared:
-                got = f"one tensor as {origins[id(tensor)]!r} and {name!r}"
-                do = f"segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
-                refuse("segments", got, "tied parameters to be declared", do)
-    check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
-    changed: dict[int, str] = {}
-    for s in segments:
-        for short, tensor in s.changed_tensors.items():
-            other = changed.setdefault(tensor, name := f"{s.name}.{short}")
-            if other != name:
-                got = f"one buffer as {other!r} and {name!r}, which forward changes in both"
-                expected = "each segment to have its own"
-                refuse("segments", got, expected, "put both uses into one segment, or copy the module")
-    for s in segments:
-        for short, p in zip(s.short, s.parameters, strict=True):
-            if p.name not in known:
-                raise ValueError(
-                    f"segment {s.name!r}: {short} is shared with {p.name!r}, which no segment has"
-                    f"{did_you_mean(p.name, list(known))}: pass the full name, 'segment.name in its module'"
-                )
-            if p.shape != known[p.name].shape:
-                raise ValueError(
-                    f"segment {s.name!r}: {short} has shape {p.shape}, but {p.name!r}, which it shares, has "
-                    f"{known[p.name].shape}: tied parameters have one shape"
-                )
-    return segments
-
-
-class EndsInLoss(nn.Sequential):
-    """An nn.Sequential whose last module is a loss, which also gets the targets."""
-
-    def forward(self, x: Any, *targets: Any) -> Any:
-        """The loss of input `x` and `targets`; without targets, the output of all modules but the loss."""
-        *before, loss = self
-        for child in before:
-            x = child(x)
-        return loss(x, *targets) if targets else x
-
-
-def check_loss(loss: Any) -> None:
-    """Raise SettingTypeError unless `loss` is a function or a module of (output, targets), or None."""
-    if isinstance(loss, type):
-        refuse("loss", f"the class {loss.__name__}", NO_LOSS[0], f"pass {loss.__name__}()", SettingTypeError)
-    if loss is not None and not callable(loss):
-        refuse("loss", f"an object of class {type(loss).__name__}", *NO_LOSS, SettingTypeError)
-
-
-def ends_in_loss(module: nn.Module) -> bool:
-    """Whether a module is an `nn.Sequential` that is empty, or whose last child takes (x, targets)."""
-    if not isinstance(module, nn.Sequential) or not len(module):
-        return isinstance(module, nn.Sequential)
-    try:
-        inspect.signature(module[-1].forward).bind(None, None)
-    except TypeError:
-        return False
-    return True
-
-
-def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
-    """The children of `module` as segments. Parameters are named as in its state dict, tied ones by the first name.
-
-    Raises ValueError unless the last child is a loss of (x, targets).
-    """
-    if not len(module):
-        return ()
-    loss = module[-1]
-    if not ends_in_loss(module):
-        got = f"an nn.Sequential that ends in a {type(loss).__name__}"
-        do = "append such as nn.CrossEntropyLoss(), or pass zfunc.segments(model, example)"
-        refuse("segments", got, "a loss of (x, targets) as the last", do)
-    groups: list[OrderedDict[str, nn.Module]] = [OrderedDict()]
-    for name, child in module._modules.items():
-        if _has_parameters(child) and any(map(_has_parameters, groups[-1].values())):
-            groups.append(OrderedDict())
-        groups[-1][name] = child
-    known: dict[int, str] = {}  # the name of each parameter so far
-    made: list[Segment] = []
-    for group in groups:
-        name = next((x for x, child in group.items() if _has_parameters(child)), next(iter(group)))
-        part = EndsInLoss(group) if group is groups[-1] else nn.Sequential(group)
-        named = part.named_parameters(remove_duplicate=False)
-        share = {short: known[id(p)] for short, p in named if id(p) in known}
-        made.append(make_segment(name, part, share, ""))
-        for full, p in made[-1].origins.items():
-            known.setdefault(id(p), full)
-    return tuple(made)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())

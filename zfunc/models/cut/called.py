@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.batches import LABELS
-from zfunc.engine.trace.segment import NO_LOSS
+from zfunc.engine.trace.model_segments import NO_LOSS
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.ctc import SizedCTC

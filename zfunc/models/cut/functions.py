@@ -21,7 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import CheckpointFunction, check_backward_validity, checkpoint
 
 from zfunc.engine.trace.autograd_functions import applied_by, apply_of_torch
-from zfunc.engine.trace.facts import Facts, first_change, read_outside
+from zfunc.engine.trace.facts import Facts, first_change
+from zfunc.engine.trace.outside import read_outside
 from zfunc.engine.trace.purity import result_and_reads
 
 _thread = threading.local()  # .results: the tensors among those of the call that is being traced

@@ -31,9 +31,11 @@ from zfunc.engine.trace.autograd_functions import applied_by
 from zfunc.engine.trace.batches import unmarked
 from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.graph_cuts import alone
+from zfunc.engine.trace.model_segments import NO_LOSS
+from zfunc.engine.trace.module_copies import deep_copy, tensors_held
 from zfunc.engine.trace.purity import SEEDED, changes_from_call_to_call
-from zfunc.engine.trace.segment import NO_LOSS, Segment, Values, deep_copy, tensors_held
-from zfunc.engine.trace.tensor_memory import FakeMode
+from zfunc.engine.trace.segment import Segment
+from zfunc.engine.trace.tensor_memory import FakeMode, Values
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.called import lacks_targets, takes_inputs_alone

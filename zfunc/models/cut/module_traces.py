@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from zfunc.engine.trace.facts import Outside
+from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.models.cut.batch_call import BatchCall, mark_values
 from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, place_of

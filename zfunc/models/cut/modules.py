@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from zfunc.engine.trace.batches import Batch, check_leaves, unmarked
-from zfunc.engine.trace.facts import Outside, held
+from zfunc.engine.trace.facts import held
+from zfunc.engine.trace.model_segments import check_loss
 from zfunc.engine.trace.module_buffers import changed_by_forward
-from zfunc.engine.trace.segment import IDLE, Segment, Values, check_loss, make_segment
+from zfunc.engine.trace.outside import Outside
+from zfunc.engine.trace.segment import IDLE, Segment, make_segment
+from zfunc.engine.trace.tensor_memory import Values
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall, call_of, mark_values

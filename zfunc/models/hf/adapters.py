@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfunc.engine.trace.segment import Values
+from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import CheckpointError, SettingTypeError, install, refuse
 from zfunc.models.hf.families import check_package
 from zfunc.runtime.rng import seeded_sequence

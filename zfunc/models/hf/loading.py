@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from zfunc.checkpoint.hf_files import ADAPTER_CONFIG, SHARDS, SINGLE
 from zfunc.checkpoint.trainer_files import adapters_in, indexed_shards
 from zfunc.core.dtypes import SAFETENSORS_FLOATS
-from zfunc.engine.trace.segment import Segment, Values
+from zfunc.engine.trace.segment import Segment
+from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import CheckpointError, Message, did_you_mean, refuse, setting
 from zfunc.models.config_file import LARGEST_SIZE, MOST_LAYERS, NEXT, check_config_file
 from zfunc.models.hf.adapters import adapt, adapted_modules, base_name, draw_adapters, found_tensors
