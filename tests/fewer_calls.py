@@ -5,10 +5,12 @@ kernel of Linux makes under /proc and /sys. What commands that train import (tor
 beforehand: these libraries have versions for each system.
 """
 
+import importlib
 import mmap
 import os
 import pathlib
 import runpy
+import shutil
 import signal
 import sys
 from types import ModuleType
@@ -32,6 +34,8 @@ def take_away() -> None:
         for name in names:
             delattr(module, name)
     sys.modules.update(dict.fromkeys(MODULES))  # type: ignore[arg-type]
+    os.supports_dir_fd.clear()  # as on Windows
+    importlib.reload(shutil)  # which chose its calls at import
     right = pathlib.Path.open
 
     def missing(path: pathlib.Path, *of: Any, **more: Any) -> Any:

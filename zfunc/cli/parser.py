@@ -8,7 +8,7 @@ import platform
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
@@ -93,9 +93,13 @@ class Help(argparse.HelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrap(" ".join(text.split()), width, break_on_hyphens=False)  # flags stay whole
 
+    def _iter_indented_subactions(self, action: Any) -> Generator[argparse.Action]:
+        # Not indented: Python 3.14 counts the indent of commands, which stand without a line above them.
+        yield from getattr(action, "_get_subactions", tuple)()
+
     def _format_action(self, action: argparse.Action) -> str:
         if isinstance(action, argparse._SubParsersAction):  # the commands alone, without a line above them
-            return "".join(map(super()._format_action, action._get_subactions()))
+            return "".join(map(super()._format_action, self._iter_indented_subactions(action)))
         return super()._format_action(action)
 
 
