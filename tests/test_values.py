@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -254,6 +255,10 @@ def test_what_allocates_is_refused_in_inference_mode_and_poisons_nothing(tmp_pat
     [
         (lambda: torch.autocast("cpu", torch.bfloat16), r"autocast for 'cpu', .*: pass `precision`"),
         (torch.autograd.detect_anomaly, "anomaly detection, .*: pass debug=True"),
+        (
+            lambda: patch.object(torch.compiler, "is_compiling", lambda: True),
+            "a call inside torch.compile, expected one outside: .* pass compile_segments=True",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -272,6 +277,13 @@ def test_modes_of_one_thread_are_refused_because_lanes_have_their_own(mode: Any,
             with pytest.raises(RuntimeError, match=f"{name}: got {action}"):
                 call()
     zfunc.train_step(program, state, batch)
+
+
+@pytest.mark.slow  # the import of Dynamo
+def test_a_step_in_torch_compile_is_refused_though_dynamo_runs_untraced_what_raises() -> None:
+    program, batch = compiled(), regression(4)(0)
+    with pytest.raises(RuntimeError, match="^train_step: got a call inside torch.compile"):
+        torch.compile(zfunc.train_step)(program, zfunc.init(program), batch)
 
 
 class Returns(nn.Module):

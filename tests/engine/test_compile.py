@@ -425,6 +425,11 @@ def test_a_batch_of_odd_tensors_or_under_inference_mode() -> None:
     for message, batch in refused.items():
         with pytest.raises(TypeError, match=message):
             zfunc.train_step(program, state, batch)
+    for call in (zfunc.train_step, zfunc.evaluate):
+        with pytest.raises(
+            ValueError, match="batch: got a tensor on the device 'meta', expected one with values"
+        ):
+            call(program, state, (x.to("meta"), y))
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode"):
         zfunc.train_step(program, state, (x, y))
     zfunc.train_step(program, state, (x, y))

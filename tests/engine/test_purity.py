@@ -515,6 +515,10 @@ def gradient_inside(x: Tensor) -> Tensor:
     return torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)[0]
 
 
+def nested_inside(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([*x.split([1, 3])], layout=torch.jagged).values()
+
+
 def backward_inside(x: Tensor) -> Tensor:
     x.pow(3).sum().backward()
     return x
@@ -533,6 +537,7 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
         "reentrant torch.utils.checkpoint",
         "recompute",
     ),
+    "nested": (nested_inside, "got a nested tensor", "pad its rows"),
 }
 
 

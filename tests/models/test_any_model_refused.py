@@ -23,6 +23,11 @@ class Branch(Block):
         return super().forward(x, table) if x.sum() > 0 else x
 
 
+class Nested(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(torch.nested.nested_tensor([*x]).to_padded_tensor(0.0), table)
+
+
 class Differentiated(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + torch.func.grad(lambda z: z.sin().sum())(x)
@@ -360,6 +365,10 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.segments(Tied(block=Branch), batch()),
             r"branch on the value of a tensor.*test_any_model_refused.py",
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=Nested), batch()),
+            r"^model: got aten._nested_tensor\S+ at .*_refused.py:\d+, expected operations that torch can trace",
         ),
         (
             lambda: zfunc.segments(Tied(block=DataRead), batch()),

@@ -20,7 +20,7 @@ from attrs import evolve, field, fields, frozen
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of
-from zfunc.errors import CheckpointError, refuse
+from zfunc.errors import CheckpointError, SettingTypeError, refuse
 from zfunc.optim import rules
 from zfunc.optim.rules import Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
 from zfunc.options import one_of
@@ -69,18 +69,25 @@ def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 def lr_field(default: float) -> Any:
     """An attrs field for a learning rate: a number of at least 0, or a schedule, a function of the step."""
-    return field(default=default, converter=_schedule_or(partial(number, "lr", least=0)))
+    return field(default=default, converter=_schedule_or("lr", partial(number, least=0)))
 
 
 def betas_field(default: Betas) -> Any:
     """An attrs field for Adam's betas, two decay rates in [0, 1), or a schedule, a function of the step."""
-    return field(default=default, kw_only=True, converter=_schedule_or(partial(checked_betas, "betas")))
+    return field(default=default, kw_only=True, converter=_schedule_or("betas", checked_betas))
 
 
-def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An attrs converter for a setting that may be a schedule: a function of the step is kept, any other
-    value passes through `check`."""
-    return lambda x: x if callable(x) and not isinstance(x, type) else check(x)
+def _schedule_or(name: str, check: Callable[[str, Any], Any]) -> Callable[[Any], Any]:
+    """An attrs converter for setting `name`, which may be a schedule: a function of the step is kept, any other
+    value passes through `check`. A tensor, which is read once, is refused: later changes of it would be ignored."""
+
+    def converted(value: Any) -> Any:
+        if hasattr(value, "detach"):
+            do = "pass float() of it, or lambda step: ... that returns it"
+            refuse(name, f"{value!r:.60}", "a plain value, or a function of the step", do, SettingTypeError)
+        return value if callable(value) and not isinstance(value, type) else check(name, value)
+
+    return converted
 
 
 def number_field(name: str, default: float, *, least: float = 0.0, **bounds: float) -> Any:

@@ -43,6 +43,7 @@ NOT_FUNCTIONAL = {  # what torch says where it is used: what that is, and what t
         "a branch on the value of a tensor",
         "write it with torch.where, or move it between segments",
     ),
+    "shape_env must not be None": ("a nested tensor", "pad its rows to one length"),
 }
 FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 

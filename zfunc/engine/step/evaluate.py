@@ -23,7 +23,7 @@ from zfunc.engine.state.weights import (
 )
 from zfunc.engine.step.flush import make_deferred_update
 from zfunc.engine.step.run import check_state
-from zfunc.engine.trace.batches import Batch, rows_in, unmarked, unpacked
+from zfunc.engine.trace.batches import Batch, check_has_values, rows_in, unmarked, unpacked
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.engine.trace.thread_modes import refuse_global_modes
@@ -155,6 +155,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any, ema: bool = F
     refuse_global_modes("apply", program.device)
     program.executor.check_process("apply")
     inputs, more = unmarked((inputs, more))
+    check_has_values((inputs, more))
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more], ema=ema):
         output = y  # only the last is kept
     owned = [x.flat for x in state.buffers.weights.values()]

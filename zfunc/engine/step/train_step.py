@@ -30,7 +30,7 @@ from zfunc.engine.step.agreement import check_ranks_agree
 from zfunc.engine.step.run import check_state, run_on_state
 from zfunc.engine.step.save_load import begin_save
 from zfunc.engine.step.swap_state import commit_metadata
-from zfunc.engine.trace.batches import Batch, rows_in, split_batch, unpacked
+from zfunc.engine.trace.batches import Batch, check_has_values, rows_in, split_batch, unpacked
 from zfunc.engine.trace.segment import IDLE
 from zfunc.engine.trace.thread_modes import refuse_global_modes, refuse_inference_mode
 from zfunc.errors import Message, NonFiniteError, OutOfMemory
@@ -99,6 +99,7 @@ def _train_step(
     swaps = save is not None and save.folder.absolute() in program.swap_folders
     committed, save = (save, None) if swaps else (None, save)
     commit = program.commits(state.step) or committed is not None
+    check_has_values(batch)
     micro = split_batch(batch, program.settings.micro_batches)
     shaped = specialize(program, batch, micro, save=save is not None, commit=commit)
     if unused := shaped.spec.unused:

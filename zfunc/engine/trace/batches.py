@@ -19,6 +19,7 @@ from torch.utils._pytree import (
 
 from zfunc.core.display import counted
 from zfunc.engine.trace.segment import Segment
+from zfunc.errors import refuse
 
 LABELS = "labels"
 CONSTANTS = (bool, int, float, type(None))  # what a tree may have beside tensors
@@ -182,6 +183,12 @@ def check_leaves(name: str, batch: Any) -> list[Any]:
         got = f"a tensor of layout {layouts.pop()}" if layouts else "a nested tensor"
         raise TypeError(f"{name}: got {got}, expected dense ones: pad rows, or pass to_dense() of it")
     return leaves
+
+
+def check_has_values(batch: Any) -> None:
+    """Raise ValueError for a tensor in `batch` on the device "meta", where tensors have shapes alone."""
+    if any(t.is_meta for t in tree_leaves(batch) if isinstance(t, Tensor)):
+        refuse("batch", "a tensor on the device 'meta'", "one with values", "make it on the CPU or another")
 
 
 def rows_in(batch: Batch) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from zfunc.errors import refuse
+from zfunc.errors import refuse, setting
 
 
 def refuse_inference_mode(action: str) -> None:
@@ -15,8 +15,10 @@ def refuse_inference_mode(action: str) -> None:
 
 
 def refuse_global_modes(action: str, device: torch.device) -> None:
-    """Raise RuntimeError under autocast or anomaly detection: a mode of the calling thread alone, which threads of
-    other lanes do not have and which a trace would keep."""
+    """Raise RuntimeError under autocast or anomaly detection, modes of the calling thread alone, which threads of
+    other lanes do not have and which a trace would keep; and in a function that torch.compile traces."""
+    if torch.compiler.is_compiling():
+        _refuse_to_be_compiled(action)
     for kind in dict.fromkeys(("cpu", device.type)):
         if torch.is_autocast_enabled(kind):
             do = "pass `precision` to zfunc.compile, which holds for every operation of the step"
@@ -26,3 +28,13 @@ def refuse_global_modes(action: str, device: torch.device) -> None:
             f"{action}: got anomaly detection, expected it off: pass debug=True to train_step, which names the "
             "operation of an error"
         )
+
+
+def _refuse_to_be_compiled(action: str) -> None:
+    do = f"leave torch.compile out, and pass {setting('compile_segments', True)} to zfunc.compile"
+    refuse(action, "a call inside torch.compile", "one outside", do, RuntimeError)
+
+
+# As torch.compiler.disable does, whose import of Dynamo takes a second. Dynamo calls this function and does not
+# trace it: after an error in code that it traces, Dynamo runs that code untraced, where nothing is compiling.
+_refuse_to_be_compiled._torchdynamo_disable = True  # pyright: ignore

@@ -22,6 +22,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch._decomp import decompositions
 from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -248,6 +249,9 @@ class ModuleExport:
                 refuse(
                     given, got, "(inputs, targets)", "pass both, or a loss of the output alone", cause=error
                 )
+            if isinstance(error, UnsupportedOperatorException):
+                got = f"{error.func} {place_of_error(error)}"
+                refuse("model", got, "operations that torch can trace", "write it with others", cause=error)
             got, expected = f"one that does not fit the model ({said})", "a batch that it takes"
             refuse(given, got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
 
