@@ -203,7 +203,11 @@ FORMATS: dict[
 ] = {  # a record, and its messages and tools as transformers has them
     "arguments as text": ({"messages": [ASKED, called('{"x": null}')]}, [ASKED, called({"x": None})], None),
     "no arguments": ({"messages": [ASKED, called("")]}, [ASKED, called({})], None),
-    "no calls": ({"messages": [ASKED, ANSWERED | {"tool_calls": []}]}, [ASKED, ANSWERED], None),
+    "no calls": (
+        {"messages": [ASKED, ANSWERED | {"tool_calls": [], "function_call": {}}]},
+        [ASKED, ANSWERED],
+        None,
+    ),
     "parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": x} for x in "hi"]}, ANSWERED]},
         [ASKED, ANSWERED],

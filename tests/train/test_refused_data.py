@@ -1,6 +1,7 @@
 """Data that cannot be trained on is refused with its place; a first look ends behind its characters."""
 
 import errno
+import gzip
 import json
 import os
 import sys
@@ -105,13 +106,18 @@ REFUSED: dict[
             r"a.csv, which cannot be read after line 0 .'utf-8' codec.*save it again as UTF",
         ),
     ],
-    "a.jsonl.gz": [(b'{"text": "a"}', r"a\.jsonl\.gz, which cannot be read \(Not a gzipped file")],
+    "a.jsonl.gz": [
+        (gzip.compress(b"{}")[:-4], r"a\.jsonl\.gz, which cannot be read \(Compressed file ended")
+    ],
+    "a.jsonl.bz2": [
+        (b"BZh91AY&SY and no more of it", r"a\.jsonl\.bz2, which cannot be read \(Invalid data stream")
+    ],
     "a.zip": [(b"PK\3\4", "a.zip, which is compressed, expected what is in it: unpack it")],
     "in/a.csv": [(b"a,b\n1,2\n", "a.csv: got the columns a, b, expected")],
     "in/data.jsonl.zst": [
         (
             b"\x28\xb5\x2f\xfd",
-            r"got no text in .* \(1 binary file\), expected .*: save UTF-16 as UTF-8, or name",
+            r"in/data\.jsonl\.zst, which is compressed, expected what is in it: unpack it",
         )
     ],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
@@ -136,7 +142,15 @@ REFUSED: dict[
     "odd.bin": [(b"abc", r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that")],
     "in/.hidden": [(b"text", r"got no text in .*in, expected at least one document")],
     "in/empty": [(b"", r"got no text in .*in \(1 empty file\), expected .*document: name")],
-    "in/binary": [(b"\0\1", r"got no text in .*in \(1 binary file\), expected")],
+    "in/binary": [
+        (b"\0\1", r"got no text in .*in \(1 binary file\), expected .*: save UTF-16 as UTF-8, or name"),
+        (b"%PDF-1.7\n", r"got no text in .*in \(1 binary file\), expected"),
+        (b"text\n\3 and \x80\2", r"got no text in .*in \(1 binary file\), expected"),
+    ],
+    "a.txt": [
+        ("text".encode("utf-16"), "a.txt, which is binary, as .* in UTF-16 is, expected text in UTF-8")
+    ],
+    "a.pdf": [(b"%PDF-1.7\n", "a.pdf, which is binary, as a PDF .* is, expected text .*: convert it, or")],
     "dataset": [
         ({"txt": ["a"], "id": [1]}, "with the columns txt, id, expected text"),
         ({"prompt": ["a"]}, "with the columns prompt, expected text"),

@@ -350,7 +350,7 @@ def test_a_new_run_that_has_nothing_to_train_is_refused(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--hidden-size", 32, "got a checkpoint of another model.* pass num_layers, hidden_size"),
+        ("--hidden-size", 32, "got a checkpoint of another model.* pass --hf and --lora, or --num-layers"),
         ("--optimizer", "sgd", "0003: 'embed.tok.weight': got opt.*load it with the optimizer that saved"),
     ],
 )

@@ -31,7 +31,7 @@ from zfunc.train.data.files import (
 from zfunc.train.data.formats import (
     FORMATS,
     holds_records,
-    is_packed,
+    is_binary,
     last_line,
     opened,
     records_of,
@@ -114,7 +114,7 @@ def file_documents(files: list[File], *, text: bool, folder: bool, pairs: bool =
         else:
             with opened(path) as file:
                 content = file.read()
-            if b"\0" in content or is_packed(content):
+            if is_binary(content):
                 counts.update(["binary", f"file {name}"])
             else:
                 yield _text_of(path, content, as_text=text)

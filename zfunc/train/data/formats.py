@@ -23,10 +23,17 @@ from zfunc.checkpoint.strict_json import unique_keys
 from zfunc.train.data.records import EXPECTED, PREFERENCES, RECORDS, read_keys
 
 Placed = Generator[tuple[str, Any]]
-COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+COMPRESSED = ".gz", ".bz2", ".xz", ".zst"  # of names; the content says what a file is
+OPENERS: dict[bytes, Callable[..., Any]] = {  # by what a file begins with
+    b"\x1f\x8b\x08": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lzma.open,
+}
 LINES = (".jsonl", ".ndjson")
 _END = 1 << 20  # bytes in which the last line is looked for
 _RECORD = ", record "  # in the place of an element of an array
+_LOOKED_AT = 1 << 16  # bytes in which binary content is told from text
+_CONTROLS = bytes({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"})  # which no text has, but for a few
 _PACKED = re.compile(  # gzip, bzip2, xz, zip, zstd, 7z, rar, lz4, Parquet
     rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ|PK\x03\x04|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|\x04\x22\x4d\x18|PAR1"
 )
@@ -43,19 +50,57 @@ def suffix_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Generator[BinaryIO]:
-    """The file at `path`, open to read bytes, decompressed by its suffix. Raises ValueError for a damaged file."""
+    """The file at `path`, open to read bytes, decompressed if it is of gzip, bzip2 or xz. Raises ValueError for a
+    damaged file, and for records compressed in another way."""
     try:
-        with COMPRESSED.get(path.suffix.lower(), Path.open)(path, "rb") as file:
+        with _opener_of(path)(path, "rb") as file:
             yield file
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
         raise ValueError(
             f"got {path}, which cannot be read ({error}), expected it whole: copy it again"
         ) from error
 
 
-def is_packed(content: bytes) -> bool:
-    """Whether `content`, a file's bytes or first 16 bytes, is of a compressed format or of Parquet."""
-    return _PACKED.match(content) is not None
+def is_compressed(path: Path) -> bool:
+    """Whether the file at `path` is compressed by gzip, bzip2 or xz. Raises ValueError for records compressed in
+    another way."""
+    return _opener_of(path) is not Path.open
+
+
+def _opener_of(path: Path) -> Callable[..., Any]:
+    with path.open("rb") as file:
+        begin = file.read(16)
+    for magic, opener in OPENERS.items():
+        if begin.startswith(magic):
+            return opener
+    if suffix_of(path) in FORMATS:
+        refuse_packed(path, begin)
+    return Path.open
+
+
+def refuse_packed(path: Path, begin: bytes) -> None:
+    """Raise ValueError if the file at `path`, which begins with `begin`, is compressed or of Parquet."""
+    if _PACKED.match(begin):
+        raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+
+
+def is_binary(content: bytes) -> bool:
+    """Whether `content`, a file's bytes or first bytes, is no text: it is compressed or a PDF, has a zero byte, or
+    more than one in a hundred of its first bytes is a control character.
+
+    >>> [is_binary(x) for x in ("größer".encode("latin-1"), b"%PDF-1.7", "text".encode("utf-16"))]
+    [False, True, True]
+    """
+    first = content[:_LOOKED_AT]
+    controls = len(first) - len(first.translate(None, _CONTROLS))
+    return (
+        b"\0" in content
+        or content.startswith(b"%PDF-")
+        or _PACKED.match(content) is not None
+        or (controls > len(first) / 100)
+    )
 
 
 def holds_records(path: Path) -> bool | None:
@@ -100,7 +145,7 @@ def last_line(path: Path) -> Placed:
 
     Raises ValueError for a damaged record, as of a file that was not copied whole.
     """
-    if path.suffix.lower() not in LINES:
+    if suffix_of(path) not in LINES or is_compressed(path):
         return
     with path.open("rb") as file:
         start = file.seek(max(0, file.seek(0, io.SEEK_END) - _END))

@@ -9,7 +9,7 @@ from zfunc.errors import refuse
 from zfunc.train.data.corpus import Corpus
 from zfunc.train.data.documents import file_documents, holds_tokens, open_saved
 from zfunc.train.data.files import is_saved_dataset, stdlib_files, walk
-from zfunc.train.data.formats import COMPRESSED, FORMATS, is_packed, opened, suffix_of
+from zfunc.train.data.formats import FORMATS, is_binary, is_compressed, opened, refuse_packed, suffix_of
 from zfunc.train.data.packing import pack_documents
 from zfunc.train.data.records import preference_of
 from zfunc.train.data.token_files import map_tokens, refuse_tokens_of_others
@@ -77,7 +77,7 @@ def open_data(
     else:
         if suffix_of(path) not in FORMATS:
             _refuse_what_is_no_text(path)
-            if not (text or whole_documents or pairs or path.suffix.lower() in COMPRESSED):
+            if not (text or whole_documents or pairs or is_compressed(path)):
                 return map_tokens(path, np.dtype(np.uint8), BYTES.vocab_size, split)
         source = file_documents([(path.name, path)], text=text, folder=False, pairs=pairs)
     return pack_documents(str(path or STDLIB), source, cache, vocabulary, split, rows, pairs)
@@ -90,9 +90,12 @@ def _refuse_tokenizer(path: Path, tokenizer: Tokenizer | None) -> None:
 
 
 def _refuse_what_is_no_text(path: Path) -> None:
-    """Raise ValueError if the file at `path` is compressed in an unknown form, or tokens of another form."""
+    """Raise ValueError if the file at `path` is compressed in an unknown form, tokens of another form, or other
+    binary content."""
     with opened(path) as file:
-        begin = file.read(16)
-    if is_packed(begin):
-        raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+        begin = file.read(1 << 16)
+    refuse_packed(path, begin)
     refuse_tokens_of_others(path, begin)
+    if is_binary(begin):
+        got = f"{path}, which is binary, as a PDF or a text in UTF-16 is"
+        refuse((), got, "text in UTF-8", "convert it, or name another file", ValueError)

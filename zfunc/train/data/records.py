@@ -216,7 +216,7 @@ def _message(given: Mapping[str, Any], where: str) -> Message:
         raise ValueError(
             f"{where}: got {got!r:.60} as {missing[0]}, expected {text}, as in {EXAMPLE}: correct it"
         )
-    if "function_call" in m:  # no template writes it
+    if m.pop("function_call", None):  # no template writes it
         raise ValueError(
             f"{where}: got a function_call, expected tool_calls, its newer form, which templates read: rewrite it"
         )
