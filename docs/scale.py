@@ -4,7 +4,6 @@ Every cell is one step planned with `zfunc.plan`; a cell in brackets does not fi
 """
 
 import json
-import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -17,6 +16,7 @@ from attrs import evolve, frozen
 from markdown_table import table
 
 import zfunc
+from benchmarks.planned import models
 from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
 from zfunc.core.critical_path import bound_seconds, critical_path_of, largest_shares
 from zfunc.core.graph import Graph, Op
@@ -137,7 +137,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 LLAMA_3_8B = BENCHMARKS / "llama-3-8b.json"
 ENCODED: dict[
     str, dict[str, Any]
-] = {  # models of published.toml, and flags of zfunc plan beside those of ADAPTED
+] = {  # models of benchmarks/published.toml, and flags of zfunc plan beside those of ADAPTED
     "llama-3-8b": {"seq_length": 512, "with_": ("bytes.device=4.29e9",)},
     "qwen3-32b": {"seq_length": 1024, "with_": ("bytes.device=6.44e9",)},
     "llama-3-70b": {"seq_length": 512},
@@ -347,11 +347,10 @@ def larger_than_the_device() -> str:
 
 def encoded_bases() -> str:
     """Adapters over frozen weights in 4 bits on the host, on cards of 4, 6 and 24 GB with the RTX 4090's rates."""
-    models = tomllib.loads((BENCHMARKS / "published.toml").read_text())["models"]
 
     def row(folder: str, name: str) -> Iterator[str]:
         config = Path(folder, f"{name}.json")
-        config.write_text(json.dumps(models[name]))
+        config.write_text(json.dumps(models()[name]))
         now = plan_model(PlanSettings(hf_config=config, **ADAPTED, **ENCODED[name])).planned
         yield name
         yield f"1 x {now.tokens:,}"

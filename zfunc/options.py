@@ -6,6 +6,7 @@ the help of the command and the shell's completion read that list.
 """
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -127,6 +128,10 @@ def file_to_write(*suffixes: str) -> Check:
         path(name, value)
         if value.is_dir() or not value.parent.is_dir():
             refuse(name, str(value), "a file in a folder that exists", "name another")
+        if not os.access(value.parent, os.W_OK):
+            refuse(
+                name, f"{value}, whose folder cannot be written", "one in a folder that can", "name another"
+            )
         if suffixes and value.suffix not in suffixes:
             ends = " or ".join(filter(None, suffixes))
             refuse(name, str(value), f"a name that ends in {ends}", "name it so")

@@ -241,6 +241,10 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("draw --out no/x.svg", "--out: got no/x.svg, expected a file in a folder that exists"),
     ("draw --out empty", "--out: got empty, expected a file"),
     ("calibrate --out no/x.toml", "--out: got no/x.toml, expected a file in a folder that exists"),
+    (
+        "calibrate --out /proc/sys/x.toml",
+        "--out: got /proc/sys/x.toml, whose folder cannot be written, expected",
+    ),
     ("calibrate --out x.txt", "--out: got x.txt, expected a name that ends in .toml"),
     ("calibrate --folder short.txt", "--folder: got short.txt, expected a folder"),
     ("calibrate --turns 0", "--turns: got 0, expected a whole number of at least 1"),

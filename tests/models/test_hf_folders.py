@@ -160,6 +160,10 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
         a_shard(lambda x: (x.parent / "model.safetensors.index.json").write_text('{"weight_map": 1')),
         r"index\.json: got an index that cannot be read \(JSONDecodeError: .*: copy it again",
     ),
+    "an index of nothing": (
+        a_shard(lambda x: (x.parent / "model.safetensors.index.json").write_text('{"weight_map": {}}')),
+        r"index\.json: got an index that cannot be read \(LookupError: an empty weight_map\), .*: copy it again",
+    ),
     "a pointer of git lfs": (
         lambda folder: (folder / "model.safetensors").write_text(
             "version https://git-lfs.github.com/spec/v1\n"

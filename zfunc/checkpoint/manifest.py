@@ -217,16 +217,16 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter], *, strict: 
         elif strict and entry.trainable != p.trainable:
             flaws.append(
                 f"{name!r} is {'trained' if entry.trainable else 'frozen'} in it, not in the model (if that is "
-                "meant, zfunc.load(..., strict=False))"
+                "meant, in Python zfunc.load(..., strict=False))"
             )
     for name in unknown:
-        now = " now (if its module is in eval mode, zfunc.load(..., strict=False))"
+        now = " now (if its module is in eval mode, in Python zfunc.load(..., strict=False))"
         flaws.append(f"it has {name!r}, which the model does not have{now * (name in manifest.buffers)}")
     if flaws:
         more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""
         raise CheckpointError(
             f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that saved "
-            "it: with zfunc train, pass num_layers, hidden_size and the other sizes of that run"
+            "it: in zfunc train, pass `hf` and `lora`, or `num_layers` and the other sizes, of that run"
         )
 
 

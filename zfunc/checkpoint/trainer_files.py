@@ -50,6 +50,8 @@ def indexed_shards(folder: Path) -> list[Path]:
         return []
     try:
         names = {Path(x).name for x in json.loads(index.read_bytes())["weight_map"].values()}
+        if not names:
+            raise LookupError("an empty weight_map")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         got = f"an index that cannot be read ({type(error).__name__}: {error!s:.200})"
         torn(index, got, "the names of all shards", "copy it again")
