@@ -1,5 +1,7 @@
 """A training of FSDP2, Trainer, torchtitan or DeepSpeed goes on in zfunc: the same bits, and the same next loss."""
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -220,6 +222,20 @@ def test_an_exported_dcp_has_every_bit_and_goes_on_in_torch(settings: dict[str, 
     first, second = (zfunc.load(x, fp32) for x in (tmp_path / "ours", tmp_path / "again"))
     losses = [zfunc.train_step(fp32, x, batch(3))[1].loss for x in (first, second)]
     assert losses[0] == losses[1] == pytest.approx(torch_step(model, optimizer, batch(3)), rel=2e-6)
+
+
+def test_a_full_disk_keeps_no_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ours = program()
+    zfunc.save(tmp_path / "ours", ours, zfunc.init(ours))
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", full)
+    with pytest.raises(
+        CheckpointError, match=r"/dcp: got 'No space left on device' while writing a DCP: free"
+    ):
+        export_dcp(tmp_path / "ours", tmp_path / "dcp")
+    assert [x.name for x in tmp_path.iterdir()] == ["ours"]
 
 
 def test_an_optimizer_without_both_moments_has_no_dcp(tmp_path: Path) -> None:

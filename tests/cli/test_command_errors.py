@@ -1,5 +1,6 @@
 """What the commands refuse, and how they say it: on one screen, with the flag, what was got, and what to do."""
 
+import errno
 import os
 import re
 import signal
@@ -245,6 +246,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
         "calibrate --out /proc/sys/x.toml",
         "--out: got /proc/sys/x.toml, whose folder cannot be written, expected",
     ),
+    ("report used --out x.txt", "--out: got x.txt, expected a name that ends in .html"),
     ("calibrate --out x.txt", "--out: got x.txt, expected a name that ends in .toml"),
     ("calibrate --folder short.txt", "--folder: got short.txt, expected a folder"),
     ("calibrate --turns 0", "--turns: got 0, expected a whole number of at least 1"),
@@ -501,6 +503,17 @@ def test_a_full_disk_is_a_failure_that_is_told() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("zfunc completion: error: got 'No space left on device' while printing")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["draw", "--out", "a.svg"]) == 1
+    told = "a.svg: got 'No space left on device' while writing it: free some space\n"
+    assert capsys.readouterr().err.endswith(told)
+    assert not [*Path().glob("*a.svg*")]
 
 
 def test_names_that_are_no_text_are_spelled_out() -> None:

@@ -226,7 +226,8 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
             "bytes.host=12GB",
             "bytes.host: got '12GB', expected a number in the unit of its table: write 1.28e11",
         ),
-        ("host=1e11", "figures such as bytes.host=1.28e11: v100-32gb: : got an unknown name"),
+        ("host=1e11", "v100-32gb: a figure without a table: got an unknown name, expected one of count"),
+        ("host", "such as bytes.host=1.28e11: host: got '', expected a number in the unit of its table"),
     ],
 )
 def test_a_figure_that_is_not_there_is_an_error_that_says_what_is(

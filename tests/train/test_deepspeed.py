@@ -96,7 +96,11 @@ MESSAGES: list[tuple[Any, str]] = [
     (zero(offload_optimizer={"devise": "cpu"}), "offload_optimizer.*did you mean 'device'"),
     (nested("optimizer.params.beta", 1), "'beta' in optimizer.params.*did you mean 'betas'"),
     (nested("aio.block_sizes", 1), "did you mean 'block_size'"),
-    ({"stage": 2}, "'stage' in the file itself, which is unknown"),
+    (
+        zero(aio={"block_size": 1 << 20}),
+        "'aio' in zero_optimization, which is unknown: move it to the file itself",
+    ),
+    ({"stage": 2}, "'stage' in the file itself, which is unknown: move it to zero_optimization"),
     ({"fp16": True}, "fp16 True, expected an object"),
     ({"fp16": {"_comment": "DeepSpeed refuses it, too"}}, "'_comment' in fp16, which is unknown"),
     ({"of_a_plugin": {"enabled": True}}, "'of_a_plugin' in the file itself, which is unknown"),

@@ -165,6 +165,11 @@ FORMS = {
         "chosen": [USER, GOOD],
         "rejected": [USER, BAD],
     },
+    "as LLaMA-Factory has them": {
+        "conversations": [{"from": "human", "value": "w1"}],
+        "chosen": {"from": "gpt", "value": "w2"},
+        "rejected": {"from": "gpt", "value": "w3"},
+    },
     "JSON text": {"prompt": json.dumps([USER]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])},
 }
 
@@ -192,7 +197,10 @@ REFUSED = {
         '{"text": "w1"}',
     ): rf"{LINE}: got an object with text with --loss dpo, expected a prompt, and two",
     ("dpo", '{"prompt": "w1", "chosen": "w2"}'): "got an object with chosen, prompt with",
-    ("dpo", '{"chosen": "w2", "rejected": "w3"}'): "got a preference without a prompt, or without an answer",
+    (
+        "dpo",
+        '{"chosen": "w2", "rejected": "w3"}',
+    ): r"got a preference \(chosen, rejected\) without a prompt, or",
     ("dpo", '{"prompt": "w1", "chosen": "", "rejected": "w3"}'): "without an answer",
     ("dpo", '{"prompt": "w1", "chosen": "w2", "rejected": "w2"}'): rf"{LINE}: got one answer as chosen and",
     ("dpo", json.dumps({"chosen": [USER, GOOD], "rejected": [USER, GOOD]})): "got one answer as chosen and",

@@ -228,6 +228,10 @@ def export_dcp(source: Path, out: Path) -> ExportedWeights:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
                 dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
                 unfinished.rename(out)
+        except dcp.CheckpointException as error:  # a BaseException
+            ((cause, _),) = error.failures.values()
+            with disk.os_errors_as(out, "writing a DCP"):
+                raise cause from None
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     size = sum(x.stat().st_size for x in out.iterdir())

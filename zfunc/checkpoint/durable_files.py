@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from attrs import define
 
-from zfunc.errors import USE_ANOTHER, CheckpointError, explain_os_errors, refuse
+from zfunc.errors import USE_ANOTHER, CheckpointError, DiskError, explain_os_errors, refuse
 from zfunc.runtime import system_calls
 
 log = logging.getLogger("zfunc")
@@ -147,7 +147,7 @@ def replace_text(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    with atomic_replace(path) as file:
+    with explain_os_errors(DiskError, path, "writing it", {}), atomic_replace(path) as file:
         file.write(text.encode())
 
 

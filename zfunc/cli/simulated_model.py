@@ -61,7 +61,7 @@ class SimulatedFlags(GPTFlags):
                 refuse("with_", "it without `hardware`", "a profile", "name one")
             return None
         try:
-            figures = (text.rpartition("=") for text in self.with_)
+            figures = (text.partition("=") for text in self.with_)
             given = {place: _number(place, value) for place, _, value in figures}
             return replace_figures(load_profile(name), given)
         except FileNotFoundError:  # says all that

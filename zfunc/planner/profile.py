@@ -287,7 +287,8 @@ class Profile:
             if name not in known:
                 hint = did_you_mean(name, list(known)) or ": leave it out"
                 expected = f"one of {', '.join(known)}{hint}"
-                self._refuse(f"{table}.{name}".lstrip("."), "an unknown name", expected)
+                place = f"{table}.{name}".lstrip(".") or "a figure without a table"
+                self._refuse(place, "an unknown name", expected)
 
     def _check(self, table: str, key: str, figure: Figure) -> None:
         place = f"{table}.{key}"

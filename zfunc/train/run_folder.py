@@ -35,7 +35,7 @@ from attrs import define, field
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.display import counted
-from zfunc.errors import refuse
+from zfunc.errors import DiskError, explain_os_errors, refuse
 from zfunc.train.events import AT_ONCE, Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.run_files import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 from zfunc.train.run_history import (
@@ -183,9 +183,10 @@ class RunFolder:
         if self.row.get("step") != step:
             self.row, self._at = {"step": step}, self._metrics.seek(0, SEEK_END)
         self.row |= fields
-        self._metrics.seek(self._at)
-        self._metrics.write(_line(self.row))
-        self._metrics.flush()
+        with explain_os_errors(DiskError, self.path / METRICS, "writing it", {}):
+            self._metrics.seek(self._at)
+            self._metrics.write(_line(self.row))
+            self._metrics.flush()
 
     def _summarize(self, fields: dict[str, Any]) -> None:
         """Add `fields` to the run's summary.json, which is written if there is none."""

@@ -26,7 +26,10 @@ RECORDS = (  # the keys that make a record a document, and keys read beside them
     (("instruction", "output"), ("input", "system")),  # Alpaca
     (("text",), ()),
 )
-PREFERENCES = ((("chosen", "rejected"), ("prompt", "tools")),)
+PREFERENCES = (
+    (("chosen", "rejected", "conversations"), ("prompt", "tools")),  # LLaMA-Factory: of the prompt
+    (("chosen", "rejected"), ("prompt", "tools")),
+)
 EXPECTED = "expected text, or prompt and completion, or messages"
 PAIRS = "expected a prompt, and two answers that differ as chosen and rejected, of text or messages"
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -89,15 +92,17 @@ def refuse_media(record: Mapping[str, Any], others: Iterable[str], where: str) -
 
 def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Document]:
     """The two documents of a preference, each the prompt with one answer, the chosen before the rejected, as texts
-    or as messages. Without a prompt of messages, the prompt is the messages that both answers begin with.
+    or as messages. A prompt may be `conversations`; without one of messages, it is what both answers begin with.
 
     `counts` counts unread keys. Raises ValueError, with the place `where`, for any other record."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         got = f"an object with {', '.join(sorted(record))}" if isinstance(record, dict) else repr(record)
         got = f"{got:.200} with `loss=dpo`, {PAIRS}"
         refuse(where, got, do="leave `loss` out to learn all that is in the data, or write preferences")
-    counts.update(f"key {name}" for name in record.keys() - {"prompt", "chosen", "rejected", "tools"})
+    counts.update(f"key {name}" for name in record.keys() - {*read_keys(record, PREFERENCES)})
     prompt, *answers = (record.get(x) for x in ("prompt", "chosen", "rejected"))
+    prompt = prompt or record.get("conversations")
+    answers = [[x] if isinstance(x, Mapping) else x for x in answers]
     answers = [json.loads(x) if _is_json_of_messages(x) else x for x in answers]
     prompt = json.loads(prompt) if _is_json_of_messages(prompt) else prompt
     if answers[0] and answers[0] == answers[1]:
@@ -112,9 +117,8 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
             own = []  # a text that is not what the answers answer
         prompt, answers = own, [x[shared:] for x in answers]
     if not prompt or not all(answers):
-        raise ValueError(
-            f"{where}: got a preference without a prompt, or without an answer, {PAIRS}: correct it"
-        )
+        got = f"a preference ({', '.join(record):.200}) without a prompt, or without an answer, {PAIRS}"
+        refuse(where, got, do="correct it")
     shared = {"prompt": prompt, **({"tools": record["tools"]} if record.get("tools") else {})}
     named = zip(("chosen", "rejected"), answers, strict=True)
     made = [document_of({**shared, "completion": x}, f"{where}, {name}", counts) for name, x in named]

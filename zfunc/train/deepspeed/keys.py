@@ -237,11 +237,14 @@ def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> 
         elif _is_idle(block, str(last), value):
             values.unread.append(name)
         else:
+            homes = [x for x, names in _NAMES.items() if last in names]
             near = did_you_mean(str(last), [*_NAMES[block]], cutoff=0.8 if block in READ_BY_NAME else 0.4)
             if block in READ_BY_NAME and not near:
                 values.unread.append(name)
             else:
-                yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{near}: correct it"
+                do = f"{near}: correct it"
+                do = f": move it to {homes[0] or 'the file itself'}" if len(homes) == 1 else do
+                yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{do}"
 
 
 def _is_idle(block: str, name: str, value: Any) -> bool:
