@@ -262,7 +262,8 @@ def test_a_loss_reads_the_buffers_of_the_model_that_it_closes_over(
 
 
 def test_a_loss_that_would_keep_first_values_of_the_model_is_refused() -> None:
-    """Views and detached tensors of parameters or of written buffers, which share memory in plain PyTorch."""
+    """Views and detached tensors of parameters or of written buffers, which share memory in plain PyTorch; read in
+    one operation with the parameter itself, too."""
     data, model = (torch.randn(4, 8), torch.randn(4, 8)), Cooling(assigned=False)
     weight: Any = model.blocks[0][0].weight
     kept = {
@@ -272,7 +273,7 @@ def test_a_loss_that_would_keep_first_values_of_the_model_is_refused() -> None:
     for name, views in kept.items():
         for view in views:
             with pytest.raises(SettingError, match=f"a view of '{name}' that was made before, read at "):
-                zfunc.segments(model, data, lambda y, t, view=view: F.mse_loss(y, t) + view.sum())
+                zfunc.segments(model, data, lambda y, t, view=view: F.mse_loss(y, t) + (weight * view).sum())
     for same in (weight.detach().clone(), model.table[2:]):
         zfunc.segments(model, data, lambda y, t, same=same: F.mse_loss(y, t) + same.sum())
     with pytest.raises(SettingError, match="a tuple from it, expected a scalar tensor"):

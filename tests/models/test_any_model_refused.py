@@ -209,13 +209,17 @@ class DataRead(Block):
 
 
 class Viewed(nn.Linear):
-    """A row of the weight, kept in an attribute, read in forward; as a tensor of its own or with a gradient."""
+    """A row of the weight, or of a buffer that forward writes, is kept in an attribute, which forward reads."""
 
-    def __init__(self, kept: Callable[[Tensor], Tensor]) -> None:
+    scale: Tensor
+
+    def __init__(self, name: str, kept: Callable[[Tensor], Tensor]) -> None:
         super().__init__(8, 8)
-        self.row = kept(self.weight)
+        self.register_buffer("scale", torch.ones(8))
+        self.row = kept(getattr(self, name))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(0.9)
         return super().forward(x) * self.row
 
 
@@ -400,10 +404,13 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         ),
         *(
             (
-                lambda kept=kept: zfunc.segments(Viewed(kept), ONES, F.mse_loss),
-                "got an attribute that is a view of 'weight', which would keep its first values, .* forward: make",
+                lambda name=name, kept=kept: zfunc.segments(Viewed(name, kept), ONES, F.mse_loss),
+                f"got a view of '{name}' that was made before, which would keep its first values, .* loss: make it",
             )
-            for kept in (lambda w: w[0], lambda w: w.detach()[0])
+            for name, kept in (
+                *(("weight", f) for f in (lambda w: w[0], lambda w: w.detach()[0])),
+                ("scale", lambda x: x[:]),
+            )
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
         (

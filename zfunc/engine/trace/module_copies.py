@@ -1,9 +1,12 @@
-"""Copies of modules: without memory, or with other tensors, whose hooks know the copies of what they close over."""
+"""Copies of modules: without memory, or with other tensors, whose hooks know the copies of what they close over.
+
+A trace would keep the first values of a view that was made before, of a tensor that a step changes: it is refused.
+"""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,35 +16,58 @@ from zfunc.engine.trace.facts import content_of
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 
+M = TypeVar("M", bound=nn.Module)
 
-def skeleton_of(module: nn.Module) -> nn.Module:
-    """A copy of the module on the meta device, without memory."""
-    memo = dict[int, Any]()
-    for t in (*module.parameters(), *module.buffers()):
+
+def skeleton_of(module: nn.Module, written: Collection[str]) -> nn.Module:
+    """A copy of `module` on the meta device, without memory. A _StaleView is in place of each attribute that is a
+    view of a trained parameter, or of one of the buffers `written`."""
+    memo, named = dict[int, Any](), [*module.named_parameters(), *module.named_buffers()]
+    for _, t in named:
         meta = t.detach().to("meta")
         memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
-    trained = {storage_of(p): x for x, p in module.named_parameters() if p.requires_grad}
+    memory = changing_memory(named, written)
     for t in tensors_held(module):
         if id(t) in memo:
             continue
-        if t.layout is torch.strided and (name := trained.get(storage_of(t))):
+        if name := viewed(t, memory):
             memo[id(t)] = _StaleView(t, name)
-        elif (
-            not t.is_leaf
-        ):  # forward has kept it of an earlier call, with a graph, and torch copies no such tensor
+        elif not t.is_leaf:  # kept by forward of an earlier call, with a graph: torch copies no such tensor
             memo[id(t)] = t.detach().clone()
     return deep_copy(module, memo)
 
 
+def changing_memory(named: Iterable[tuple[str, Tensor]], written: Collection[str]) -> dict[int, str]:
+    """The names of the tensors among `named`, pairs of a name and a tensor, whose values a step changes, by their
+    storages: of those that require gradients, and of the buffers `written`."""
+    return {storage_of(t): name for name, t in named if t.requires_grad or name in written}
+
+
+def viewed(t: Tensor, memory: Mapping[int, str]) -> str:
+    """The name of the tensor of which `t` is a view, of those in `memory` by storage; "" if of none."""
+    return memory.get(storage_of(t), "") if t.layout is torch.strided else ""
+
+
+def refuse_stale(func: Any, args: Any, got: str, place: str = "") -> None:
+    """Raise SettingError for a call of `func` with a view, made before, of the tensor `got`, whose first values a
+    trace would keep; not for a look at the view's shape. `place` is where the call is, as text."""
+    if "__get__" in str(func) and not isinstance(func(*args), Tensor):  # as that of .T is
+        return
+    got = f"a view of {got!r} that was made before{place and f', read {place}'}, which would keep its first values"
+    refuse(
+        "model", got, "one made in forward or in the loss", "make it there, as self.weight[0], or clone() it"
+    )
+
+
 class _StaleView(Tensor):
-    """In a copy of a module, an attribute that is a view of the trained parameter `parameter`, without memory.
-    It may be replaced, as nn.utils.spectral_norm does; a read raises SettingError, as a trace would keep values."""
+    """In a copy of a module, an attribute that is a view of the tensor `viewed`, which a step changes; without
+    memory. It may be replaced, as nn.utils.spectral_norm does; a read of it is refused."""
 
-    parameter: str
+    viewed: str
 
-    def __new__(cls, t: Tensor, parameter: str) -> "_StaleView":
+    def __new__(cls, t: Tensor, viewed: str) -> "_StaleView":
         view = t.detach().to("meta").as_subclass(cls)
-        view.parameter = parameter
+        view.viewed = viewed
         return view
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_StaleView":
@@ -49,13 +75,10 @@ class _StaleView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "__get__" not in str(func):  # a look at its shape
-            name = next(x.parameter for x in tree_leaves((args, kwargs)) if isinstance(x, _StaleView))
-            got = f"an attribute that is a view of {name!r}, which would keep its first values"
-            refuse(
-                "model", got, "one made in forward", "make it there, as self.weight[0], or clone() it before"
-            )
-        return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            view = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, _StaleView))
+            refuse_stale(func, args, view.viewed)
+            return func(*args, **(kwargs or {}))
 
 
 def modules_held(module: nn.Module) -> Iterator[nn.Module]:
@@ -73,7 +96,7 @@ def tensors_held(module: nn.Module) -> list[Tensor]:
     return [t for m in modules_held(module) for t in tree_leaves(vars(m)) if isinstance(t, Tensor)]
 
 
-def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def deep_copy(module: M, memo: dict[int, Any]) -> M:
     """`copy.deepcopy` of a module, whose hooks, and other functions in attributes, know the copies of what they
     close over: a hook that writes into an attribute of a module writes into that of its copy."""
     held = (x for m in modules_held(module) for x in vars(m).values())

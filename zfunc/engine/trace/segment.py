@@ -213,9 +213,11 @@ def make_segment(
     share: Mapping[str, str] | None,
     prefix: str,
     written: Iterable[str] = (),
+    source: tuple[nn.Module, Facts] | None = None,
 ) -> Segment:
     """Make a Segment as `segment` does, with parameters named `prefix` + the name in the module. `written`
-    names further buffers that forward changes, beside those that `changed_by_forward` finds."""
+    names further buffers that forward changes, beside those that `changed_by_forward` finds. `source` is the
+    module whose changes are noticed, with its facts now: `module` itself by default."""
     # 1. What cannot be a function of its parameters.
     refuse_inference_mode("segment")
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
@@ -269,14 +271,14 @@ def make_segment(
 
     # 3. Buffers: constants, and those that forward changes.
     changing, types = changed_by_forward(name, module)
-    changing = tuple(dict.fromkeys([*changing, *written]))
+    changing = *changing, *sorted({*written} - {*changing})
     meta, constants = on_meta == {True}, _slots(module, "_buffers")
     if meta and any(t.is_meta for t in constants.values()):
         constants = _real_module(name, module, 0)[1]
     constants = {k: v.detach().clone() for k, v in constants.items()}
 
     # 4. Functions: of a copy without memory, in training mode and in eval mode; and the initial values.
-    skeleton = skeleton_of(module)
+    skeleton = skeleton_of(module, changing)
     owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
 
     def initial(seed: int) -> Values:
@@ -292,11 +294,11 @@ def make_segment(
         shared=frozenset(share.values()),
         origins={full: own[short] for full, short in chosen.items()},
         twins={short: twin for short, twin in twins.items() if short != twin},
-        evaluate=_functional(skeleton_of(module).eval(), twins, types, changing, returned=False),
+        evaluate=_functional(skeleton_of(module, changing).eval(), twins, types, changing, returned=False),
         constants={k: v for k, v in constants.items() if k not in changing},
         buffers={k: constants[k] for k in changing},
         module=skeleton,
-        source=(module, held(module)),
+        source=source or (module, held(module)),
         behaviour=held(module, tensors=False),
     )
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.batches import LABELS
 from zfunc.engine.trace.model_segments import NO_LOSS
+from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.ctc import SizedCTC
@@ -35,16 +36,21 @@ class CalledModel(nn.Module):
         super().__init__()
         self.by_value = by_value  # whether forward reads values that are known
         self.read: Any = None  # is told the inputs whose values are read
-        self.passes_checks = by_value  # of values that are not known
         self.unchecked = set[str]()  # the places of these in the user's code
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
         if not isinstance(getattr(loss, "__self__", loss), nn.Module | FunctionType | None):
             loss = _function_of(loss)  # whose object is not copied with the model
         self.own = (model, loss)  # in a tuple, or they would be children
-        self.changing = frozenset[str]()  # names of buffers that forward writes
         named = tensors_of(model if source is None else source)
         self.source = {x: weakref.ref(t) for x, t in named.items()}  # what a loss may close over, by name
+        changing, self.types = changed_by_forward("model", self)
+        self.changing = {*changing}  # names of buffers that forward writes, as far as is known
+
+    @property
+    def passes_checks(self) -> bool:
+        """Whether checks of values that are not known are passed: where others are, and in eval mode."""
+        return self.by_value or not self.training
 
     def train(self, mode: bool = True) -> "CalledModel":
         """Set training mode, or eval mode, of this wrapper and of the wrapped model, which is no child module."""

@@ -39,7 +39,7 @@ from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import FakeMode, Values
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.batch_call import BatchCall
-from zfunc.models.cut.called import lacks_targets, takes_inputs_alone
+from zfunc.models.cut.called import CalledModel, lacks_targets, takes_inputs_alone
 from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError
 from zfunc.models.cut.functions import FunctionCalls, apply_in_module
 from zfunc.models.cut.gradients import gradient_graphs
@@ -94,12 +94,9 @@ class _TensorsRead(TorchFunctionMode):
 
 @frozen(eq=False)
 class ModuleExport:
-    """What exports the graphs of the module in the segment `whole`. `changing` are the names of the buffers that
-    forward writes; `types` maps names of tensors that take their dtype from another to that one's name."""
+    """What exports the graphs of the CalledModel in the segment `whole`."""
 
     whole: Segment
-    changing: tuple[str, ...]
-    types: dict[str, str]
 
     def graph(
         self, x: Any, dtype: torch.dtype, *, training: bool, by_value: bool | None, given: str
@@ -111,9 +108,9 @@ class ModuleExport:
         mode, fakes, inputs = self._fake_tensors(x, dtype)
         trained = {p.name for p in self.whole.parameters if p.trainable}
         buffers = self._buffers(dtype)
-        module = _with_tensors(self.whole, fakes, buffers)
+        module = _with_tensors(self.called, fakes, buffers)
         if not training:
-            module.eval().passes_checks = True
+            module.eval()
         if by_value is not None:
             module.by_value = by_value
         # 2. Its graph, cut.
@@ -154,7 +151,7 @@ class ModuleExport:
             exported,
             names=_first_names(module),
             trained=trained,
-            changed={*self.changing},
+            changed={*self.whole.buffers},
         )
         # 3. Whether the graph has the module's own gradients.
         if training:
@@ -170,17 +167,22 @@ class ModuleExport:
         return cut_in
 
     @property
+    def called(self) -> CalledModel:
+        """The user's module called for its loss, without memory."""
+        assert isinstance(self.whole.module, CalledModel)
+        return self.whole.module
+
+    @property
     def model(self) -> nn.Module:
         """The user's module, without the loss."""
-        assert self.whole.module is not None
-        return self.whole.module.own[0]
+        return self.called.own[0]
 
     def _fake_tensors(self, x: Any, dtype: torch.dtype) -> tuple[FakeMode, Values, Any]:
         """Make a mode of fake tensors (shapes without memory), and in it the module's parameters in `dtype`
         by short name, and inputs like `x`."""
         mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         buffers = {**self.whole.constants, **self.whole.buffers}
-        types = {x: buffers[own].dtype for x, own in self.types.items() if own in buffers}
+        types = {x: buffers[own].dtype for x, own in self.called.types.items() if own in buffers}
         with mode:
             fakes = {
                 x: torch.empty(p.shape, dtype=types.get(x, dtype), device="cpu") for x, p in self._by_short()
@@ -191,7 +193,8 @@ class ModuleExport:
     def _buffers(self, dtype: torch.dtype) -> Values:
         """The module's buffers by name; a buffer that takes its dtype from a parameter is in `dtype`."""
         own = {**self.whole.constants, **self.whole.buffers}
-        return {x: t if self.types.get(x, x) in own else t.to(dtype) for x, t in own.items()}
+        types = self.called.types
+        return {x: t if types.get(x, x) in own else t.to(dtype) for x, t in own.items()}
 
     def read_by(
         self, x: Any, *, training: bool, by_value: bool
@@ -205,10 +208,10 @@ class ModuleExport:
     def _read_by(self, x: Any, training: bool, by_value: bool) -> Any:
         mode, fakes, inputs = self._fake_tensors(x, torch.float32)
         buffers = {x: t.clone() for x, t in self._buffers(torch.float32).items()}  # which forward may write
-        module = _with_tensors(self.whole, fakes, buffers)
+        module = _with_tensors(self.called, fakes, buffers)
         if not training:
             module.eval()
-        module.by_value = module.passes_checks = by_value
+        module.by_value = by_value
         found = (dict[str, str](), dict[str, str]())
         module.read = lambda name, count: found[count].setdefault(name, place_here())
         # A check of values, which no trace keeps, reads none.
@@ -229,10 +232,9 @@ class ModuleExport:
         """Run the module with `params`, of `dtype`, on `inputs`. If this fails, raises ValueError for the inputs,
         which it calls `given`, or for the model in `dtype`."""
         try:
-            self.whole.function(params, inputs, skeleton=_uncalled(self.whole))
+            self.whole.function(params, inputs, skeleton=_uncalled(self.called))
         except Exception as error:
-            assert self.whole.module is not None
-            model, loss = self.whole.module.own
+            model, loss = self.called.own
             if loss is None and given == "example" and takes_inputs_alone(model, inputs):
                 got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
                 refuse("loss", got, *NO_LOSS, cause=error)
@@ -266,15 +268,15 @@ class ModuleExport:
         } | buffers
 
         def graph(params: Values, _: Any) -> Tensor:
-            tensors = {**params, **{x: params[x].clone() for x in self.changing}}
+            tensors = {**params, **{x: params[x].clone() for x in self.whole.buffers}}
             return piece.run(torch.device("cpu"), *(tensors[x] for x in piece.short.values()), *leaves)[0]
 
-        called = _uncalled(self.whole)
+        called = _uncalled(self.called)
 
         def module(params: Values, x: Any) -> Tensor:
             with _HooksRefused(), applied_by(apply_in_module):
                 y = self.whole.function(params, x, skeleton=called)
-            return y[0] if self.changing else y
+            return y[0] if self.whole.buffers else y
 
         with _writes_in_checkpoints(called.own[0]) as again:
             own, (value, state, operation) = changes_from_call_to_call(
@@ -387,21 +389,19 @@ def _as_computed(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype, device="meta")
 
 
-def _with_tensors(whole: Segment, fakes: Values, buffers: Values) -> Any:
-    """A copy of the module of segment `whole` with the tensors `fakes` as parameters, and `buffers`."""
-    module: Any = whole.module
+def _with_tensors(called: CalledModel, fakes: Values, buffers: Values) -> CalledModel:
+    """A copy of `called` with the tensors `fakes` as parameters, and `buffers`."""
     memo: dict[int, Any] = {
-        id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in module.named_parameters()
+        id(t): nn.Parameter(fakes[x], t.requires_grad) for x, t in called.named_parameters()
     }
-    memo |= {id(t): buffers[x] for x, t in module.named_buffers()}
-    return deep_copy(module, memo)
+    memo |= {id(t): buffers[x] for x, t in called.named_buffers()}
+    return deep_copy(called, memo)
 
 
-def _uncalled(whole: Segment) -> Any:
-    """A copy of the module of segment `whole`, with its tensors, to be called: forward may keep fake ones (a mask,
-    Qwen3-VL's rope_deltas), which the next trace is not to find."""
-    assert whole.module is not None
-    return deep_copy(whole.module, {id(t): t for t in tensors_held(whole.module)})
+def _uncalled(called: CalledModel) -> CalledModel:
+    """A copy of `called`, with its tensors, to be called: forward may keep fake ones (a mask, Qwen3-VL's
+    rope_deltas), which the next trace is not to find."""
+    return deep_copy(called, {id(t): t for t in tensors_held(called)})
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

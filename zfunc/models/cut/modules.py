@@ -20,7 +20,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from zfunc.engine.trace.batches import Batch, check_leaves, unmarked
 from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.model_segments import check_loss
-from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.segment import IDLE, Segment, make_segment
 from zfunc.engine.trace.tensor_memory import Values
@@ -117,13 +116,11 @@ def cuts(
     read = partial(call_of, has_loss=loss is not None)
     check_leaves("example", example)
     call = read(example)[0]
-    written, names = set[str](), None
+    names = None
     while True:
-        changing, types = changed_by_forward("model", called)
-        called.changing = frozenset({*changing, *written})
-        whole = make_segment("model", called, None, "", sorted(written))
+        whole = make_segment("model", called, None, "", called.changing, source)
         limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
-        export = ModuleExport(whole, tuple(whole.buffers), types)
+        export = ModuleExport(whole)
         traces = ModuleTraces(export, outside, limit, names or {}, {**(names or {})})
         try:
             with outside.tracing():
@@ -132,21 +129,17 @@ def cuts(
                 first = traces.with_late(first, call)
             first.check_functions()
         except BuffersWrittenError as error:
-            written |= error.args[0]
+            called.changing |= error.args[0]
         except ValueBranchError:
             if names is not None:
                 raise
-            called = CalledModel(called.own[0], loss, by_value=True, source=given)
-            called.changing = frozenset({*changing, *written})
-            export = evolve(export, whole=make_segment("model", called, None, "", sorted(written)))
-            names = _inputs_read(export, call)
+            called.by_value, names = True, _inputs_read(export, call)
             read = partial(call_of, has_loss=loss is not None, by_value=names)
             call = read(example)[0]
         except NotCutError as error:
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
-            one = evolve(whole, read_batch=read, buffer_names=names, source=source)
-            one = evolve(one, outside=Outside(watched, loss))
+            one = evolve(whole, read_batch=read, buffer_names=names, outside=Outside(watched, loss))
             yield ModuleCut((one,), [file_of(model)], limit)
             return
         else:
@@ -205,7 +198,7 @@ def _find_late(traces: ModuleTraces, call: BatchCall, first: ModuleTrace) -> Non
                 _numbers_marked(call), training=False, by_value=True
             )
             traces.in_eval |= {name: name not in values for name in (*values, *counted)}
-        traces.late = read - first.read - {*traces.export.changing}
+        traces.late = read - first.read - {*traces.export.whole.buffers}
 
 
 # --- segments of a trace ------------------------------------------------------------------------------------
@@ -281,9 +274,9 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
         return (x[0], s + 1, *alive)
     device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
     tensors = dict(params)
-    changing = {x: name for x, name in piece.short.items() if name in traces.export.changing}
+    changing = {x: name for x, name in piece.short.items() if name in traces.export.whole.buffers}
     short = {name: x for x, name in piece.short.items()}
-    like = {x: short.get(traces.export.types.get(name, "")) for x, name in piece.short.items()}
+    like = {x: short.get(traces.export.called.types.get(name, "")) for x, name in piece.short.items()}
     tensors |= {x: params[x].to(params[other].dtype) for x, other in like.items() if other}
     tensors |= {x: tensors[x].clone() for x in changing}
     results = piece.run(device, *(tensors[x] for x in piece.short), *alive)

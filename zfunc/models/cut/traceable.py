@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zfunc.engine.trace.module_copies import changing_memory, refuse_stale, viewed
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 from zfunc.models.cut.user_code import passing_check, place_here
@@ -43,15 +44,15 @@ class Traceable(TorchFunctionMode):
         self.model = model.own[0]
         source = {x: t for x, ref in model.source.items() if (t := ref()) is not None}
         self.source = {id(t): x for x, t in source.items()}
-        trained = {x for x, _ in model.named_parameters()}
-        self.memory = {
-            unwrapped_storage(t): x for x, t in source.items() if x in trained or x in model.changing
-        }
+        self.memory = changing_memory(source.items(), model.changing)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(isinstance(t, Tensor) and self._is_source(t) for t in tree_leaves((args, kwargs))):
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor) and id(t) not in self.source and (name := self._viewed(t)):
+                refuse_stale(func, args, name, place_here())
+        if any(id(t) in self.source for t in tree_leaves((args, kwargs))):
             args, kwargs = tree_map_only(Tensor, self._own, (args, kwargs))
         name = self.names.get(id(args[0])) if args else None
         if func == DATA_SET:
@@ -77,24 +78,10 @@ class Traceable(TorchFunctionMode):
         func = _refs.istft if func is torch.istft else func  # the same bits, and no check
         return func(*args, **(kwargs or {}))
 
-    def _is_source(self, t: Tensor) -> bool:
-        """Whether `t` is a parameter or buffer of the user's model. Raises SettingError for a view of one."""
+    def _viewed(self, t: Tensor) -> str:
+        """The name of the tensor of the user's model, which a step changes, that `t` is a view of; else ""."""
         inner = torch.func.debug_unwrap(t)
-        if id(inner) in self.source and inner is t:
-            return True
-        if (
-            not is_fake(inner)
-            and inner.layout is torch.strided
-            and (x := self.memory.get(unwrapped_storage(inner)))
-        ):
-            got = f"a view of {x!r} that was made before, read {place_here()}, which would keep its first values"
-            refuse(
-                "model",
-                got,
-                f"{x!r} itself",
-                "make the view in forward or in the loss, or clone() its values",
-            )
-        return False
+        return "" if is_fake(inner) else viewed(inner, self.memory)
 
     def _own(self, t: Tensor) -> Tensor:
         """The tensor that the model has now for a parameter or buffer `t` of the user's model; else `t`."""
