@@ -81,7 +81,7 @@ class Settings:
 
 
 SMOOTHING, BETAS, LENGTHS, SETTINGS = 0.0, {"beta": 1.0, "step": 0}, {}, Settings()
-CALLS = {"number": 0}
+CALLS, HEATS = {"number": 0}, [Settings() for _ in range(3)]
 NAMED, GIVEN, OWNER = (
     SimpleNamespace(beta=1.0, step=0, inner=SimpleNamespace(beta=1.0)),
     Settings(),
@@ -93,6 +93,10 @@ READ.BETA = READ.STEP = 1.0  # type: ignore[attr-defined]
 
 def scaled(x: Tensor) -> Tensor:
     return x * 1.0
+
+
+def heated(heat: Settings) -> Callable[..., Tensor]:
+    return lambda _, __, y: y * heat.beta
 
 
 def reading_outside() -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float], None]]:
@@ -119,6 +123,8 @@ def test_what_changes_outside_after_the_cut_is_refused_or_told_once(
     torch.manual_seed(0)
     (loss, set_warmth), model = reading_outside(), Annealed(whole=False)
     model.settings = Settings()  # type: ignore[assignment]
+    for layer, heat in zip(model.layers, HEATS, strict=True):
+        layer.register_forward_hook(heated(heat))
 
     def data(rows: int) -> tuple[Tensor, Tensor]:
         return torch.randn(rows, 8), torch.arange(rows)
@@ -136,6 +142,7 @@ def test_what_changes_outside_after_the_cut_is_refused_or_told_once(
         "attribute of partial": lambda: vars(GIVEN).update(beta),
         "global OWNER": lambda: vars(OWNER).update(beta),
         "global CRITERION": lambda: vars(CRITERION).update(label_smoothing=0.1),
+        "closure variable heat of heated.": lambda: vars(HEATS[1]).update(beta),
         "attribute model.settings": lambda: vars(model.settings).update(beta),
     }
     nothing: list[Callable[[], Any]] = [
@@ -159,7 +166,7 @@ def test_what_changes_outside_after_the_cut_is_refused_or_told_once(
         caplog.clear()
         monkeypatch.undo()
         set_warmth(1.0)
-        for x in (SETTINGS, NAMED.inner, GIVEN, OWNER):
+        for x in (SETTINGS, NAMED.inner, GIVEN, OWNER, *HEATS):
             x.beta = 1.0
         BETAS["beta"], CRITERION.label_smoothing = 1.0, 0.0
 

@@ -4,6 +4,7 @@ import dis
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain, count
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,6 +22,11 @@ from zfunc.engine.trace.facts import (
     itself,
     of_library,
 )
+
+Code = tuple[Any, Any]  # what is called, and the class whose methods it calls by name, or None
+Read = tuple[
+    str, int, Any
+]  # a name that the user knows, the identity of the scope that has it, and the value
 
 
 @define(eq=False)
@@ -49,44 +55,70 @@ def read_outside(module: nn.Module | None, function: Any, *, plain: bool = True)
     """The plain values, by name, that a module's code, `function`, and the user's functions called there read from
     closures, globals and modules of Python. Unless `plain`, also class attributes, and other values: of containers,
     objects and classes what is in them under names that the code has."""
-    found, rest, places, names = Facts(), Facts(), dict[str, int](), set[str]()
-    own = [*module.modules()] if module else []
-    for kind in () if plain else dict.fromkeys(x for m in own for x in type(m).__mro__ if not of_library(x)):
-        values = {f"class attribute {kind.__name__}.{k}": x for k, x in vars(kind).items() if k[:2] != "__"}
-        found |= {name: (repr(x),) for name, x in values.items() if is_plain(x)}
-    left: list[tuple[Any, Any]] = [(function, None), *(x for m in own for x in _code_of(m))]
-    seen: dict[int, Any] = {id(m): m for m in own}
-    while left:
-        f, owner = left.pop()
+    facts = {} if plain else _class_attributes(module)
+    objects, texts, scopes = dict[str, Any](), set[str](), dict[str, int]()
+    for reader, texts_in_code, reads in _reached(module, function):
+        texts |= texts_in_code
+        for name, scope, x in reads:
+            longer = f"{name} of {reader}" if reader else name
+            names = chain((name, longer), (f"{longer} ({n})" for n in count(2)))
+            name = next(y for y in names if scopes.setdefault(y, scope) == scope)  # of no other scope
+            if is_plain(x):
+                facts[name] = compared(x, type, 0)
+            else:
+                objects[name] = x
+    return facts if plain else facts | {x: compared(y, itself, 0, texts) for x, y in objects.items()}
+
+
+def _class_attributes(module: nn.Module | None) -> Facts:
+    """The plain attributes of the user's classes of `module` and the modules in it, by name."""
+    kinds = dict.fromkeys(x for m in _modules(module) for x in type(m).__mro__ if not of_library(x))
+    values = ((f"{kind.__name__}.{k}", x) for kind in kinds for k, x in vars(kind).items() if k[:2] != "__")
+    return {f"class attribute {name}": (repr(x),) for name, x in values if is_plain(x)}
+
+
+def _modules(module: nn.Module | None) -> list[nn.Module]:
+    return [*module.modules()] if module else []
+
+
+def _reached(module: nn.Module | None, function: Any) -> Iterator[tuple[str, frozenset[str], list[Read]]]:
+    """Follow the user's code that calls of `module` and `function` may run. Yield of each function there its name,
+    the names and texts in its code, and what it reads, but for parts of `module`; of each object that is called, or
+    whose method is, no name, no texts, and itself as read."""
+    seen: dict[int, Any] = {
+        id(m): m for m in _modules(module)
+    }  # objects, too, or others get their identities
+    queue: list[Code] = [(function, None), *(x for m in seen.values() for x in _code_of(m))]
+    while queue:
+        f, owner = queue.pop()
         if id(f) in seen:
             continue
-        seen[id(f)] = f  # which keeps its identity
-        left += _code_in(f, owner)
-        called = f.__self__ if isinstance(f, MethodType) else f
-        if isinstance(f, type) and issubclass(f, Function):
-            rest[f"an attribute of {f.__name__}"] = f
-        elif isinstance(f, partial) or (
-            is_open(called, called=True) and (called is f or id(called) not in seen)
-        ):
-            rest[f"an attribute of {type(called).__name__}"] = called
-        if not isinstance(f, FunctionType) or of_library(f):
-            continue
-        said = _said_in(f.__code__)
-        names |= said
-        left += _methods(owner, said)
-        for name, place, x in _read_by(f, said):
-            name = name if places.setdefault(name, place) == place else f"{name} of {f.__qualname__}"
-            if is_plain(x):
-                found[name] = compared(x, type, 0)
-            elif id(x) not in seen:  # as a part of the module is
-                rest[name] = x
-                left += [(x, None)] if callable(x) else []
-                left += _methods(x if isinstance(x, type) else type(x), said)
-    return found if plain else found | {name: compared(x, itself, 0, names) for name, x in rest.items()}
+        seen[id(f)] = f
+        queue += _code_in(f, owner)
+        called = _object_of(f)
+        if called is not None and (called is f or id(called) not in seen):
+            kind = called if isinstance(called, type) else type(called)
+            yield "", frozenset(), [(f"an attribute of {kind.__name__}", id(called), called)]
+        if isinstance(f, FunctionType) and not of_library(f):
+            texts = _texts_in(f.__code__)
+            queue += _methods(owner, texts)
+            reads = [x for x in _reads(f, texts) if is_plain(x[2]) or id(x[2]) not in seen]
+            yield f.__qualname__, texts, reads
+            for x in (x for *_, x in reads if not is_plain(x)):
+                queue += [(x, None)] if callable(x) else []
+                queue += _methods(x if isinstance(x, type) else type(x), texts)
 
 
-def _code_in(f: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what a call of `f` runs, each with the class whose methods it calls: for a method, `owner`."""
+def _object_of(f: Any) -> Any:
+    """The object whose attributes a call of `f` reads: of a method its own, of an autograd function the class."""
+    if isinstance(f, partial) or (isinstance(f, type) and issubclass(f, Function)):
+        return f
+    x = f.__self__ if isinstance(f, MethodType) else f
+    return x if is_open(x, called=True) else None
+
+
+def _code_in(f: Any, owner: Any) -> Iterator[Code]:
+    """Yield what a call of `f`, a method of the class `owner` if that is not None, runs."""
     yield getattr(f, "__wrapped__", None), owner
     if isinstance(f, nn.Module):
         yield from (x for m in f.modules() for x in _code_of(m))
@@ -103,51 +135,50 @@ def _code_in(f: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
         yield getattr(type(f), "__call__", None), type(f)  # noqa: B004 - of the class
 
 
-def _code_of(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield what a call of `module` may run, each with the class whose methods it calls: its forward, its hooks,
-    and what its attributes hold."""
-    kind, own = type(module), vars(module)
-    yield own.get("forward", kind.forward), kind
+def _code_of(module: nn.Module) -> Iterator[Code]:
+    """Yield what a call of `module` may run: its forward, its hooks, and what its attributes hold."""
+    kind, attributes = type(module), vars(module)
+    yield attributes.get("forward", kind.forward), kind
     yield from ((x, None) for x in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
-    for x in () if of_library(kind) else own.values():
+    for x in () if of_library(kind) else attributes.values():
         yield from ((y, None) for y in (x if isinstance(x, tuple | list) else (x,)) if callable(y))
 
 
-def _methods(kind: Any, names: Iterable[str]) -> Iterator[tuple[Any, Any]]:
-    """Yield the methods and properties under `names` of the class `kind`, with the class, if that is the user's."""
+def _methods(kind: Any, names: Iterable[str]) -> Iterator[Code]:
+    """Yield the methods and properties under `names` of the class `kind`, if that is the user's."""
     if kind is not None and not of_library(kind):
-        found = ((getattr(kind, name, None), kind) for name in names)
-        yield from (x for x in found if callable(x[0]) or isinstance(x[0], property))
+        attributes = (getattr(kind, name, None) for name in names)
+        yield from ((x, kind) for x in attributes if callable(x) or isinstance(x, property))
 
 
-def _read_by(f: FunctionType, said: Iterable[str]) -> Iterator[tuple[str, int, Any]]:
-    """Yield what the function `f` reads from closures and globals: name, place, and value. Of the user's modules of
-    Python these are their attributes in `said`."""
+def _reads(f: FunctionType, names: Iterable[str]) -> Iterator[Read]:
+    """Yield what the function `f` reads from closures and globals. Of the user's modules of Python these are their
+    attributes in `names`."""
     cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
-    left = [(f"closure variable {name}", id(cell), content_of(cell)) for name, cell in cells]
-    given = f.__globals__
-    left += [(f"global {x}", id(given), given[x]) for x in _globals_in(f.__code__) if x in given]
-    while left:
-        name, place, x = left.pop()
+    queue = [(f"closure variable {name}", id(cell), content_of(cell)) for name, cell in cells]
+    space = f.__globals__
+    queue += [(f"global {x}", id(space), space[x]) for x in _globals_in(f.__code__) if x in space]
+    while queue:
+        name, place, x = queue.pop()
         if not isinstance(x, ModuleType):
             yield name, place, x
         elif x.__name__.partition(".")[0] not in LIBRARIES:
-            left += [(f"{name}.{k}", id(x), vars(x)[k]) for k in said if k in vars(x)]
+            queue += [(f"{name}.{k}", id(x), vars(x)[k]) for k in names if k in vars(x)]
 
 
 @cache
 def _globals_in(code: CodeType) -> frozenset[str]:
     """The names of the globals that `code`, and functions made in it, read."""
-    own = (x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
-    return frozenset(own).union(*(_globals_in(x) for x in code.co_consts if isinstance(x, CodeType)))
+    loaded = (x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
+    return frozenset(loaded).union(*(_globals_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
 @cache
-def _said_in(code: CodeType) -> frozenset[str]:
+def _texts_in(code: CodeType) -> frozenset[str]:
     """The names of attributes, and the texts, in `code` and in functions made in it."""
-    found, left = {*code.co_names}, [*code.co_consts]
-    while left:
-        x = left.pop()
-        left += x if isinstance(x, tuple | frozenset) else ()
-        found |= _said_in(x) if isinstance(x, CodeType) else {x} if isinstance(x, str) else set()
-    return frozenset(found)
+    texts, queue = {*code.co_names}, [*code.co_consts]
+    while queue:
+        x = queue.pop()
+        queue += x if isinstance(x, tuple | frozenset) else ()
+        texts |= _texts_in(x) if isinstance(x, CodeType) else {x} if isinstance(x, str) else set()
+    return frozenset(texts)
