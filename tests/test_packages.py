@@ -60,7 +60,7 @@ BUDGETS = {
     "engine": 11_949,
     "viz": 1_238,
     "planner": 3_774,
-    "models": 7_101,
+    "models": 7_148,
     "train": 6_851,
     "cli": 2_828,
     "tests": 55_297,

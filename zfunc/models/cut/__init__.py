@@ -8,6 +8,7 @@
     vmap           a vmap in a graph as the operations that it makes
     functions      calls of the user's autograd functions as nodes of a graph
     gradients      whether a trace has the gradients of its module
+    inputs_read    on which inputs' values a trace depends, and which tensors eval mode alone reads
     called         a module called with a batch, which returns its loss
     ctc            the loss of CTC in sizes that a trace knows
     user_code      the user's code in a stack of calls: where, and whether it checks a value

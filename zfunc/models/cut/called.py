@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from zfunc.engine.trace.batches import LABELS
 from zfunc.engine.trace.model_segments import NO_LOSS
 from zfunc.engine.trace.module_buffers import changed_by_forward
+from zfunc.engine.trace.module_copies import deep_copy, tensors_held
+from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.ctc import SizedCTC
@@ -57,6 +59,18 @@ class CalledModel(nn.Module):
         self.own[0].train(mode)
         self.training = mode
         return self
+
+    def with_tensors(self, tensors: Values) -> "CalledModel":
+        """A copy with `tensors`, by name, as parameters and buffers."""
+        memo: dict[int, Any] = {
+            id(t): nn.Parameter(tensors[x], t.requires_grad) for x, t in self.named_parameters()
+        }
+        return deep_copy(self, memo | {id(t): tensors[x] for x, t in self.named_buffers()})
+
+    def uncalled(self) -> "CalledModel":
+        """A copy with the same tensors, to be called: forward may keep fake ones (a mask, Qwen3-VL's rope_deltas),
+        which the next trace is not to find."""
+        return deep_copy(self, {id(t): t for t in tensors_held(self)})
 
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""

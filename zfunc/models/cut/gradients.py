@@ -1,14 +1,92 @@
-"""Whether two functions have the same gradients, by the graphs that autograd makes of them, without computing any.
+"""Whether a trace has the gradients of its module, by the graphs that autograd makes of both; none is computed.
 
 A trace may lose what autograd does: an autograd.Function's own backward, no_grad, detach, requires_grad_() inside.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from zfunc.engine.trace.autograd_functions import applied_by
+from zfunc.engine.trace.facts import held
+from zfunc.engine.trace.purity import SEEDED, changes_from_call_to_call
+from zfunc.engine.trace.segment import Segment
+from zfunc.engine.trace.tensor_memory import Values
+from zfunc.models.cut.called import CalledModel
+from zfunc.models.cut.exported_graph import NotCutError
+from zfunc.models.cut.functions import apply_in_module
+from zfunc.models.cut.pieces import module_piece
+from zfunc.models.cut.spans import CutGraph
+from zfunc.models.cut.user_code import place_here
+
+BESIDE_TORCH = (
+    f"Python's random module or NumPy, expected torch's: {SEEDED}. Pass them in the batch, or leave out what draws "
+    "them (of transformers, apply_spec_augment=False)"
+)
+log = logging.getLogger("zfunc")
+
+
+def check_gradients(whole: Segment, uncut: CutGraph, tensors: Values, inputs: Any, *, tell: bool) -> None:
+    """Raise NotCutError if the autograd graph of the CalledModel in segment `whole`, called on `inputs` with
+    parameters and buffers `tensors`, has nodes that the traced graph `uncut` lacks; ValueError for what changes
+    from call to call. If `tell`, the log says which buffers plain PyTorch would write more often."""
+    # 1. The module's graph, of two calls that change nothing from one to the other.
+    assert isinstance(whole.module, CalledModel)
+    called = whole.module.uncalled()
+
+    def module(params: Values, x: Any) -> Tensor:
+        with _HooksRefused(), applied_by(apply_in_module):
+            y = whole.function(params, x, skeleton=called)
+        return y[0] if whole.buffers else y
+
+    with _writes_in_checkpoints(called.own[0]) as again:
+        wanted, (value, state, operation) = changes_from_call_to_call(
+            lambda: gradient_graphs(module, tensors, inputs),
+            place_here,
+            lambda: held(called.own[0], tensors=False, by=type),
+        )
+    for place, names in again.items() if tell else ():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        log.warning(
+            "model: the checkpoint %s writes the buffer %r%s once a step; plain PyTorch may write again, where "
+            "its backward repeats forward",
+            *(place, next(iter(names)), more),
+        )
+    if value:
+        raise ValueError(
+            f"model: got {value}, which changes from call to call and would stay as in the trace, "
+            "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
+        )
+    if state:
+        raise ValueError(
+            f"model: got a tensor that forward keeps from call to call {state}, which would stay as in the "
+            "trace, expected a buffer of the model: register it (register_buffer; a loss that has one can be "
+            "called in forward), or pass it in the batch"
+        )
+    if operation:
+        raise ValueError(
+            f"model: got {operation} when called again, perhaps by a value that is kept outside of it, or "
+            f"random numbers from {BESIDE_TORCH}"
+        )
+    # 2. The trace's.
+    piece, leaves = module_piece(uncut, 0), tree_leaves(inputs)
+
+    def graph(params: Values, _: Any) -> Tensor:
+        copies = {**params, **{x: params[x].clone() for x in whole.buffers}}
+        weights = (copies[x] for x in piece.short.values())
+        return piece.run(torch.device("cpu"), *weights, *(leaves[i] for i in uncut.given))[0]
+
+    traced = gradient_graphs(graph, tensors, inputs)
+    if missing := next((node for digest, node in wanted.items() if digest not in traced), None):
+        raise NotCutError(f"its trace by torch.export has no {missing.name()} where the module has one")
 
 
 def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], x: Any) -> dict[str, Any]:
@@ -31,3 +109,34 @@ def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], 
         own = repr((node.name(), name, paths)).encode()
         digests[node] = hashlib.blake2b(own, digest_size=12).hexdigest() if name or paths else ""
     return {digest: f for f, digest in digests.items() if digest}
+
+
+class _HooksRefused(TorchFunctionMode):
+    """A mode in which a gradient hook on a tensor, which a trace would lose, raises NotCutError."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            raise NotCutError("forward registers a gradient hook on a tensor, which a trace would lose")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _writes_in_checkpoints(model: nn.Module) -> Iterator[dict[str, dict[str, None]]]:
+    """A context whose value names, in order by place, the buffers of `model` that are written or assigned in calls
+    of torch.utils.checkpoint that are made in it."""
+    name, found = "_checkpoint_without_reentrant_generator", dict[str, dict[str, None]]()
+    plain = getattr(torch.utils.checkpoint, name)
+
+    def buffers() -> dict[str, tuple[int, int]]:
+        return {x: (id(t), t._version) for x, t in model.named_buffers()}
+
+    def watched(*args: Any, **kwargs: Any) -> Iterator[None]:
+        before = buffers()
+        yield from plain(*args, **kwargs)  # ends when forward has run
+        if changed := {x: None for x, state in buffers().items() if state != before.get(x)}:
+            found.setdefault(place_here(), {}).update(changed)
+
+    with patch.object(torch.utils.checkpoint, name, watched):
+        yield found

@@ -8,14 +8,13 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from zfunc.engine.trace.batches import Batch, check_leaves, unmarked
 from zfunc.engine.trace.facts import held
@@ -23,11 +22,11 @@ from zfunc.engine.trace.model_segments import check_loss
 from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.segment import IDLE, Segment, make_segment
 from zfunc.engine.trace.tensor_memory import Values
-from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall, call_of, mark_values
 from zfunc.models.cut.called import CalledModel, Loss, without_idle_draws
 from zfunc.models.cut.exported_graph import BuffersWrittenError, NotCutError, ValueBranchError
+from zfunc.models.cut.inputs_read import find_late, inputs_by_value
 from zfunc.models.cut.module_export import ModuleExport, without_values
 from zfunc.models.cut.module_traces import ModuleTrace, ModuleTraces, file_of
 from zfunc.models.hf.adapters import with_pure_adapters
@@ -125,7 +124,7 @@ def cuts(
         try:
             with outside.tracing():
                 first = traces.of(without_values(call), torch.float32, training=True)
-                _find_late(traces, call, first)
+                find_late(traces, call, first)
                 first = traces.with_late(first, call)
             first.check_functions()
         except BuffersWrittenError as error:
@@ -133,7 +132,7 @@ def cuts(
         except ValueBranchError:
             if names is not None:
                 raise
-            called.by_value, names = True, _inputs_read(export, call)
+            called.by_value, names = True, inputs_by_value(export, call)
             read = partial(call_of, has_loss=loss is not None, by_value=names)
             call = read(example)[0]
         except NotCutError as error:
@@ -163,42 +162,6 @@ def cuts(
                 first = traces.with_late(traces.of(without_values(call), torch.float32, training=True), call)
     finally:
         traces.uncut.clear()
-
-
-def _inputs_read(export: ModuleExport, call: BatchCall) -> dict[str, bool]:
-    """The integer inputs of `call` on whose values a trace depends, by name: False if on all values, which is
-    logged; True if only on how many elements masks made of the input select."""
-    values, counted, _ = export.read_by(_numbers_marked(call), training=True, by_value=True)
-    for name, place in values.items():
-        log.warning(
-            "model: the values of %s decide shapes or a branch %s: each other ones cost a trace, of which %d are "
-            "kept; compute what depends on many in the collator",
-            *(name.removeprefix(".inputs"), place, MAX_TRACES),
-        )
-    return {name: name not in values for name in (*values, *counted)}
-
-
-def _numbers_marked(call: BatchCall) -> Any:
-    """`call` for a trace, with the values of all its integer inputs known."""
-    given = ((keystr(path), unmarked(t)) for path, t in tree_flatten_with_path(call)[0])
-    numbers = {name: True for name, t in given if isinstance(t, Tensor) and not t.is_floating_point()}
-    return without_values(mark_values(call, numbers))
-
-
-def _find_late(traces: ModuleTraces, call: BatchCall, first: ModuleTrace) -> None:
-    """Run the module of `traces` on the example `call` in eval mode, and set what that reads and training mode,
-    whose trace is `first`, does not: `traces.in_eval`, `traces.late`. Where it fails, evaluation will say why."""
-    with suppress(ValueError):
-        try:
-            *_, read = traces.export.read_by(
-                without_values(call), training=False, by_value=bool(traces.by_value)
-            )
-        except ValueBranchError:
-            values, counted, read = traces.export.read_by(
-                _numbers_marked(call), training=False, by_value=True
-            )
-            traces.in_eval |= {name: name not in values for name in (*values, *counted)}
-        traces.late = read - first.read - {*traces.export.whole.buffers}
 
 
 # --- segments of a trace ------------------------------------------------------------------------------------
