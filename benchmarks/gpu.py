@@ -46,13 +46,16 @@ class Item:
 
 WIDE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 --batch-size 10"
 TOY_GPT = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --batch-size 2"
+# Where tests marked `gpu` are: each of the workers would import all others, too, for half a minute.
+GPU_TESTS = "tests/device tests/engine/test_tile_attention.py tests/optim/test_update.py "
+GPU_TESTS += "tests/optim/test_whole_parameters.py tests/planner/test_calibrate.py"
 TOY_TEST = "tests/device/test_device_memory.py::test_peak_memory_is_as_planned[pretend-settings2]"
 ITEMS = (
     Item(
         "tests",
         "pytest",
         "-W default -q",
-        "-n 12 --dist loadgroup --tb=short -m 'gpu and not slow' tests",
+        f"-n 12 --dist loadgroup --tb=short -m 'gpu and not slow' {GPU_TESTS}",
         f"--device pretend {TOY_TEST}",
         160,
     ),

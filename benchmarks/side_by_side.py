@@ -392,13 +392,11 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
     parts: list[str] = []
     for size, of in results.items():
-        card, arguments = of["about"], of["arguments"]
-        held = (
-            f"the largest that {arguments['host_gb']:g} GB of host memory hold" if size == "largest" else size
-        )
+        card, job = of["about"], job_of(argparse.Namespace(**of["arguments"]))
+        held = f"the largest that {job.host_gb:g} GB of host memory hold" if size == "largest" else size
         parts.append(
-            f"A GPT, {held}: {arguments['batch_size']} x {arguments['seq_length']:,} tokens a step, "
-            f"{arguments['precision']}, clipped, blocks recomputed, on one {card['accelerator']} beside "
+            f"A GPT, {held}: {job.batch_size} x {job.seq_length:,} tokens a step, "
+            f"{job.precision}, clipped, blocks recomputed, on one {card['accelerator']} beside "
             f"{card['cores']} cores (`benchmarks/results/{of['file']}`). L{of['compared'][1:]}."
         )
         parts.append(table(HEADS, map(cells, of["rows"])))

@@ -66,6 +66,14 @@ def test_every_command_is_taken(
         take(item.module, words, monkeypatch)
 
 
+def test_the_item_of_tests_names_every_file_with_tests_for_a_gpu() -> None:
+    slow, listed = "@pytest.mark.slow\n@pytest.mark.gpu", [ROOT / x for x in gpu.GPU_TESTS.split()]
+    texts = {x: x.read_text().replace(slow, "") for x in Path(__file__).parent.rglob("*/test_*.py")}
+    marked = [x for x, text in texts.items() if "pytest.mark.gpu" in text]
+    assert marked
+    assert all(any(x.is_relative_to(own) for own in listed) for x in marked)
+
+
 @pytest.mark.usefixtures("interruptible")  # or what hangs is killed after 15 seconds in a background job
 def test_what_fails_or_runs_over_is_noted_and_the_rest_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,15 +57,15 @@ BUDGETS = {
     "runtime": 3_829,
     "optim": 3_225,
     "checkpoint": 4_533,
-    "engine": 11_949,
+    "engine": 11_953,
     "viz": 1_238,
     "planner": 3_774,
     "models": 7_148,
     "train": 6_851,
     "cli": 2_828,
-    "tests": 55_297,
+    "tests": 55_352,
     "course": 5_289,
-    "benchmarks": 6_237,
+    "benchmarks": 6_238,
     "docs": 1_785,
 }
 

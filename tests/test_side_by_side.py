@@ -20,8 +20,12 @@ from zfunc.models.gpt_config import num_parameters
 RESULTS = Path(side_by_side.ROOT, "benchmarks/results")
 
 
+def arguments(*words: str) -> argparse.Namespace:
+    return side_by_side.parser().parse_args([*words, "--device", "cpu"])
+
+
 def job(*words: str) -> argparse.Namespace:
-    return side_by_side.job_of(side_by_side.parser().parse_args([*words, "--device", "cpu"]))
+    return side_by_side.job_of(arguments(*words))
 
 
 def test_all_contestants_begin_with_the_same_weights() -> None:
@@ -133,7 +137,7 @@ def test_the_table_of_peers_is_made_from_the_newest_results(tmp_path: Path) -> N
     for day, name in (("2026-11-02", "old"), ("2026-12-01", "zfunc")):
         rows = [told(name), {"name": "torchao bf16", "error": "torchao is not | installed"}]
         results = {
-            "arguments": vars(job("--size", "1.3b")),
+            "arguments": vars(arguments("--size", "1.3b")),  # as the command writes them
             "about": about,
             "rows": rows,
             "compared": "losses: x",

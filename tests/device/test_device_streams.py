@@ -20,7 +20,7 @@ from zfunc.engine.program.fit_to_memory import measured_rates
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages import move_stages
 from zfunc.engine.stages.stages import STAGES
-from zfunc.engine.trace import joint_graph
+from zfunc.engine.trace import joint_graph, traced_passes
 from zfunc.planner.calibrate import clocked, issue_seconds, measure_launch
 from zfunc.runtime.executor import Executor
 
@@ -139,6 +139,49 @@ def test_a_busy_stream_does_not_let_a_copy_overtake(device: str) -> None:
         return weights_of(program, state)
 
     assert all(torch.equal(run(s), run("Serial")) for s in ("Overlapped", "Interleaved"))
+
+
+class WithConstants(nn.Module):
+    """A number, a list and a plain tensor attribute, which a trace has as constants on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.layers, self.table = nn.ModuleList(nn.Linear(16, 16) for _ in range(2)), torch.linspace(0, 1, 16)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            y = torch.where(x > 0, layer(x), torch.tensor(0.5, device=x.device))
+            x = x + y * self.table.to(x.device) * torch.tensor([1.0, 2.0] * 8, device=x.device)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_module_that_was_cut_trains_on_a_device_and_its_constants_wait_for_nothing(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from the host that waits for the device would end the launching ahead of it, in every pass."""
+    graphs, make = list[Any](), traced_passes.runnable
+    monkeypatch.setattr(traced_passes, "runnable", lambda x, *how: graphs.append(x) or make(x, *how))
+    ids = torch.randint(61, (4, 8), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    segments, losses = zfunc.segments(WithConstants(), batch), list[float]()
+    for place in ("cpu", device):
+        graphs.clear()
+        program = zfunc.compile(segments, device=place, precision="fp32")
+        state = zfunc.init(program, seed=1)
+        state, _ = zfunc.train_step(program, state, batch)
+        losses.append(zfunc.train_step(program, state, batch)[1].loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    copies = [
+        user
+        for x in graphs
+        for constant in x.graph.find_nodes(op="get_attr")
+        for user in constant.users
+        if user.kwargs.get("device") == program.device
+    ]
+    assert copies
+    assert all(x.kwargs["non_blocking"] for x in copies)
 
 
 @pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
