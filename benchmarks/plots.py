@@ -1,4 +1,4 @@
-"""How every plot of a benchmark looks. Only plots need matplotlib: it comes with `pip install ".[bench]"`."""
+"""How every plot of a benchmark looks. Only plots need matplotlib: it comes with `pip install -e ".[bench]"`."""
 
 from pathlib import Path
 from typing import Any

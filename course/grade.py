@@ -43,12 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _refuse(str(error))
     seed = os.environ.get("COURSE_SEED", "0") if arguments.seed is None else arguments.seed
+    if arguments.csv and not arguments.all:
+        return _refuse("got --csv without --all, expected both: results.json has the points of one student")
+    if arguments.adapters and not arguments.adapters.is_file():
+        return _refuse(f"got {arguments.adapters}, which is no file: pass your copy of the lab's adapters.py")
+    try:  # before what takes a minute
+        (arguments.out or Path()).mkdir(parents=True, exist_ok=True)
+        if arguments.csv:
+            arguments.csv.open("a").close()
+    except OSError as error:
+        return _refuse(f"got {error.filename}, which cannot be written ({error.strerror}): name another")
     if arguments.all:
         return grade_class(lab, arguments.all, arguments.csv, arguments.out, seed)
-    if arguments.csv:
-        return _refuse("got --csv without --all, expected both: results.json has the points of one student")
-    if not arguments.adapters.is_file():
-        return _refuse(f"got {arguments.adapters}, which is no file: pass your copy of the lab's adapters.py")
     report = grade(lab, arguments.adapters, seed)
     print(write(report, arguments.out or Path()))
     return int(report.score < lab.points)

@@ -1,6 +1,6 @@
 # # 7. Fine-tune a Hugging Face model on chats
 #
-# Run it with `python examples/07_finetune_hf.py`; it needs transformers (`pip install ".[hf]"`) and no network.
+# Run it with `python examples/07_finetune_hf.py`; it needs transformers (`pip install -e ".[hf]"`) and no network.
 #
 # A causal language model in a local folder is trained on chats, and goes back into a folder that `from_pretrained`
 # loads. The model here is a Llama of two layers with random weights, made and saved first, so that everything runs

@@ -1,6 +1,6 @@
 # # 13. A reward model
 #
-# Run it with `python examples/13_reward_model.py`; it needs `pip install ".[hf]"`.
+# Run it with `python examples/13_reward_model.py`; it needs `pip install -e ".[hf]"`.
 #
 # A reward model gives an answer a number, and is trained on pairs: of two answers to a prompt, the one that people
 # preferred is to get the larger one (Bradley and Terry's loss). With zfunc that is a model of transformers with one

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,14 @@ def test_modules_are_imported_by_their_public_names() -> None:
     code = "import zfunc.hf; from zfunc.lr import WarmupCosine; import zfunc; from zfunc.models import hf"
     check = "assert zfunc.hf is hf and zfunc.lr.WarmupCosine is WarmupCosine"
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
+
+
+def test_sources_that_are_not_installed_say_so(tmp_path: Path) -> None:
+    (tmp_path / "zfunc").symlink_to(Path(zfunc.__file__).parent)
+    command = [sys.executable, "-S", "-c", "import zfunc"]  # without what is installed
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "ImportError: got zfunc from" in done.stderr
+    assert "which is not installed, expected an installed one: pip install -e ." in done.stderr
 
 
 @pytest.mark.parametrize("name", zfunc.__all__)

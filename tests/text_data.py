@@ -66,7 +66,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def dataset(columns: dict[str, Any]) -> Any:
-    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    datasets = pytest.importorskip("datasets", reason='pip install -e ".[datasets]"')
     return datasets.Dataset.from_dict(columns)
 
 
@@ -76,7 +76,7 @@ def save(path: Path, columns: dict[str, Any], **more: Any) -> Path:
 
 
 def save_splits(path: Path, **columns: dict[str, Any]) -> Path:
-    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    datasets = pytest.importorskip("datasets", reason='pip install -e ".[datasets]"')
     datasets.DatasetDict({name: dataset(one) for name, one in columns.items()}).save_to_disk(path)
     return path
 

@@ -109,3 +109,9 @@ FUNCTIONS |= {
     "make_order": "zfunc.schedules",
     "cuts": "zfunc.models.cut.modules",
 }
+
+if find_spec("zfunc.schedules") is None:  # it is beside this folder, and an installation finds it
+    raise ImportError(
+        f"got zfunc from {Path(__file__).parent}, which is not installed, expected an installed one: "
+        "pip install -e . in that clone, or run Python in another folder"
+    )

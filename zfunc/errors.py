@@ -215,9 +215,9 @@ def install(extra: str) -> str:
     """The pip command that installs zfunc's extra `extra` from a clone of the repository: no registry has zfunc.
 
     >>> install("hf")
-    'pip install ".[hf]" in a clone of zfunc'
+    'pip install -e ".[hf]" in a clone of zfunc'
     """
-    return f'pip install ".[{extra}]" in a clone of zfunc'
+    return f'pip install -e ".[{extra}]" in a clone of zfunc'
 
 
 USE_ANOTHER = "use another checkpoint, or start anew in another folder"  # instead of a damaged one

@@ -384,7 +384,7 @@ def test_a_package_that_is_missing_is_named_with_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     for line in ("train --hf model --data short.txt", "export empty --hf model --out x"):
-        assert 'pip install ".[hf]"' in refused(capsys, *line.split())
+        assert 'pip install -e ".[hf]"' in refused(capsys, *line.split())
 
 
 def test_without_torch_that_is_said() -> None:

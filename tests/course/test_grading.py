@@ -181,6 +181,14 @@ def test_a_class_is_a_line_for_each_student(tmp_path: Path, capsys: pytest.Captu
         ("1 --adapters no.py", "got no.py, which is no file: pass your copy"),
         ("1 --all no", "got no, which is no folder"),
         ("1 --adapters x.py --csv y.csv", "got --csv without --all"),
+        (
+            f"1 --adapters {__file__} --out {__file__}",
+            "test_grading.py, which cannot be written (File exists): name",
+        ),
+        (
+            f"1 --all {Path(__file__).parent} --csv no/y.csv",
+            "got no/y.csv, which cannot be written (No such file",
+        ),
     ],
 )
 def test_wrong_arguments_are_told(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

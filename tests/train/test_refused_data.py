@@ -208,7 +208,7 @@ def test_unusable_splits_and_folders_are_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="z, which datasets cannot read .*save it again"):
         opened(tmp_path / "z", tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r'needs datasets .*: pip install "\.\[datasets\]"'):
+    with pytest.raises(ValueError, match=r'needs datasets .*: pip install -e "\.\[datasets\]"'):
         opened(tmp_path / "y", tmp_path)
 
 

@@ -71,7 +71,7 @@ def records(numbers: list[int], lengths: Sequence[int]) -> Iterator[Any]:
 
 
 def dataset(lengths: list[int], shards: int = 3, **shuffled: Any) -> Any:
-    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    datasets = pytest.importorskip("datasets", reason='pip install -e ".[datasets]"')
     numbers = [[*range(n, len(lengths), shards)] for n in range(shards)]
 
     def generated(numbers: list[list[int]], lengths: tuple[int, ...]) -> Iterator[Any]:
@@ -88,7 +88,7 @@ def _features(datasets: Any) -> Any:
 
 
 def interleaved(lengths: list[int]) -> Any:
-    datasets = pytest.importorskip("datasets", reason='pip install ".[datasets]"')
+    datasets = pytest.importorskip("datasets", reason='pip install -e ".[datasets]"')
     parts = [dataset(lengths, 2), dataset(lengths[::-1], 1).map(lambda x: x)]
     return datasets.interleave_datasets(parts, probabilities=[0.4, 0.6], seed=3)
 
@@ -251,7 +251,7 @@ def write_shards(folder: Path) -> list[int]:
         text = "".join(f"{x}\n{'' if k % 3 else chr(10)}" for k, x in enumerate(lines)).encode()
         path = folder / f"{n}.jsonl{'.gz' if n == 3 else ''}"
         path.write_bytes(gzip.compress(text) if n == 3 else text)
-    pq = pytest.importorskip("pyarrow.parquet", reason='pip install ".[datasets]"')
+    pq = pytest.importorskip("pyarrow.parquet", reason='pip install -e ".[datasets]"')
     pyarrow = pytest.importorskip("pyarrow")
     texts = [f"<{next(numbers)}>" for _ in range(11)]
     pq.write_table(pyarrow.table({"text": texts, "id": [*range(11)]}), folder / "4.parquet", row_group_size=4)
@@ -342,7 +342,7 @@ def test_two_ranks_have_each_record_once_a_pass_between_them(tmp_path: Path) -> 
 
 
 def test_the_first_files_may_be_empty(tmp_path: Path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet", reason='pip install ".[datasets]"')
+    pq = pytest.importorskip("pyarrow.parquet", reason='pip install -e ".[datasets]"')
     pyarrow = pytest.importorskip("pyarrow")
     for name, rows in (("a", []), ("b", [[k, 2] for k in range(300)])):
         typed = pyarrow.array(rows, pyarrow.list_(pyarrow.int64()))

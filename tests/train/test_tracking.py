@@ -278,7 +278,7 @@ def test_a_missing_package_is_refused_before_anything(
     assert train(f"--{kind}", "--out", "run") == 2
     err = capsys.readouterr().err
     assert f"--{kind}: " in err
-    assert f'pip install ".[{kind}]"' in err
+    assert f'pip install -e ".[{kind}]"' in err
     assert not Path("run").exists()
 
 

@@ -9,7 +9,7 @@
 `describe("config.json")` makes the segments of a model without its weights, for `zfunc.plan`.
 Parameters have the same names in the model, in programs and in checkpoints. A model may have LoRA adapters of peft:
 `segments(peft_model)`, or `lora=peft.LoraConfig(...)` or `lora_config(rank)` to `load`, `save` and `export`.
-transformers and peft are imported when one of these is called: `pip install ".[hf]"`, or `".[lora]"`, in the clone.
+transformers and peft are imported when one of these is called: `pip install -e ".[hf]"`, or `".[lora]"`.
 
     families     which models there are, and what is refused
     cutting      `segments`: a model cut at its layers

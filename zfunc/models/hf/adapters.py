@@ -2,7 +2,7 @@
 
 Adapters are those of modules, or of tensors alone (`target_parameters`), as the experts of a mixture are held. peft
 computes all of it, but the forward of the latter; here one layer is handled at a time, so that a model needs no
-second copy. peft is imported when adapters are asked for: `pip install ".[lora]"`.
+second copy. peft is imported when adapters are asked for: `pip install -e ".[lora]"`.
 """
 
 import copy

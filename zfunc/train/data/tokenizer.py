@@ -1,7 +1,7 @@
 """Tokenizers: text to tokens and back, by a local `tokenizer.json`, or as bytes; and chats to text.
 
 Every tokenizer has an end token; all its tokens are below `vocab_size`; and two that would give different tokens
-have different digests. transformers is imported when a file is opened: pip install ".[hf]".
+have different digests. transformers is imported when a file is opened: pip install -e ".[hf]".
 """
 
 import hashlib
