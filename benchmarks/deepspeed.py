@@ -18,26 +18,26 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe, quarters, ratios, write
-from benchmarks.step import Contestant, config_of, measure, parser, with_deepspeed, with_torch, with_zfunc
+from benchmarks.step import (
+    Contestant,
+    config_of,
+    deepspeed_alone,
+    measure,
+    parser,
+    with_deepspeed,
+    with_torch,
+    with_zfunc,
+)
 from zfunc.models.gpt_config import GPTConfig
 
 LEFT_OUT = "DeepSpeed is left out: it is not installed (pip install --no-build-isolation deepspeed ninja)"
-ALONE = {
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29511",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-}
 
 
 def on_cpu(config: GPTConfig, args: argparse.Namespace) -> Contestant:
     """A step function of DeepSpeed on its CPU accelerator, with as many threads as the other contestants."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", **{k: v for k, v in ALONE.items() if k not in os.environ}}
+    os.environ["DS_ACCELERATOR"] = "cpu"
     threads = torch.get_num_threads()
-    import deepspeed
-
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed_alone().init_distributed("gloo", verbose=False)
     torch.set_num_threads(threads)
     return with_deepspeed(config, args)
 

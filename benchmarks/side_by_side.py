@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from benchmarks.apart import ROOT, Row, about, each_apart, leave, run_apart, timed
 from benchmarks.machine import make_parser, result_path, write
 from benchmarks.step import (
+    ALONE,
     BETAS,
     CLIP,
     DTYPES,
@@ -63,13 +64,6 @@ SIZES: dict[str, dict[str, int]] = {
         "seq_length": 64,
         "vocab_size": 256,
     },
-}
-ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29511",
 }
 EXTENSIONS = ROOT / "build/torch_extensions"  # that DeepSpeed builds: its CPU Adam, half a minute
 Job = argparse.Namespace
@@ -151,10 +145,6 @@ def deepspeed(job: Job, **zero: Any) -> tuple[Contestant, Row]:
     alone(job)
     for lock in EXTENSIONS.rglob("lock"):  # of a build that was killed: torch waits for it for ever
         lock.unlink()
-    threads = torch.get_num_threads()
-    import deepspeed  # noqa: F401
-
-    torch.set_num_threads(threads)
     return with_deepspeed(config_of(job), job, filled(job, DTYPES[job.precision]), zero), {}
 
 

@@ -43,6 +43,14 @@ from zfunc.runtime.accelerator import accelerator_type
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Contestant = Callable[[tuple[torch.Tensor, torch.Tensor]], float]
+# For a process that no launcher started: without these DeepSpeed asks MPI, if there is one.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
 ZERO_2 = {
     "stage": 2,
     "offload_optimizer": {"device": "cpu"},
@@ -138,6 +146,17 @@ def with_torch(config: GPTConfig, args: argparse.Namespace, *, checkpointed: boo
     return step
 
 
+def deepspeed_alone() -> Any:
+    """The module `deepspeed`, for one process unless a launcher started it, with as many threads as before."""
+    threads = torch.get_num_threads()
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
+    import deepspeed
+
+    torch.set_num_threads(threads)
+    return deepspeed
+
+
 def with_deepspeed(
     config: GPTConfig,
     args: argparse.Namespace,
@@ -146,8 +165,6 @@ def with_deepspeed(
 ) -> Contestant:
     """A contestant: one step of DeepSpeed on `model`, or on that of `config`, with its settings `zero`: stage 2
     with the optimizer offloaded to the CPU."""
-    import deepspeed
-
     settings = {
         "train_micro_batch_size_per_gpu": args.batch_size // args.micro_batches,
         "gradient_accumulation_steps": args.micro_batches,
@@ -159,7 +176,7 @@ def with_deepspeed(
         },
         "zero_optimization": {**zero},
     }
-    engine, *_ = deepspeed.initialize(model=model or Whole(config), config=settings)
+    engine, *_ = deepspeed_alone().initialize(model=model or Whole(config), config=settings)
 
     def step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         total = 0.0
@@ -252,8 +269,8 @@ def measure(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]
 
 def measure_here(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]) -> dict[str, Trial]:
     """The Trial of each contestant in this process. Contestants take turns, or with `--apart` run one after
-    the other: then each has the memory to itself, an error does not end the others, but drift of the machine
-    hits them unequally."""
+    the other: then each has the memory to itself, and an error does not end the others, but drift of the
+    machine hits them unequally. One that cannot be built is noted with its error in both."""
     batches = made_batches(args, args.warmup + args.turns)
     trials = {name: Trial() for name in build}
     if args.apart:
@@ -268,7 +285,12 @@ def measure_here(args: argparse.Namespace, build: dict[str, Callable[[], Contest
             gc.collect()
             print(f"measured: {name}{trial.error and ', which failed: ' + trial.error}", flush=True)
     else:
-        running = {name: make() for name, make in build.items()}
+        running = dict[str, Contestant]()
+        for name, make in build.items():
+            try:
+                running[name] = make()
+            except Exception as error:
+                trials[name].error = f"{type(error).__name__}: {error}"
         for turn, batch in enumerate(batches):
             for name, step in running.items():
                 trials[name].turn(step, batch, counts=turn >= args.warmup)

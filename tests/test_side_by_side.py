@@ -7,13 +7,14 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import zfunc
-from benchmarks import apart, planned, published, side_by_side
+from benchmarks import apart, planned, published, side_by_side, step
 from zfunc.models.gpt import gpt_segments
 from zfunc.models.gpt_config import num_parameters
 
@@ -111,6 +112,19 @@ def test_a_row_has_a_process_of_its_own_that_may_fail_or_run_over(tmp_path: Path
     assert len(row["losses"]) == 1
     assert row["host_resident_bytes"] > 1e8
     assert row["planned"]["host"] > 0
+
+
+def test_deepspeed_is_alone_where_no_launcher_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it asks MPI, which may end the process."""
+    monkeypatch.setattr(
+        os, "environ", {x: v for x, v in os.environ.items() if x not in step.ALONE} | {"RANK": "1"}
+    )
+    seen = dict[str, str]()
+    package = SimpleNamespace(initialize=lambda **_: (seen.update(os.environ), None))
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    own = job("--size", "toy")
+    step.with_deepspeed(step.config_of(own), own)
+    assert {x: seen[x] for x in step.ALONE} == {**step.ALONE, "RANK": "1"}
 
 
 def test_what_no_time_is_left_for_is_noted() -> None:
