@@ -64,12 +64,15 @@ GPUS ?= 2
 gpu-node: gpu-ready
 	$(PYTHON) -m benchmarks.gpu --gpus $(GPUS) $(if $(ONLY),--only $(ONLY))
 
-# What benchmarks/gpu_wheels.sh has collected, if that came along, and zfunc.
-gpu-ready:
+# What benchmarks/gpu_wheels.sh has collected, if that came along, and zfunc: once, as a card's minutes are few.
+GPU_READY := build/gpu-ready.$(subst /,-,$(PYTHON))
+gpu-ready: $(GPU_READY)
+$(GPU_READY): $(NATIVE) $(wildcard build/gpu-wheels/*)
 	-test ! -d build/gpu-wheels || $(PYTHON) -m pip install --quiet --no-index --find-links build/gpu-wheels \
 		deepspeed pytest-xdist hypothesis
 	-test ! -d build/gpu-wheels || $(PYTHON) -m pip install --quiet --no-index --no-deps --find-links build/gpu-wheels torchao
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
+	mkdir -p build && touch $@
 
 # The same list in toy sizes on the pretend device, so that the list itself is known to work. Needs g++ and ninja.
 gpu-toy: $(TOOLS)

@@ -228,13 +228,15 @@ def main() -> None:
     args.device, args.dtype = pick_device(args.device), torch.bfloat16
     torch.manual_seed(0)
     rows: list[Row] = []
-    for row in EXPERIMENTS[args.experiment](args):
-        rows.append(row)
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     expected = " ".join((EXPERIMENTS[args.experiment].__doc__ or "").split())
-    print(expected)
-    results = {"arguments": arguments, "expected": expected, "rows": rows}
-    write(args.json, f"experiment-{args.experiment}", results)
+    try:
+        for row in EXPERIMENTS[args.experiment](args):
+            rows.append(row)
+            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    finally:  # what was measured before an error counts
+        print(expected)
+        results = {"arguments": arguments, "expected": expected, "rows": rows}
+        write(args.json, f"experiment-{args.experiment}", results)
 
 
 if __name__ == "__main__":

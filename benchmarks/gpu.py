@@ -57,7 +57,7 @@ ITEMS = (
         "-W default -q",
         f"-n 12 --dist loadgroup --tb=short -m 'gpu and not slow' {GPU_TESTS}",
         f"--device pretend {TOY_TEST}",
-        160,
+        240,
     ),
     Item(
         "calibrate",

@@ -7,12 +7,13 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import experiments, gpu
 from zfunc.cli import main as cli
 from zfunc.cli.catalogue import COMMANDS
 
@@ -72,6 +73,22 @@ def test_the_item_of_tests_names_every_file_with_tests_for_a_gpu() -> None:
     marked = [x for x, text in texts.items() if "pytest.mark.gpu" in text]
     assert marked
     assert all(any(x.is_relative_to(own) for own in listed) for x in marked)
+
+
+def test_what_an_experiment_has_measured_before_an_error_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rates(_: argparse.Namespace) -> Iterator[experiments.Row]:
+        """Expected: one row."""
+        yield {"sweep": 1.0}
+        raise RuntimeError("of a kernel")
+
+    monkeypatch.setattr(experiments, "EXPERIMENTS", {"rates": rates})
+    monkeypatch.setattr(sys, "argv", ["experiments", "rates", "--device", "cpu", "--json", str(tmp_path)])
+    with pytest.raises(RuntimeError, match="of a kernel"):
+        experiments.main()
+    (path,) = tmp_path.glob("experiment-rates-*.json")
+    assert json.loads(path.read_text())["results"]["rows"] == [{"sweep": 1.0}]
 
 
 @pytest.mark.usefixtures("interruptible")  # or what hangs is killed after 15 seconds in a background job
