@@ -134,6 +134,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --out used", "--out: got used", "holds files already", "name another"),
     ("train --out broken", "--out: got broken", "resume the run in it with --resume auto"),
     ("train --tokenizer nowhere", "--tokenizer: got nowhere, which does not exist"),
+    ("train --tokenizer model", "--tokenizer: got model/tokenizer.json, which does not exist"),
     ("train --tokenizer list.json", "--tokenizer: got list.json, which cannot"),
     ("train --keep 0", "--keep: got 0, expected a whole number of at least 1"),
     ("train --save-every -1", "--save-every: got -1"),

@@ -208,10 +208,11 @@ class GPTFlags(ModelFlags):
     )
     tokenizer: Path | None = _data(
         None,
-        "a local tokenizer.json, for text and JSONL (default: that of `hf`; without one, bytes are the tokens)",
+        "a local tokenizer.json, or its folder, for texts (default: that of `hf`; without one, bytes are tokens)",
         path,
-        "FILE",
+        "PATH",
         common=True,
+        converter=lambda x: x / "tokenizer.json" if x is not None and x.is_dir() else x,
     )
     optimizer: str = _step(
         "adamw",
