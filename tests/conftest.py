@@ -2,6 +2,9 @@
 tries fewer examples by day, where a test does not say how many."""
 
 import gc
+
+gc.disable()  # until all is collected, as nearly all that is made till then stays
+
 import logging
 import os
 import signal
@@ -29,7 +32,6 @@ settings.register_profile("night", settings.get_profile("day"), max_examples=100
 settings.load_profile("day")
 # These tensors are tiny; teams that spin on a busy machine would take all the time, here and in what tests start.
 torch.set_num_threads(1)
-gc.disable()  # until all is collected, as nearly all that is made till then stays
 # Smaller than a parameter, so that every law runs over several pieces of one: whole blocks of 64 elements or bytes.
 for module, piece in {
     "optim.updates": "PIECE",
@@ -152,7 +154,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """The garbage collector passes over the modules, which stay, and looks less often at what tests make."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
