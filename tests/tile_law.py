@@ -41,19 +41,36 @@ def _traced_once(function: Any, evaluate: Any, tiles: int, name: str) -> Segment
 def passes_of(
     segment: zfunc.Segment, values: Results, x: Any, tiles: int, host: HostMemory | None = None
 ) -> Results:
-    """Outputs of a segment, and gradients of its weights and its input, by name."""
-    weights = SegmentWeights(
-        {short: values[full] for short, full in segment.by_short.items()}, segment.constants
-    )
+    """Outputs of a segment, and gradients of its weights and its input, by name; of one tile plain autograd's."""
+    own = {short: values[full] for short, full in segment.by_short.items()}
+    if tiles == 1:
+        return _of_autograd(segment, own, x)
+    weights = SegmentWeights(own, segment.constants)
     passes = _traced_once(segment.function, segment.evaluation, tiles, segment.name)
     with keys_in(host):
         y, residuals = passes.forward(weights, (x,))
-    g = torch.Generator().manual_seed(0)
-    given = [torch.randn(t.shape, generator=g).bfloat16().to(t.dtype) for t in floats(y)]
-    outputs = {f"y{n}": t for n, t in enumerate(floats(y))}
     with keys_in(host):
-        grads, below = passes.backward(weights, (x,), residuals, given)
-    return {**outputs, **grads, **{f"dx{n}": t for n, t in enumerate(below)}}
+        grads, below = passes.backward(weights, (x,), residuals, _cotangents(y))
+    return {**_named("y", floats(y)), **grads, **_named("dx", below)}
+
+
+def _of_autograd(segment: zfunc.Segment, own: Results, x: Any) -> Results:
+    leaves = {short: t.detach().requires_grad_() for short, t in own.items()}
+    x = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
+    given = {**leaves, **{f"dx{n}": t for n, t in enumerate(floats(x))}}
+    copied = tree_map_only(Tensor, lambda t: t.clone(), (leaves, x))  # may be written to, as no leaf is
+    y = segment.function({**copied[0], **segment.constants}, copied[1])
+    grads = torch.autograd.grad(floats(y), [*given.values()], _cotangents(y), materialize_grads=True)
+    return {**_named("y", floats(y)), **dict(zip(given, grads, strict=True))}
+
+
+def _cotangents(y: Any) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(t.shape, generator=g).bfloat16().to(t.dtype) for t in floats(y)]
+
+
+def _named(name: str, tensors: list[Tensor]) -> Results:
+    return {f"{name}{n}": t.detach() for n, t in enumerate(tensors)}
 
 
 def in_tiles(
