@@ -335,30 +335,44 @@ class Row:
     @property
     def pairs(self) -> set[Any]:
         """What meets in it: its numbers and one kind of ways; any setting of its numbers and any of its way; ranks
-        and these, of tiles where keys are; its job, a schedule, residuals and the kind."""
+        and these, of tiles where keys are; its optimizer and where that updates; its model, its ranks, a schedule,
+        residuals and the kind; its job; and `of_way`."""
         way = WAYS[self.way]
         varied = (self.number % len(SCHEDULES), f"{self.number % 6} of six")
         return {
-            *product((*varied, *self.of_day, self.job), [self.kind]),
+            *product((*varied, *self.of_day, self.model, self.world), [self.kind]),
             *product(({*NUMBERS[self.numbers]} - TILED) | {self.world > 1}, way),
             *product({*NUMBERS[self.numbers]} & TILED, {*way} & {"keys_on"}),
-            self.way,
+            *product([self.optimizer], {*way} & {"update_on"}),
+            *self.of_way,
+            self.job,
         }
 
     @property
     def values(self) -> set[Any]:
-        """What meets in it where a way's bits are known already: its numbers, and each setting of them, of tiles
-        where keys are, with the kind of its way; its job; each setting of its way with its value but for numbers in
-        it; any two places."""
+        """What meets in it where a way's bits are known already: each setting of its numbers with its value, and,
+        of tiles where keys are, with the kind of its way; its job; and `of_way`."""
+        numbers = NUMBERS[self.numbers]
+        return {
+            *((name, name in ("clip_norm", "ema") or str(value)) for name, value in numbers.items()),
+            *product({*numbers} - TILED, [self.kind]),
+            *product({*numbers} & TILED, {*WAYS[self.way]} & {"keys_on"}),
+            *self.of_way,
+            self.job,
+        }
+
+    @property
+    def of_way(self) -> set[Any]:
+        """Each setting of its way with its value but for numbers in it; any two places."""
         way = WAYS[self.way]
         places = [x for x in sorted(way) if x.endswith("_on") or x in ("devices", "pp", "stage")]
-        return {
-            *((name, re.sub(r"[\d._]", "", str(value))) for name, value in way.items()),
-            *combinations(places, 2),
-            *product({*NUMBERS[self.numbers]} - TILED, [self.kind]),
-            *product({*NUMBERS[self.numbers]} & TILED, {*way} & {"keys_on"}),
-            *(self.numbers, self.job),
-        }
+        values = ((name, re.sub(r"[\d._]", "", str(value))) for name, value in way.items())
+        return {*values, *combinations(places, 2)}
+
+    @property
+    def optimizer(self) -> str:
+        """Of its numbers; "None" for AdamW."""
+        return str(NUMBERS[self.numbers].get("optimizer"))
 
     @property
     def places(self) -> set[Any]:
