@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -56,11 +57,18 @@ class Own(Block):
 KINDS = WAYS | {x: {"recompute": x} for x in ("none", "min-cut")}
 
 
+@cache
+def cut() -> tuple[nn.Module, Any]:
+    """A model, and its segments, of which all tests share the traces."""
+    torch.manual_seed(0)
+    model = Tied(block=Own)
+    return model, zfunc.segments(model, batch())
+
+
 @pytest.mark.parametrize("way", KINDS)
 def test_models_with_own_functions_train_as_they_do(way: str) -> None:
     torch.manual_seed(0)
-    model = Tied(block=Own)
-    segments = zfunc.segments(model, batch())
+    model, segments = cut()
     assert len(segments) > 3
     blocks = [s for s in segments if s.name.startswith("layers.1") or s.name.startswith("layers.2")]
     assert 2 * len({id(s.function) for s in blocks}) == len(blocks)  # each is traced once
@@ -78,13 +86,13 @@ def test_backward_draws_what_forward_drew() -> None:
     """Also in 16 bits, whose loss is near that in 32."""
 
     def run(**settings: Any) -> tuple[dict[str, Any], float]:
-        torch.manual_seed(0)
-        segments = zfunc.segments(Tied(block=lambda p: Own(p, noise=0.5)), x)
         program = zfunc.compile(segments, device="cpu", **settings)
         state, metrics = zfunc.train_step(program, zfunc.init(program), x)
         return {name: t.tolist() for name, t in zfunc.params(program, state).items()}, metrics.loss
 
+    torch.manual_seed(0)
     x = batch()
+    segments = zfunc.segments(Tied(block=lambda p: Own(p, noise=0.5)), x)
     kept, loss = run(precision="fp32", recompute="none")
     for recompute in ("all", "min-cut"):
         assert run(precision="fp32", **HOST | {"recompute": recompute}) == (kept, loss)
