@@ -57,7 +57,7 @@ PRINTS: dict[str, list[str]] = {
         r"^load\[0\]: got it on the lanes 0 times",
         r"^as it would start$\nsimulated: ",
         r"^as_it_would_start +(\d+\.\d ms) .*\nOverlapped +\1 ",
-        r"^torch imported so far: False$",
+        r"^torch imported so far: ",
         r"^lanes: copies, compute, host; loss \d\.\d+$",
         r"^same bits as Serial: True$",
     ],
@@ -146,7 +146,6 @@ PRINTS: dict[str, list[str]] = {
         r"^goes on: 2\.\d+$\n^begins: 2\.\d+$",
     ],
 }
-ALONE = {"03_write_a_schedule.py"}  # looks at all modules
 NEEDS = dict.fromkeys(
     ("07_finetune_hf.py", "13_reward_model.py"), "transformers"
 )  # what `make test` need not have
@@ -166,15 +165,6 @@ def run(path: Path) -> tuple[str, dict[str, Any]]:
     return printed.getvalue(), variables
 
 
-def run_alone(path: Path) -> str:
-    """What a new Python prints."""
-    command = [sys.executable, "-W", "error", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stderr, done.stderr
-    return done.stdout
-
-
 def in_order(output: str, patterns: list[str]) -> None:
     at = 0
     for pattern in patterns:
@@ -192,9 +182,17 @@ def test_an_example_prints_what_it_announces(
         pytest.importorskip(NEEDS[path.name])
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(path.parent)  # as where it is a program
-    printed = run_alone(path) if path.name in ALONE else run(path)[0]
-    in_order(printed, PRINTS[path.name])
+    in_order(run(path)[0], PRINTS[path.name])
     assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.slow
+def test_what_an_example_says_of_all_modules_holds_in_a_python_of_its_own() -> None:
+    """By day test_packages.py says that what it uses till then imports no torch."""
+    command = [sys.executable, "-W", "error", "examples/03_write_a_schedule.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch imported so far: False\n" in done.stdout
 
 
 def test_every_example_is_here_and_can_be_read_aloud() -> None:
