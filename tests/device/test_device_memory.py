@@ -167,7 +167,8 @@ def check_peak(device: str, program: Any, batch: Any) -> None:
         state, _ = zfunc.train_step(program, state, batch)
     for one in program.devices:
         torch.accelerator.reset_peak_memory_stats(one)
-    zfunc.train_step(program, state, batch)
+    for _ in range(1 if len(program.devices) == 1 else 4):  # in one step in five a peer's come late
+        state, _ = zfunc.train_step(program, state, batch)
     peaks = specialize(program, unpacked(batch, program.segments[-1])).memory
     for (place, one), empty in zip(program.memories.items(), before, strict=True):
         measured, planned = torch.accelerator.max_memory_allocated(one) - empty, peaks[place].nbytes
