@@ -116,6 +116,8 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --learning_rate=3", "got '--learning_rate', which is no option of zfunc train: write --lr"),
     ("train --qlora", "which is no option of zfunc train: write --quantize nf4 with --lora 16"),
     ("train --batch_size 4", "got '--batch_size', which is no option of zfunc train: write --batch-size"),
+    ("plan --config ds.json", "'--config', which is no option of zfunc plan (did", "), but of zfunc train\n"),
+    ("report --hf model", "'--hf', which is no option of zfunc report, but of zfunc train, plan, draw"),
     ("plan --ranks 2", "which is no option of zfunc plan: write torchrun --nproc-per-node N"),
     ("draw --d2h-gbs 2", "'--d2h-gbs', which is gone: name a profile with --hardware"),
     ("train --delay-from 100", "'--delay-from', which is gone: pass defer, which hides the host"),

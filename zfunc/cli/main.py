@@ -30,6 +30,7 @@ from zfunc.cli.parser import (
 from zfunc.cli.terminal import printable
 from zfunc.core.display import counted
 from zfunc.errors import SETTING_ERRORS, did_you_mean, marked, refuse, setting
+from zfunc.options import flag
 from zfunc.runtime.memory_limits import address_limit
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import TrainSettings
@@ -104,9 +105,10 @@ def _unknown(word: str, which: str, flags: set[str]) -> str:
     if instead.startswith("torchrun") or instead.replace(",", " ").split()[0] in flags:
         return f"got {got!r}, which is no option of {which}: write {instead}"
     # Without their dashes, in which any two are alike.
-    similar = did_you_mean(got.strip("-"), [x.strip("-") for x in flags], cutoff=SIMILAR)
+    similar = did_you_mean(got.strip("-"), [x[2:] for x in flags if x[:2] == "--"], cutoff=SIMILAR)
     hint = similar.replace("'", "'--", 1)
-    return f"got {got!r}, which is no option of {which}{hint}"
+    others = ", ".join(name for name, x in COMMANDS.items() if got in map(flag, x.options))
+    return f"got {got!r}, which is no option of {which}{hint}{others and f', but of zfunc {others}'}"
 
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
