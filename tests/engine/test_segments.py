@@ -65,7 +65,7 @@ def test_a_meta_module_without_a_reset_is_refused_by_the_parameters_name() -> No
 
     with torch.device("meta"):
         module = Bare()
-    with pytest.raises(ValueError, match="segment 'bare': w has no value.*reset_parameters"):
+    with pytest.raises(ValueError, match="segment 'bare': got no value for w, .*reset_parameters"):
         zfunc.segment("bare", module).initial(0)
 
 

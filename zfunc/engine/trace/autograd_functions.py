@@ -78,10 +78,10 @@ def apply_in_vjp(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply_of_torch(kind, *args, **kwargs)
     needs = tuple(isinstance(x, Tensor) and _requires_grad(x) for x in args)
     if kind.setup_context is not Function.setup_context:
-        own = {"forward": _told(kind.forward, needs), "backward": _checked(kind)}
-        return apply_of_torch(_class_of(kind, kind, own), *args, **kwargs)
-    *made, held = apply_of_torch(_with_setup_context(kind, needs), *args, **kwargs)
-    return tuple(made[: len(held.outputs)]) if held.several else made[0]
+        methods = {"forward": _told(kind.forward, needs), "backward": _checked(kind)}
+        return apply_of_torch(_class_of(kind, kind, methods), *args, **kwargs)
+    *results, held = apply_of_torch(_with_setup_context(kind, needs), *args, **kwargs)
+    return tuple(results[: len(held.outputs)]) if held.several else results[0]
 
 
 class _At(int):
@@ -113,37 +113,37 @@ def _with_setup_context(kind: type[Function], needs: tuple[bool, ...]) -> type[F
         if getattr(ctx, "dirty_tensors", ()):
             refuse((), f"ctx.mark_dirty in {_name(kind)}", "setup_context with it", "return a new tensor")
         outputs = y if isinstance(y, tuple) else (y,)
-        given = tree_leaves((args, outputs))
-        at = {id(t): n for n, t in enumerate(given)}
+        tensors = tree_leaves((args, outputs))
+        at = {id(t): n for n, t in enumerate(tensors)}
         leaves, spec = tree_flatten(vars(ctx))
         more = {id(t): t for t in leaves if isinstance(t, Tensor) and id(t) not in at}
-        at |= {x: len(given) + n for n, x in enumerate(more)}
+        at |= {x: len(tensors) + n for n, x in enumerate(more)}
         leaves = [_At(at[id(t)]) if isinstance(t, Tensor) else t for t in leaves]
         zeros = [
             (t.shape, {"dtype": t.dtype, "device": t.device}) if isinstance(t, Tensor) else None
             for t in outputs
         ]
-        own = {id(t) for t in args}  # of which setup_context may not save one that is returned as it is
-        made = (t.view_as(t) if isinstance(t, Tensor) and id(t) in own else t for t in outputs)
-        return *made, *more.values(), _Held(leaves, spec, zeros, isinstance(y, tuple))
+        passed = {id(t) for t in args}  # of which setup_context may not save one that is returned as it is
+        fresh = (t.view_as(t) if isinstance(t, Tensor) and id(t) in passed else t for t in outputs)
+        return *fresh, *more.values(), _Held(leaves, spec, zeros, isinstance(y, tuple))
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *made, ctx.held = output
+        *results, ctx.held = output
         num = len(ctx.held.outputs)
-        tensors = [*tree_leaves((inputs, tuple(made[:num]))), *made[num:]]
-        own = ctx.held.attributes(tensors.__getitem__)
-        ctx.mark_non_differentiable(*own.get("non_differentiable", ()), *made[num:])
+        tensors = [*tree_leaves((inputs, tuple(results[:num]))), *results[num:]]
+        attributes = ctx.held.attributes(tensors.__getitem__)
+        ctx.mark_non_differentiable(*attributes.get("non_differentiable", ()), *results[num:])
         ctx.set_materialize_grads(False)  # or there would be zeros for the further tensors, too
         ctx.save_for_backward(*(tensors[x] for x in ctx.held.leaves if isinstance(x, _At)))
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        own, saved = FunctionCtx(), iter(ctx.saved_tensors)
-        vars(own).update(ctx.held.attributes(lambda _: next(saved)))
-        own.saved_tensors, own.needs_input_grad = getattr(own, "to_save", ()), ctx.needs_input_grad
-        if getattr(own, "materialize_grads", True):
+        inner, saved = FunctionCtx(), iter(ctx.saved_tensors)
+        vars(inner).update(ctx.held.attributes(lambda _: next(saved)))
+        inner.saved_tensors, inner.needs_input_grad = getattr(inner, "to_save", ()), ctx.needs_input_grad
+        if getattr(inner, "materialize_grads", True):
             pairs = zip(grads, ctx.held.outputs, strict=False)
             grads = tuple(x and torch.zeros(x[0], **x[1]) if g is None else g for g, x in pairs)
-        return _checked(kind)(own, *grads[: len(ctx.held.outputs)])
+        return _checked(kind)(inner, *grads[: len(ctx.held.outputs)])
 
     return _class_of(
         kind, Function, {"forward": forward, "setup_context": setup_context, "backward": backward}
@@ -151,9 +151,9 @@ def _with_setup_context(kind: type[Function], needs: tuple[bool, ...]) -> type[F
 
 
 def _class_of(
-    kind: type[Function], base: type[Function], own: dict[str, Callable[..., Any]]
+    kind: type[Function], base: type[Function], methods: dict[str, Callable[..., Any]]
 ) -> type[Function]:
-    return type(kind.__name__, (base,), {name: staticmethod(f) for name, f in own.items()})
+    return type(kind.__name__, (base,), {name: staticmethod(f) for name, f in methods.items()})
 
 
 def _requires_grad(t: Tensor) -> bool:
@@ -180,9 +180,7 @@ class _Told(TorchFunctionMode):
         super().__init__()
         self.needing = needing
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked = func == Tensor.requires_grad.__get__  # type: ignore[attr-defined]
         return (asked and self.needing.get(id(args[0]))) or func(*args, **(kwargs or {}))
 
@@ -206,16 +204,14 @@ class _Checked(TorchFunctionMode):
         super().__init__()
         self.name = name
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         got, do = "", "pass what it reads as an argument of apply (of a module, its weight)"
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func in (Tensor.backward, torch.autograd.backward):
             got, do = "torch.autograd.backward", "use torch.autograd.grad(y, inputs, grads)"
-        elif any(type(t) is Tensor and t.is_meta and not is_fake(t) for t in given):
+        elif any(type(t) is Tensor and t.is_meta and not is_fake(t) for t in tensors):
             got = "a buffer of a module"
-        elif any(isinstance(t, nn.Parameter) for t in given):
+        elif any(isinstance(t, nn.Parameter) for t in tensors):
             looks = "__get__" in str(func)  # at its shape; a transposed one is a tensor
             got = "an nn.Parameter" if not looks or isinstance(func(*args), Tensor) else ""
         if got:

@@ -128,9 +128,8 @@ def unpacked(batch: Any, last: Segment) -> Batch:
         got = f"{len(batch)} batches" if several else f"a {type(batch).__name__}"
         raise TypeError(f"batch: got {got}, expected one batch: call it for each")
     if isinstance(batch, tuple | list) and not batch:
-        raise TypeError(
-            f"batch: got an empty {type(batch).__name__}, expected inputs and targets in it: pass them"
-        )
+        got = f"an empty {type(batch).__name__}"
+        raise TypeError(f"batch: got {got}, expected inputs and targets in it: pass them")
     if last.read_batch is not None:
         return last.read_batch(batch)
     if isinstance(batch, Mapping):
@@ -174,9 +173,8 @@ def check_leaves(name: str, batch: Any) -> list[Any]:
     known = Tensor, Whole, ByValue, *CONSTANTS
     if others := {type(t).__name__ for t in leaves if not isinstance(t, known)}:
         ways = {"DataLoader": "pass next(iter(loader))", "ndarray": "use torch.from_numpy"}
-        do = next(
-            (ways[x] for x in sorted(others) if x in ways), "pass tensors, and leave out what is for people"
-        )
+        general = "pass tensors, and leave out what is for people"
+        do = next((ways[x] for x in sorted(others) if x in ways), general)
         raise TypeError(f"{name}: got {sorted(others)} in it, expected tensors, numbers and None: {do}")
     layouts = {t.layout for t in leaves if isinstance(t, Tensor)} - {torch.strided}
     if layouts or any(t.is_nested for t in leaves if isinstance(t, Tensor)):

@@ -112,23 +112,24 @@ class AllocationTracker(TorchDispatchMode):
             before = self._traffic.nbytes
             self._move(func, (args, kwargs), out)
             self._traffic.nbytes += (times - 1) * (self._traffic.nbytes - before)
-        own = cuda_kernel_bytes(func, args) if self._of_accelerator else cpu_kernel_bytes(func, args, out)
-        self.peak = max(self.peak, self.live + own)
+        on_device = self._of_accelerator
+        workspace = cuda_kernel_bytes(func, args) if on_device else cpu_kernel_bytes(func, args, out)
+        self.peak = max(self.peak, self.live + workspace)
         return out
 
-    def cost(self, kept: int = 0) -> PassCost:
-        """The cost traced so far; its workspace is the peak in bytes less the `kept` bytes from before."""
+    def cost(self, kept_bytes: int = 0) -> PassCost:
+        """The cost traced so far; its workspace is the peak in bytes less `kept_bytes`, from before."""
         return PassCost(
             self.flops,
             self._traffic.total_bytes(self._sizes),
-            max(0, self.peak - kept),
+            max(0, self.peak - kept_bytes),
             0 if self._compiled else self.launches,  # unknown of compiled passes
             self.attention_flops,
             self.host.copied_bytes,
         )
 
-    def _move(self, func: Any, given: Any, out: Any) -> None:
-        reads, writes = ([_moved(t) for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (given, out))
+    def _move(self, func: Any, inputs: Any, out: Any) -> None:
+        reads, writes = ([_moved(t) for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (inputs, out))
         packet = func._overloadpacket
         if packet in LOOKED_UP:  # of the first argument as many bytes as the result has
             reads[0] = (reads[0][0], min(reads[0][1], writes[0][1]))
@@ -157,13 +158,13 @@ class AllocationTracker(TorchDispatchMode):
         return sum(self._sizes[key] for key in {*map(storage_of, tensors)})
 
 
-def memory_bytes(func: Any, args: Any, made: Tensor) -> int:
-    """Bytes of the memory that operation `func` of `args` allocates for `made`, one of its results: its storage;
+def memory_bytes(func: Any, args: Any, result: Tensor) -> int:
+    """Bytes of the memory that operation `func` of `args` allocates for `result`, one of its own: its storage;
     if the operation is one of REDUCED_IN_PLACE, the losses of all elements of predictions and targets."""
     if func._overloadpacket not in REDUCED_IN_PLACE:
-        return made.untyped_storage().nbytes()
+        return result.untyped_storage().nbytes()
     predictions, targets = args[:2]
-    return math.prod(torch.broadcast_shapes(predictions.shape, targets.shape)) * made.itemsize
+    return math.prod(torch.broadcast_shapes(predictions.shape, targets.shape)) * result.itemsize
 
 
 def allocated_by(func: Any, out: Any) -> list[Tensor]:
@@ -236,7 +237,7 @@ def cuda_kernel_bytes(func: Any, args: Any) -> int:
     if packet not in ATTENTION_BACKWARDS:
         return 0
     of_ranges = packet is torch.ops.aten._flash_attention_backward
-    given, q, k, _, out = (x if of_ranges else x.transpose(1, 2) for x in args[:5])
+    grad, q, k, _, out = (x if of_ranges else x.transpose(1, 2) for x in args[:5])
     heads, size = q.shape[-2:]  # of q [batch, tokens, heads, size], of ranges [tokens, heads, size]
     every = 2 * k.nbytes // k.shape[-2] * heads if k.shape[-2] < heads else 0
     if packet is torch.ops.aten._scaled_dot_product_cudnn_attention_backward:
@@ -249,7 +250,7 @@ def cuda_kernel_bytes(func: Any, args: Any) -> int:
         rows = count * round_up(q.shape[1], 128)
     splits = -(-_multiprocessors(q) // (count * heads)) if torch.are_deterministic_algorithms_enabled() else 1
     sums = 4 * rows * heads * (1 + splits * round_up(size, 32 if size <= 128 else 64))
-    return sums + every + _copied_bytes(given, out)
+    return sums + every + _copied_bytes(grad, out)
 
 
 def _copied_bytes(*tensors: Tensor) -> int:
@@ -293,28 +294,27 @@ def formula(packet: Any) -> Callable[..., int] | None:
     return OWN_FLOPS.get(functional) or flop_registry.get(functional) or flop_registry.get(packet)
 
 
-def _attention_flops(func: Any, given: Mapping[str, Any]) -> int:
+def _attention_flops(func: Any, arguments: Mapping[str, Any]) -> int:
     """FLOPs of attention: two matrix products in forward, five in backward, which computes the scores again.
     Keys hidden by causality or a window are not counted, those hidden by a mask are. Ranges count as one
     document."""
-    q, k, v = (given[x] for x in ("query", "key", "value"))  # [batch, heads, tokens, size]
+    q, k, v = (arguments[x] for x in ("query", "key", "value"))  # [batch, heads, tokens, size]
     ranges = func.name().startswith("aten::_flash_attention_")  # then [..., tokens, heads, size]
-    (*batch, tokens, size), seen = (
-        (q.transpose(-3, -2).shape, given["max_k"]) if ranges else (q.shape, k.shape[-2])
-    )
+    (*batch, tokens, size) = q.transpose(-3, -2).shape if ranges else q.shape
+    seen = arguments["max_k"] if ranges else k.shape[-2]
     pairs = 2 * tokens * seen
-    if given.get("is_causal"):
+    if arguments.get("is_causal"):
         pairs -= tokens * tokens if ranges else tokens * seen
-    if (left := given.get("window_size_left")) is not None:
+    if (left := arguments.get("window_size_left")) is not None:
         pairs = min(pairs, 2 * tokens * (left + 1))
     backward = func._schema.arguments[0].name.startswith("grad")
     return math.prod(batch) * pairs * (3 * size + 2 * v.shape[-1] if backward else size + v.shape[-1])
 
 
-def _recurrent_flops(func: Any, given: Mapping[str, Any]) -> int:
+def _recurrent_flops(func: Any, arguments: Mapping[str, Any]) -> int:
     """FLOPs of a recurrent layer: each input row times every weight matrix; in backward twice as many."""
-    rows = given["input"].shape[:-1]  # of [tokens, batch, features]
-    matrices = [w.shape for name, x in given.items() if "weight" in name for w in tree_leaves(x)]
+    rows = arguments["input"].shape[:-1]  # of [tokens, batch, features]
+    matrices = [w.shape for name, x in arguments.items() if "weight" in name for w in tree_leaves(x)]
     times = 2 if "backward" in func._overloadpacket.__name__ else 1
     return times * 2 * math.prod(rows) * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
 
@@ -411,48 +411,50 @@ def trace(
     ways = (F, *(R,) * options.ahead, *(B,) * pulled, *(I, W) * options.split)
     trackers = {x: AllocationTracker(of_accelerator=of_accelerator, compiled=compiled) for x in ways}
     with fake or FakeTensors(allow_non_fake_inputs=True), torch.no_grad():
+        # 1. Graphs, of tensors without memory.
         trees = empty_like_strided((weights.trained, weights.fixed, inputs), device)
         weights, inputs = SegmentWeights(*trees[:2]), trees[2]
         paths = passes.prepare(weights, inputs, guess(weights, inputs))
-
+        # 2. Forward: its cost, its output, and what it leaves for backward.
         first = trackers.pop(F)
         with first, keys_in(first.host if options.keys_on_host else None):
             y, residuals = passes.forward(weights, inputs)
             y = y[0] if buffers else y
-            own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
-            own_bytes = _storage_bytes(own)  # not what is passed on, which was there before
-            held = first.bytes_of(own)  # more where a loss lies in the memory of many, which the step leaves
-            kept = max(0, first.live - held) if passes.keeps else 0
-            costs: dict[str, Any] = {"forward": first.cost(own_bytes + kept)}
+            allocated = [t for t in tree_leaves(y) if isinstance(t, Tensor) and first.holds(t)]
+            allocated_bytes = _storage_bytes(allocated)  # not what is passed on, which was there before
+            # More than these where a loss lies in the memory of many, which the step leaves.
+            held = first.bytes_of(allocated)
+            residual_bytes = max(0, first.live - held) if passes.keeps else 0
+            costs: dict[str, Any] = {"forward": first.cost(allocated_bytes + residual_bytes)}
             out = empty_like_strided(y, "meta")
             cotangents = [torch.empty_like(t) for t in differentiated(y)]
-            given, results = numbered(inputs[0]), numbered(y)
-            memory, tensors = _storages(given, results), _origins(_view_of, given, results)
+            leaves, results = numbered(inputs[0]), numbered(y)
+            memory, tensors = _storages(leaves, results), _origins(_view_of, leaves, results)
             # A part of the output that is a residual, too, outlives the output.
             before = first.live
-            del y, own, results
+            del y, allocated, results
             keeps_output = before - first.live < held
-
         stash_bytes, read = _storage_bytes((inputs[0], residuals)), nbytes(buffers)
         without, gradients = _storage_bytes(residuals), Storages()
         alone = [_storage_bytes((x, residuals)) - without for x in tree_leaves(inputs[0])]
+        # 3. The other passes, in order: each gets what the one before it leaves.
         for way, tracker in trackers.items():
             with tracker, keys_in(tracker.host if options.keys_on_host else None):
-                made = passes.run(way, weights, inputs, residuals, cotangents)
+                outputs = passes.run(way, weights, inputs, residuals, cotangents)
                 left = 0  # bytes for the passes behind it
                 if way == R:
-                    left, residuals = tracker.live, made
+                    left, residuals = tracker.live, outputs
                     costs["recomputed_bytes"] = left
                 elif way == I:
-                    residuals = made[1]
+                    residuals = outputs[1]
                     left = costs["pending_bytes"] = _storage_bytes(residuals[1])
                 if way in (B, I):
-                    gradients = _storages(*(dict(enumerate(x)) for x in (cotangents, made[way == B])))
+                    gradients = _storages(*(dict(enumerate(x)) for x in (cotangents, outputs[way == B])))
                 costs[PASSES[way].verb] = tracker.cost(left)
-                del made
+                del outputs
         cost = SegmentCost(
             **costs,
-            residual_bytes=kept + read,
+            residual_bytes=residual_bytes + read,
             stash_bytes=stash_bytes + read,
             keeps_output=passes.keeps and keeps_output,
             key_bytes=max(x.host.nbytes for x in (first, *trackers.values())),
@@ -467,17 +469,17 @@ def numbered(tree: Tree) -> dict[int, Tensor]:
 
 
 def _origins(
-    key: Callable[[Tensor], Any], given: Mapping[int, Tensor], results: Mapping[int, Tensor]
+    key: Callable[[Tensor], Any], inputs: Mapping[int, Tensor], results: Mapping[int, Tensor]
 ) -> dict[int, int]:
-    """For each of `results`, the number of one of `given` with an equal `key`; if none has, a negative number, the
+    """For each of `results`, the number of one of `inputs` with an equal `key`; if none has, a negative number, the
     same for results with an equal key."""
-    known = {key(t): n for n, t in given.items()}
+    known = {key(t): n for n, t in inputs.items()}
     return {n: known.setdefault(key(t), -1 - n) for n, t in results.items()}
 
 
-def _storages(given: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> Storages:
-    """For each of `results`, the number of one of `given` in the same storage, or a negative one, and its bytes."""
-    origins = _origins(storage_of, given, results)
+def _storages(inputs: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> Storages:
+    """For each of `results`, the number of one of `inputs` in its storage, or a negative one, and its bytes."""
+    origins = _origins(storage_of, inputs, results)
     return {n: (origins[n], _storage_bytes(t)) for n, t in results.items()}
 
 

@@ -49,9 +49,9 @@ def itself(x: Any) -> Any:
     """The key by which `x` is compared: of a function what it computes, else `x` if it is hashable and no tensor,
     else the object's identity."""
     if isinstance(x, FunctionType):
-        given = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
-        given += tuple(content_of(cell) for cell in x.__closure__ or ())
-        return _computes(x.__code__), [repr(v) if is_plain(v) else id(v) for v in given]
+        values = *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
+        values += tuple(content_of(cell) for cell in x.__closure__ or ())
+        return _computes(x.__code__), [repr(v) if is_plain(v) else id(v) for v in values]
     return _Same(x) if isinstance(x, Tensor) or type(x).__hash__ is None else x
 
 
@@ -61,8 +61,8 @@ def attributes(module: nn.Module | None, *, tensors: bool) -> Iterator[tuple[str
     for path, m in module.named_modules() if module is not None else ():
         yield f"attribute {path}" if path else "the module", type(m)
         slots = {**m._parameters, **m._buffers} if tensors else {}
-        own = {k: v for k, v in vars(m).items() if k not in ("_parameters", "_buffers", "_modules")}
-        for name, value in {**own, **slots}.items():
+        plain = {k: v for k, v in vars(m).items() if k not in ("_parameters", "_buffers", "_modules")}
+        for name, value in {**plain, **slots}.items():
             yield f"attribute {path}.{name}" if path else f"attribute {name}", value
 
 
@@ -101,8 +101,8 @@ def is_plain(x: Any) -> bool:
 def is_open(x: Any, *, called: bool = False) -> bool:
     """Whether `x` is an object whose attributes are compared: of a class of the user's, and, unless `called`, none
     that can be called; or a namespace."""
-    own = hasattr(x, "__dict__") and not isinstance(x, FunctionType | type | nn.Module)
-    mine = own and not of_library(type(x)) and (called or not callable(x))
+    has_attributes = hasattr(x, "__dict__") and not isinstance(x, FunctionType | type | nn.Module)
+    mine = has_attributes and not of_library(type(x)) and (called or not callable(x))
     return mine or isinstance(x, Namespace | SimpleNamespace)
 
 
@@ -121,15 +121,16 @@ def compared(value: Any, by: Callable[[Any], Any], depth: int, names: Container[
         return held(value)
     if isinstance(value, partial):
         return compared((value.func, value.args, value.keywords), by, depth + 1, names)
-    own: Any = vars(value) if is_open(value, called=names is not None) else value
-    if isinstance(own, Mapping | list | tuple | set | frozenset) and names is not None and len(own) > MOST:
+    content: Any = vars(value) if is_open(value, called=names is not None) else value
+    several = isinstance(content, Mapping | list | tuple | set | frozenset)
+    if several and names is not None and len(content) > MOST:
         return by(value)
-    if isinstance(own, Mapping):
-        said = {k: x for k, x in [*own.items()] if names is None or k in names}
-        given = said if said or own is not value else own
-        return type(value), [(repr(key), compared(x, by, depth + 1, names)) for key, x in [*given.items()]]
-    if isinstance(own, list | tuple | set | frozenset):
-        return type(value), [compared(x, by, depth + 1, names) for x in [*own]]
+    if isinstance(content, Mapping):
+        said = {k: x for k, x in [*content.items()] if names is None or k in names}
+        items = said if said or content is not value else content
+        return type(value), [(repr(key), compared(x, by, depth + 1, names)) for key, x in [*items.items()]]
+    if isinstance(content, list | tuple | set | frozenset):
+        return type(value), [compared(x, by, depth + 1, names) for x in [*content]]
     if names is not None and isinstance(value, FunctionType | type) and not of_library(value):
         plain = {k: repr(x) for k, x in [*vars(value).items()] if k in names and is_plain(x)}
         return by(value), plain

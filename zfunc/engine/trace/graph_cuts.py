@@ -53,9 +53,7 @@ class JointGraph:
 
 
 Cut = Callable[[JointGraph], tuple[GraphModule, GraphModule]]
-DECODERS = set[
-    Any
-]()  # operations that make a large result of leaves: it lives where it is read, and no longer
+DECODERS = set[Any]()  # operations that make a large result of leaves, which lives where it is read
 Needs = Mapping[Node, list[Node]]
 
 
@@ -86,12 +84,12 @@ def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
 
 
 def part_of_graph(
-    module: GraphModule, given: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
+    module: GraphModule, inputs: Iterable[Node], nodes: Iterable[Node], results: Iterable[Any]
 ) -> GraphModule:
-    """Copy `nodes` of a graph to a graph of their own with placeholders `given` and outputs `results`, which
+    """Copy `nodes` of a graph to a graph of their own with placeholders `inputs` and outputs `results`, which
     has no code until it is called, or `with_code`: most are cut again."""
     part, copies = Graph(), dict[Node, Node]()
-    for x in given:
+    for x in inputs:
         copies[x] = part.placeholder(x.name)
         copies[x].meta = {**x.meta}
     for x in nodes:
@@ -112,7 +110,7 @@ class GraphPiece:
     """A part of a traced graph that can be run by itself, with the names of the weights that it reads and the
     numbers of its random draws."""
 
-    run: GraphModule  # (*weights that are read, *given) -> results
+    run: GraphModule  # (*weights that are read, *inputs) -> results
     reads: tuple[str, ...]
     draws: frozenset[Node]
 
@@ -121,19 +119,19 @@ def piece_of(
     module: GraphModule,
     needs: Needs,
     weights: Mapping[str, Node],
-    given: Sequence[Node],
+    inputs: Sequence[Node],
     results: Sequence[Any],
     end: Node,
 ) -> GraphPiece:
-    """The part of a graph that computes `results` from the nodes `given` and those of `weights` that it
+    """The part of a graph that computes `results` from the nodes `inputs` and those of `weights` that it
     needs. In-place writes into the memory of results are included if node `end`, which reads the results,
     comes after them."""
-    needed = needed_for([*results, *needs[end]], needs, given)
+    needed = needed_for([*results, *needs[end]], needs, inputs)
     reads = tuple(name for name, x in weights.items() if x in needed)
-    inputs = dict.fromkeys([*(weights[name] for name in reads), *given])
-    own = [x for x in needs if x in needed and x not in inputs and x.op != "placeholder"]
-    piece = with_code(part_of_graph(module, inputs, own, results))
-    return GraphPiece(piece, reads, frozenset(filter(is_draw_node, own)))
+    placeholders = dict.fromkeys([*(weights[name] for name in reads), *inputs])
+    nodes = [x for x in needs if x in needed and x not in placeholders and x.op != "placeholder"]
+    piece = with_code(part_of_graph(module, placeholders, nodes, results))
+    return GraphPiece(piece, reads, frozenset(filter(is_draw_node, nodes)))
 
 
 def needs_of(graph: Graph) -> Needs:
@@ -148,25 +146,25 @@ def needs_of(graph: Graph) -> Needs:
     return needs
 
 
-def needed_for(results: Sequence[Any], needs: Needs, given: Sequence[Node] = ()) -> set[Node]:
-    """The nodes that compute `results` from the nodes `given`, including those of `given` that are used.
+def needed_for(results: Sequence[Any], needs: Needs, inputs: Sequence[Node] = ()) -> set[Node]:
+    """The nodes that compute `results` from the nodes `inputs`, including those of `inputs` that are used.
     Later in-place writes into the memory of `results` are not included: nodes that read the results need
     them."""
     left, needed = [x for x in results if isinstance(x, Node)], set[Node]()
     while left:
         if (node := left.pop()) not in needed:
             needed.add(node)
-            left += () if node in given else needs[node]
+            left += () if node in inputs else needs[node]
     return needed
 
 
 def depending_on(roots: Iterable[Node], needs: Needs) -> set[Node]:
     """The nodes of a graph that depend on the nodes `roots`, and `roots` themselves."""
-    found = {*roots}
+    dependent = {*roots}
     for node, read in needs.items():
-        if not found.isdisjoint(read):
-            found.add(node)
-    return found
+        if not dependent.isdisjoint(read):
+            dependent.add(node)
+    return dependent
 
 
 def decode_late(graph: Graph, num_forward: int) -> None:
@@ -174,14 +172,14 @@ def decode_late(graph: Graph, num_forward: int) -> None:
     repeat it for backward, so no decoded weights are kept. The first `num_forward` nodes of `graph` are the
     forward's."""
     nodes = list(graph.nodes)
-    made = {x for x in nodes[:num_forward] if x.target in DECODERS and x.users}
-    if not made:
+    decoded = {x for x in nodes[:num_forward] if x.target in DECODERS and x.users}
+    if not decoded:
         return
     for node in nodes[:num_forward]:
-        if node.target not in DECODERS and _views_one_of(node, made):
-            made.add(node)
+        if node.target not in DECODERS and _views_one_of(node, decoded):
+            decoded.add(node)
     late = {*nodes[num_forward:-1]}
-    for node in (x for x in reversed(nodes[:num_forward]) if x in made):
+    for node in (x for x in reversed(nodes[:num_forward]) if x in decoded):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE  # for the partitioner
         if users := [x for x in graph.nodes if x in late and x in node.users]:
             with graph.inserting_before(users[0]):
@@ -192,18 +190,18 @@ def decode_late(graph: Graph, num_forward: int) -> None:
             next(x for x in graph.nodes if x in node.users).prepend(node)
 
 
-def _views_one_of(node: Node, made: Collection[Node]) -> bool:
+def _views_one_of(node: Node, nodes: Collection[Node]) -> bool:
     """Whether `node` is a view of one of the nodes `made`."""
-    return isinstance(node.target, OpOverload) and node.target.is_view and node.args[0] in made
+    return isinstance(node.target, OpOverload) and node.target.is_view and node.args[0] in nodes
 
 
 def repeat_forward(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
     """Divide a joint graph into a forward and a backward that takes weights and inputs, and recomputes what
     it needs of forward."""
     forward = part_of_graph(joint.module, joint.leaves, joint.forward, joint.results)
-    given, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
-    backward = part_of_graph(joint.module, given, nodes, joint.gradients)
-    _cast_again(backward.graph, len(given) + len(joint.forward))
+    inputs, nodes = [*joint.leaves, *joint.cotangents], [*joint.forward, *joint.backward]
+    backward = part_of_graph(joint.module, inputs, nodes, joint.gradients)
+    _cast_again(backward.graph, len(inputs) + len(joint.forward))
     return forward, backward
 
 
@@ -240,8 +238,8 @@ def keep_as_autograd(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
         if not isinstance(x.meta["val"], Tensor):
             raise ValueError(f"backward reads {x}, which is no tensor")
     forward = part_of_graph(joint.module, joint.leaves, joint.forward, [*joint.results, *residuals])
-    given = [*residuals, *joint.cotangents]
-    return forward, part_of_graph(joint.module, given, joint.backward, joint.gradients)
+    inputs = [*residuals, *joint.cotangents]
+    return forward, part_of_graph(joint.module, inputs, joint.backward, joint.gradients)
 
 
 def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
@@ -259,9 +257,8 @@ def min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
     if changes:
         pure = functionalize(module)
         # A number among the inputs has no "val", and no node reads it.
-        primals, tangents = (
-            [x.meta.get("val", 0) for x in given] for given in (joint.leaves, joint.cotangents)
-        )
+        inputs = joint.leaves, joint.cotangents
+        primals, tangents = ([x.meta.get("val", 0) for x in nodes] for nodes in inputs)
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
         with unset_fake_temporarily():  # the mode is that of the joint graph's own fake tensors
             module = graph_of(by_name, primals, tangents)
@@ -290,7 +287,7 @@ def sized_min_cut(joint: JointGraph) -> tuple[GraphModule, GraphModule]:
 
 
 def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[GraphModule, GraphModule]:
-    """Divide a backward, whose first `trained` results are gradients of weights, into two graphs: `given ->
+    """Divide a backward, whose first `trained` results are gradients of weights, into two graphs: `inputs ->
     (*others, *pending)`, and `pending -> gradients of weights`. Only the first graph reads the first
     `weights` placeholders.
 
@@ -301,14 +298,14 @@ def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[G
     *nodes, output = backward.graph.nodes
     results, needs = list(output.args[0]), needs_of(backward.graph)
     gradients, others = results[:trained], results[trained:]
-    given, needed = [x for x in nodes if x.op == "placeholder"], needed_for([output], needs)
+    placeholders, needed = [x for x in nodes if x.op == "placeholder"], needed_for([output], needs)
     # 1. Reads of weights, or of memory that is written in place, stay in the first graph, in the same order.
-    held = {m for x in given[:weights] for m in memory_of(x)}
+    held = {m for x in placeholders[:weights] for m in memory_of(x)}
     held = {x for x in nodes if memory_of(x) & held} | of_written_memory(backward.graph)
     early = [x for x in nodes if x in needed and not held.isdisjoint((x, *x.all_input_nodes))]
     first = needed_for([*others, *early], needs)
     early += [x for x in gradients if not any(map(_multiplies, needed_for([x], needs) - first))]
-    first = {*given, *needed_for([*others, *early], needs)}
+    first = {*placeholders, *needed_for([*others, *early], needs)}
     # 2. If the first graph has a kernel with several results, it also unpacks them: only tensors are pending.
     first |= {
         x
@@ -318,9 +315,9 @@ def split_backward(backward: GraphModule, trained: int, weights: int) -> tuple[G
     second = [x for x in nodes if x in needed and x not in first]
     reads = [y for x in second for y in x.all_input_nodes]
     pending = [*dict.fromkeys(x for x in (*reads, *gradients) if x in first)]
-    own = [x for x in nodes if x in first and x not in given]
+    nodes_of_first = [x for x in nodes if x in first and x not in placeholders]
     return (
-        part_of_graph(backward, given, own, [*others, *pending]),
+        part_of_graph(backward, placeholders, nodes_of_first, [*others, *pending]),
         part_of_graph(backward, pending, second, gradients),
     )
 
@@ -365,9 +362,9 @@ def mutates(target: Any) -> bool:
 def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments of a call of the operation `func` that the call writes into."""
     declared = func._schema.arguments
-    given = dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
+    arguments = dict(zip((a.name for a in declared), args, strict=False)) | dict(kwargs)
     written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
-    return tree_leaves([given.get(name) for name in written])
+    return tree_leaves([arguments.get(name) for name in written])
 
 
 def changed_by(node: Node) -> list[Node]:
@@ -379,11 +376,10 @@ def of_written_memory(graph: Graph) -> set[Node]:
     """The nodes of a graph whose results share memory with a tensor that the graph writes in place."""
     memory = {node: memory_of(node) for node in graph.nodes}
     changed = {m for node in graph.nodes if mutates(node.target) for x in changed_by(node) for m in memory[x]}
-    return {node for node, own in memory.items() if own & changed}
+    return {node for node, storages in memory.items() if storages & changed}
 
 
 def _output_strides(module: GraphModule) -> list[Any]:
     outputs = list(module.graph.nodes)[-1].args[0]
-    return [
-        x.meta["val"].stride() for x in outputs if isinstance(x, Node) and isinstance(x.meta["val"], Tensor)
-    ]
+    values = (x.meta["val"] for x in outputs if isinstance(x, Node))
+    return [t.stride() for t in values if isinstance(t, Tensor)]

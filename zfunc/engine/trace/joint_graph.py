@@ -86,12 +86,12 @@ def joint_graph(
     number_draws(module.graph, forward_draws)
     decode_late(module.graph, num_forward)
     *nodes, output = module.graph.nodes
-    given, outputs = len(leaves) + len(tangents), list(output.args[0])
+    num_inputs, outputs = len(leaves) + len(tangents), list(output.args[0])
     traced = JointGraph(
         module,
         leaves=nodes[: len(leaves)],
-        cotangents=nodes[len(leaves) : given],
-        forward=nodes[given:num_forward],
+        cotangents=nodes[len(leaves) : num_inputs],
+        forward=nodes[num_inputs:num_forward],
         backward=nodes[num_forward:],
         results=outputs[:num_out],
         gradients=outputs[num_out:],

@@ -61,10 +61,10 @@ def look(module: nn.Module | None, parameters: Mapping[str, Tensor]) -> Look:
 
 def _enter(x: Any, inside: dict[int, Any], depth: int) -> None:
     """Enter in `inside`, by identity, the dicts and lists in `x`, those of the attributes of objects too."""
-    own = x if isinstance(x, dict | list) else vars(x) if is_open(x) else None
-    if own is None or id(own) in inside or depth == MAX_DEPTH:
+    content = x if isinstance(x, dict | list) else vars(x) if is_open(x) else None
+    if content is None or id(content) in inside or depth == MAX_DEPTH:
         return
-    inside[id(own)] = own
-    if len(own) <= MOST:
-        for y in [*own.values()] if isinstance(own, dict) else own:
+    inside[id(content)] = content
+    if len(content) <= MOST:
+        for y in [*content.values()] if isinstance(content, dict) else content:
             _enter(y, inside, depth + 1)

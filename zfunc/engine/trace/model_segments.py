@@ -22,17 +22,16 @@ NO_LOSS = (
 
 def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segment, ...]:
     """The segments of a model as a tuple, after checks of their names, tied parameters, hooks and memory."""
+    # 1. Whether they are segments.
     if isinstance(segments, nn.Sequential):
         segments = segments_of_sequential(segments)
     if isinstance(segments, type) and issubclass(segments, nn.Module):
         of_type("segments", segments, nn.Module, "a model, or a list of Segments")
-    of_type(
-        "segments",
-        segments,
-        Iterable,
-        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a causal "
-        "language model of transformers zfunc.hf.segments(model)",
+    expected = (
+        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a causal language "
+        "model of transformers zfunc.hf.segments(model)"
     )
+    of_type("segments", segments, Iterable, expected)
     segments = tuple(segments)
     if not segments:
         refuse("segments", "none", "at least one", "pass them, the last one ending in the loss")
@@ -43,41 +42,39 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
     for name, times in Counter(s.name for s in segments).items():
         if times > 1:
             refuse("segments", f"two named {name!r}", "unique names", "rename one")
-    known: dict[str, Parameter] = {}
+    # 2. Whether each parameter, tensor and buffer that forward changes has one owner.
+    owned: dict[str, Parameter] = {}
     origins: dict[int, str] = {}
-    for s in segments:
-        owned = {p.name: p for p in s.parameters if p.name not in s.shared}
-        for name, p in owned.items():
-            if name in known:
-                got = f"two parameters named {name!r}"
-                refuse("segments", got, "unique names", f"rename segment {s.name!r}, or tie them with share=")
-            known[name] = p
-        check_hooks(s.name, s.origins)
-        for name, tensor in s.origins.items():
-            if origins.setdefault(id(tensor), name) != name and name not in s.shared:
-                got = f"one tensor as {origins[id(tensor)]!r} and {name!r}"
-                do = f"segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
-                refuse("segments", got, "tied parameters to be declared", do)
-    check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
     changed: dict[int, str] = {}
     for s in segments:
+        for p in (p for p in s.parameters if p.name not in s.shared):
+            if p.name in owned:
+                got = f"two parameters named {p.name!r}"
+                refuse("segments", got, "unique names", f"rename segment {s.name!r}, or tie them with share=")
+            owned[p.name] = p
+        check_hooks(s.name, s.origins)
+        for name, tensor in s.origins.items():
+            if (other := origins.setdefault(id(tensor), name)) != name and name not in s.shared:
+                got, do = f"one tensor as {other!r} and {name!r}", f"share={{...: {other!r}}})"
+                refuse("segments", got, "tied parameters to be declared", f"segment({s.name!r}, ..., {do}")
         for short, tensor in s.changed_tensors.items():
-            other = changed.setdefault(tensor, name := f"{s.name}.{short}")
-            if other != name:
+            if (other := changed.setdefault(tensor, name := f"{s.name}.{short}")) != name:
                 got = f"one buffer as {other!r} and {name!r}, which forward changes in both"
-                expected = "each segment to have its own"
-                refuse("segments", got, expected, "put both uses into one segment, or copy the module")
+                do = "put both uses into one segment, or copy the module"
+                refuse("segments", got, "each segment to have its own", do)
+    check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
+    # 3. Whether shared parameters are those of another segment.
     for s in segments:
         for short, p in zip(s.short, s.parameters, strict=True):
-            if p.name not in known:
+            if p.name not in owned:
                 raise ValueError(
                     f"segment {s.name!r}: {short} is shared with {p.name!r}, which no segment has"
-                    f"{did_you_mean(p.name, list(known))}: pass the full name, 'segment.name in its module'"
+                    f"{did_you_mean(p.name, list(owned))}: pass the full name, 'segment.name in its module'"
                 )
-            if p.shape != known[p.name].shape:
+            if p.shape != owned[p.name].shape:
                 raise ValueError(
                     f"segment {s.name!r}: {short} has shape {p.shape}, but {p.name!r}, which it shares, has "
-                    f"{known[p.name].shape}: tied parameters have one shape"
+                    f"{owned[p.name].shape}: tied parameters have one shape"
                 )
     return segments
 
@@ -119,9 +116,8 @@ def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
     """
     if not len(module):
         return ()
-    loss = module[-1]
     if not ends_in_loss(module):
-        got = f"an nn.Sequential that ends in a {type(loss).__name__}"
+        got = f"an nn.Sequential that ends in a {type(module[-1]).__name__}"
         do = "append such as nn.CrossEntropyLoss(), or pass zfunc.segments(model, example)"
         refuse("segments", got, "a loss of (x, targets) as the last", do)
     groups: list[OrderedDict[str, nn.Module]] = [OrderedDict()]
@@ -130,16 +126,16 @@ def segments_of_sequential(module: nn.Sequential) -> tuple[Segment, ...]:
             groups.append(OrderedDict())
         groups[-1][name] = child
     known: dict[int, str] = {}  # the name of each parameter so far
-    made: list[Segment] = []
+    segments: list[Segment] = []
     for group in groups:
         name = next((x for x, child in group.items() if _has_parameters(child)), next(iter(group)))
         part = EndsInLoss(group) if group is groups[-1] else nn.Sequential(group)
         named = part.named_parameters(remove_duplicate=False)
         share = {short: known[id(p)] for short, p in named if id(p) in known}
-        made.append(make_segment(name, part, share, ""))
-        for full, p in made[-1].origins.items():
+        segments.append(make_segment(name, part, share, ""))
+        for full, p in segments[-1].origins.items():
             known.setdefault(id(p), full)
-    return tuple(made)
+    return tuple(segments)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -26,7 +26,7 @@ def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...]
     """
     names, types = list[str](), dict[str, str]()
     for path, m in module.named_modules():
-        own: list[str] = []
+        buffers: list[str] = []
         if isinstance(m, nn.modules.batchnorm._NormBase) and m._buffers.get("running_mean") is not None:
             if m.training and isinstance(m, nn.SyncBatchNorm):
                 raise ValueError(
@@ -36,12 +36,12 @@ def changed_by_forward(segment: str, module: nn.Module) -> tuple[tuple[str, ...]
             if m.training and m.momentum is None and isinstance(m, nn.modules.batchnorm._BatchNorm):
                 got = f"momentum=None of the {type(m).__name__} {path!r}, which divides by a counter's value"
                 refuse(f"segment {segment!r}", got, "a number", "set its momentum, such as torch's 0.1")
-            own = [x for x, t in m._buffers.items() if t is not None]
+            buffers = [x for x, t in m._buffers.items() if t is not None]
             types |= {_joined(path, x): _joined(path, "running_mean") for x in ("weight", "bias")}
         elif isinstance(m, parametrizations._SpectralNorm):
-            own, original = [*m._buffers], _joined(path.rpartition(".")[0], "original")
-            types |= {_joined(path, x): original for x in own}
-        names += [_joined(path, x) for x in own if m.training]
+            buffers, original = [*m._buffers], _joined(path.rpartition(".")[0], "original")
+            types |= {_joined(path, x): original for x in buffers}
+        names += [_joined(path, x) for x in buffers if m.training]
     return tuple(names), types
 
 

@@ -48,15 +48,14 @@ def viewed(t: Tensor, memory: Mapping[int, str]) -> str:
     return memory.get(storage_of(t), "") if t.layout is torch.strided else ""
 
 
-def refuse_stale(func: Any, args: Any, got: str, place: str = "") -> None:
-    """Raise SettingError for a call of `func` with a view, made before, of the tensor `got`, whose first values a
-    trace would keep; not for a look at the view's shape. `place` is where the call is, as text."""
+def refuse_stale(func: Any, args: Any, name: str, place: str = "") -> None:
+    """Raise SettingError for a call of `func`, at `place` as text, on a view of the tensor `name` that was made
+    before, unless `func` returns the view's shape, dtype or such: a trace would keep the view's first values."""
     if "__get__" in str(func) and not isinstance(func(*args), Tensor):  # as that of .T is
         return
-    got = f"a view of {got!r} that was made before{place and f', read {place}'}, which would keep its first values"
-    refuse(
-        "model", got, "one made in forward or in the loss", "make it there, as self.weight[0], or clone() it"
-    )
+    got = f"a view of {name!r} that was made before{place and f', read {place}'}, which would keep its first values"
+    do = "make it there, as self.weight[0], or clone() it"
+    refuse("model", got, "one made in forward or in the loss", do)
 
 
 class _StaleView(Tensor):
@@ -105,9 +104,8 @@ def deep_copy(module: M, memo: dict[int, Any]) -> M:
     for m in modules_held(copied):
         for holder in (vars(m), *(x for x in vars(m).values() if isinstance(x, dict))):
             for name, f in [*holder.items()]:
-                if isinstance(f, FunctionType) and any(
-                    id(content_of(c)) in memo for c in f.__closure__ or ()
-                ):
+                cells = f.__closure__ or () if isinstance(f, FunctionType) else ()
+                if any(id(content_of(c)) in memo for c in cells):
                     holder[name] = _rebound(f, memo)
     return copied
 

@@ -24,9 +24,7 @@ from zfunc.engine.trace.facts import (
 )
 
 Code = tuple[Any, Any]  # what is called, and the class whose methods it calls by name, or None
-Read = tuple[
-    str, int, Any
-]  # a name that the user knows, the identity of the scope that has it, and the value
+Read = tuple[str, int, Any]  # a name that the user knows, the id of the scope that has it, and the value
 
 
 @define(eq=False)
@@ -85,9 +83,7 @@ def _reached(module: nn.Module | None, function: Any) -> Iterator[tuple[str, fro
     """Follow the user's code that calls of `module` and `function` may run. Yield of each function there its name,
     the names and texts in its code, and what it reads, but for parts of `module`; of each object that is called, or
     whose method is, no name, no texts, and itself as read."""
-    seen: dict[int, Any] = {
-        id(m): m for m in _modules(module)
-    }  # objects, too, or others get their identities
+    seen: dict[int, Any] = {id(m): m for m in _modules(module)}  # kept alive, or others get their ids
     queue: list[Code] = [(function, None), *(x for m in seen.values() for x in _code_of(m))]
     while queue:
         f, owner = queue.pop()

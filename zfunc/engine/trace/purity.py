@@ -75,8 +75,8 @@ class _Log(TorchDispatchMode):
         """A key of the argument `x` of an operation, to compare two calls: where it comes from, its values,
         or, if it is large, its identity."""
         if not isinstance(x, Tensor):
-            kept = isinstance(x, torch.ScriptObject)  # of record_function, which compares with nothing
-            return repr(x) if isinstance(x, float) else type(x) if kept else x
+            opaque = isinstance(x, torch.ScriptObject)  # of record_function, which compares with nothing
+            return repr(x) if isinstance(x, float) else type(x) if opaque else x
         if id(x) in self._results:
             return self._results[id(x)]
         self._alive.append(x)
@@ -112,9 +112,7 @@ class _Repeated(_Log):
         super().__init__()
         self._place, self._here = place, ""
         self.read, self.written = dict[int, str](), dict[int, str]()
-        self.outside: list[
-            Tensor
-        ] = []  # tensors that the call reads, and that none of its operations returned
+        self.outside: list[Tensor] = []  # what the call reads, and none of its operations returned
 
     def record(self, func: Any, arguments: Any) -> list[Any]:
         self._here = self._place()
@@ -122,9 +120,9 @@ class _Repeated(_Log):
 
     def state(self, before: "_Repeated") -> str:
         """Where this call reads a tensor that the call `before` made, or writes one that both write; else ""."""
-        made = (place for x, place in self.read.items() if x in before._own)
+        reads = (place for x, place in self.read.items() if x in before._own)
         both = (place for x, place in self.written.items() if x in before.written)
-        return next(iter((*made, *both)), "")
+        return next(iter((*reads, *both)), "")
 
     def _token(self, x: Any) -> Any:
         if isinstance(x, Tensor) and x.layout is torch.strided and storage_of(x) not in self._own:
@@ -209,20 +207,18 @@ def check_deterministic(
     if numpy_state != pickle.dumps(generator.state) and _draws_from_numpy(call, generator):
         raise ValueError(f"got random numbers from numpy.random, expected torch's: {SEEDED}")
     if change := first_change(before, values()):
-        raise ValueError(
-            f"got {change}, which changes from call to call, expected a pure function: {REASON}. {ADVICE}"
-        )
+        got = f"{change}, which changes from call to call"
+        raise ValueError(f"got {got}, expected a pure function: {REASON}. {ADVICE}")
     # 2. Their operations. The first call may initialize: then the second and the third are compared.
     if _difference(first, second):
         y, third = _logged(call)
         if difference := _difference(second, third):
             tensors = held(module)
             call()
-            kept = first_change(tensors, held(module))
-            difference += f", perhaps what a call keeps in {kept}," if kept else ""
-            raise ValueError(
-                f"got {difference} when called again, expected a pure function: {REASON}. {ADVICE}"
-            )
+            stored = first_change(tensors, held(module))
+            difference += f", perhaps what a call keeps in {stored}," if stored else ""
+            got = f"{difference} when called again"
+            raise ValueError(f"got {got}, expected a pure function: {REASON}. {ADVICE}")
     return y
 
 
@@ -231,9 +227,8 @@ def _named(
 ) -> ValueError:
     """The error for a tensor that operation `func` writes into: names it, and says what to use instead."""
     shape, instead = tuple(tensor.shape), "return a new tensor instead (of a module, with inplace=False)"
-    name = (
-        f"a tensor of shape {shape} made outside the function (a parameter, input, buffer or captured tensor)"
-    )
+    kinds = "a parameter, input, buffer or captured tensor"
+    name = f"a tensor of shape {shape} made outside the function ({kinds})"
     short = next((x for x, t in params.items() if t is tensor), "")
     if short and module is not None:
         owner = short.rpartition(".")[0]
@@ -267,10 +262,8 @@ def _difference(one: _Log, other: _Log) -> str:
             return f"other arguments in operation number {n} ({a[0]})"
         for x, y in zip(a[1], b[1], strict=True):
             if x != y:
-                number = f"another number ({x}, then {y})"
-                return (
-                    f"{'another tensor' if isinstance(x, tuple) else number} in operation number {n} ({a[0]})"
-                )
+                what = "another tensor" if isinstance(x, tuple) else f"another number ({x}, then {y})"
+                return f"{what} in operation number {n} ({a[0]})"
     return ""
 
 

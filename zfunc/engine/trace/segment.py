@@ -8,7 +8,7 @@ import copy
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -92,36 +92,25 @@ class Segment:
 
     def _repr_html_(self) -> str:
         rows = [
-            (
-                p.name,
-                tuple(p.shape),
-                "" if p.trainable else "frozen",
-                "shared" if p.name in self.shared else "",
-            )
+            (p.name, tuple(p.shape), "" if p.trainable else "frozen", "shared" * (p.name in self.shared))
             for p in self.parameters
         ]
         return html_table(["parameter", "shape", "", ""], rows, repr(self))
 
     def __attrs_post_init__(self) -> None:
-        of_type(
-            "segment: name", self.name, str, "a string: pass such as 'head', the prefix of its parameters"
-        )
-        for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
-            if repeated := sorted(name for name, times in Counter(names).items() if times > 1):
-                raise ValueError(
-                    f"segment {self.name!r}: got the {what} {repeated} more than once, expected each once: let "
-                    "the function use one value in several places"
-                )
+        expected = "a string: pass such as 'head', the prefix of its parameters"
+        of_type("segment: name", self.name, str, expected)
+        where, names = f"segment {self.name!r}", [p.name for p in self.parameters]
+        for what, several in (("parameters", names), ("short names", self.short)):
+            if repeated := sorted(name for name, times in Counter(several).items() if times > 1):
+                do = "let the function use one value in several places"
+                refuse(where, f"the {what} {repeated} more than once", "each once", do)
         if self.buffers and self.evaluate is None:
-            raise ValueError(
-                f"segment {self.name!r}: got buffers without evaluate, expected the function that reads them and "
-                "does not change them: pass evaluate="
-            )
+            expected = "the function that reads them and does not change them"
+            refuse(where, "buffers without evaluate", expected, "pass evaluate=")
         if len(self.parameters) != len(self.short):
-            raise ValueError(
-                f"segment {self.name!r}: got {len(self.parameters)} parameters and {len(self.short)} short "
-                "names, expected one for each: pass the names that the function uses"
-            )
+            got = f"{len(self.parameters)} parameters and {len(self.short)} short names"
+            refuse(where, got, "one for each", "pass the names that the function uses")
 
     @cached_property
     def by_short(self) -> dict[str, str]:
@@ -156,8 +145,8 @@ class Segment:
 
     def outside_of_trace(self) -> Outside:
         """What a trace that is made of the segment will depend on outside of it."""
-        own = self.outside or Outside(self.module, self.function)
-        return own if own.facts is not None else Outside(own.module, own.function)
+        outside = self.outside or Outside(self.module, self.function)
+        return outside if outside.facts is not None else Outside(outside.module, outside.function)
 
     def look(self) -> Look:
         """A snapshot of the source module as it is now; only if it no longer holds need `changed` be called."""
@@ -168,15 +157,15 @@ class Segment:
         """The identity of each tensor of the source module that forward changes (`buffers`), by short name."""
         if self._source is None:
             return {}
-        own = _slots(self._source[0], "_buffers")
-        return {short: id(own[short]) for short in self.buffers if short in own}
+        buffers = _slots(self._source[0], "_buffers")
+        return {short: id(buffers[short]) for short in self.buffers if short in buffers}
 
     def like(self, other: "Segment") -> bool:
         """Whether this segment computes the same function as `other`, so that both can share traces."""
         signatures = [
             (
                 *(x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters], x.codes),
-                *([(name, t.shape, t.dtype) for name, t in own.items()] for own in (x.constants, x.buffers)),
+                *([(y, t.shape, t.dtype) for y, t in fixed.items()] for fixed in (x.constants, x.buffers)),
             )
             for x in (self, other)
         ]
@@ -219,70 +208,50 @@ def make_segment(
     names further buffers that forward changes, beside those that `changed_by_forward` finds. `source` is the
     module whose changes are noticed, with its facts now: `module` itself by default."""
     # 1. What cannot be a function of its parameters.
+    where = f"segment {name!r}"
     refuse_inference_mode("segment")
-    of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
-    share = dict(share or {})
-    if any("_orig_mod" in m._modules for m in module.modules()):
-        do = f"pass its `_orig_mod`, and {setting('compile_segments', True)} to zfunc.compile"
-        refuse(f"segment {name!r}", "a module that torch.compile returned", "one as it was before", do)
-    if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
-        refuse(f"segment {name!r}", "a module of torch.jit", "one of Python", "leave torch.jit.script out")
-    own = _slots(module, "_parameters")
-    if lazy := next((x for x, t in {**own, **_slots(module, "_buffers")}.items() if is_lazy(t)), ""):
-        got = f"{lazy!r} of a lazy module, which has no shape yet"
-        refuse(f"segment {name!r}", got, "one with a shape", "call the module with a batch first")
-    embeddings = (x for x in module.named_modules() if isinstance(x[1], nn.Embedding | nn.EmbeddingBag))
-    if sparse := next((f"{path!r} with sparse=True" for path, m in embeddings if m.sparse), ""):
-        refuse(f"segment {name!r}", sparse, "a dense gradient", "leave sparse out")
-    check_hooks(name, own, module)
-    check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
-    for short, p in own.items():
-        if not p.is_floating_point():
-            do = "make it a buffer (register_buffer), which is read and never trained"
-            do = (
-                "train torch.view_as_real of it, and call view_as_complex in forward"
-                if p.is_complex()
-                else do
-            )
-            refuse(f"segment {name!r}", f"parameter {short!r} of {p.dtype}", "floating point", do, ValueError)
-    for short in share:
-        if short not in own:
-            raise ValueError(
-                f"segment {name!r}: share names {short!r}, expected one of its parameters {sorted(own)}: "
-                "pass {name in the module: full name of the other segment's parameter}"
-            )
-    on_meta = {t.is_meta for t in own.values()}
+    of_type(where, module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
+    share, params, buffers = dict(share or {}), _slots(module, "_parameters"), _slots(module, "_buffers")
+    for got, expected, do in _unfit(module, params | buffers):
+        refuse(where, got, expected, do)
+    check_hooks(name, params, module)
+    check_memory_apart(where, params | buffers)
+    if other := next((x for x in share if x not in params), ""):
+        expected = f"names of its parameters {sorted(params)}"
+        do = "pass {name in the module: full name of the other segment's parameter}"
+        refuse(where, f"share with {other!r}", expected, do)
+    on_meta = {t.is_meta for t in params.values()}
     if len(on_meta) > 1:
-        raise ValueError(
-            f"segment {name!r}: got a module partly on the meta device, expected all or nothing there: "
-            "build it under one `with torch.device(...)`"
-        )
+        got, do = "a module partly on the meta device", "build it under one `with torch.device(...)`"
+        refuse(where, got, "all or nothing there", do)
 
     # 2. Names: full ones of all parameters, of which tied ones have one, and are differentiated by one short name.
     twin: dict[int, str] = {}  # of names tied inside the module, the shared one, else the first
-    for short, p in (*((x, own[x]) for x in share), *own.items()):
+    for short, p in (*((x, params[x]) for x in share), *params.items()):
         twin.setdefault(id(p), short)
-    fulls = {x: share.get(x) or share.get(twin[id(p)]) or f"{prefix}{twin[id(p)]}" for x, p in own.items()}
+    fulls = {x: share.get(x) or share.get(twin[id(p)]) or f"{prefix}{twin[id(p)]}" for x, p in params.items()}
     chosen: dict[str, str] = {}  # full name -> the short name that it is differentiated by
     for short, full in fulls.items():
         chosen.setdefault(full, short)
     twins = {short: chosen[full] for short, full in fulls.items()}
-    parameters = tuple(Parameter(f, tuple(own[x].shape), own[x].requires_grad) for f, x in chosen.items())
+    parameters = tuple(
+        Parameter(f, tuple(params[x].shape), params[x].requires_grad) for f, x in chosen.items()
+    )
 
     # 3. Buffers: constants, and those that forward changes.
     changing, types = changed_by_forward(name, module)
     changing = *changing, *sorted({*written} - {*changing})
-    meta, constants = on_meta == {True}, _slots(module, "_buffers")
-    if meta and any(t.is_meta for t in constants.values()):
-        constants = _real_module(name, module, 0)[1]
-    constants = {k: v.detach().clone() for k, v in constants.items()}
+    meta = on_meta == {True}
+    if meta and any(t.is_meta for t in buffers.values()):
+        buffers = _real_module(name, module, 0)[1]
+    buffers = {x: t.detach().clone() for x, t in buffers.items()}
 
     # 4. Functions: of a copy without memory, in training mode and in eval mode; and the initial values.
     skeleton = skeleton_of(module, changing)
     owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
 
     def initial(seed: int) -> Values:
-        values = _real_module(name, module, seed)[0] if meta else own
+        values = _real_module(name, module, seed)[0] if meta else params
         return {full: values[short].detach() for full, short in owned.items()}
 
     return Segment(
@@ -292,28 +261,44 @@ def make_segment(
         tuple(chosen.values()),
         initial=initial,
         shared=frozenset(share.values()),
-        origins={full: own[short] for full, short in chosen.items()},
+        origins={full: params[short] for full, short in chosen.items()},
         twins={short: twin for short, twin in twins.items() if short != twin},
         evaluate=_functional(skeleton_of(module, changing).eval(), twins, types, changing, returned=False),
-        constants={k: v for k, v in constants.items() if k not in changing},
-        buffers={k: constants[k] for k in changing},
+        constants={x: t for x, t in buffers.items() if x not in changing},
+        buffers={x: buffers[x] for x in changing},
         module=skeleton,
         source=source or (module, held(module)),
         behaviour=held(module, tensors=False),
     )
 
 
+def _unfit(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, str]]:
+    """Yield what no segment can have of `module` or its `tensors`: what is got, what is expected, what to do."""
+    if any("_orig_mod" in m._modules for m in module.modules()):
+        do = f"pass its `_orig_mod`, and {setting('compile_segments', True)} to zfunc.compile"
+        yield "a module that torch.compile returned", "one as it was before", do
+    if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
+        yield "a module of torch.jit", "one of Python", "leave torch.jit.script out"
+    for name, t in tensors.items():
+        if is_lazy(t):
+            got = f"{name!r} of a lazy module, which has no shape yet"
+            yield got, "one with a shape", "call the module with a batch first"
+        if isinstance(t, nn.Parameter) and not t.is_floating_point():
+            do = "make it a buffer (register_buffer), which is read and never trained"
+            if t.is_complex():
+                do = "train torch.view_as_real of it, and call view_as_complex in forward"
+            yield f"parameter {name!r} of {t.dtype}", "floating point", do
+    for path, m in module.named_modules():
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:
+            yield f"{path!r} with sparse=True", "a dense gradient", "leave sparse out"
+
+
 def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module | None = None) -> None:
     """Raise ValueError for gradient hooks on `parameters` or in `module`: `torch.func.vjp` does not run hooks."""
     modules = module.named_modules() if module is not None else ()
-    hooked = [
-        *(
-            f"parameter {x!r}"
-            for x, p in parameters.items()
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-        ),
-        *(f"module {x!r}" for x, m in modules if m._backward_hooks or m._backward_pre_hooks),
-    ]
+    on_tensor = "_backward_hooks", "_post_accumulate_grad_hooks"
+    hooked = [f"parameter {x!r}" for x, p in parameters.items() if any(getattr(p, h, 0) for h in on_tensor)]
+    hooked += [f"module {x!r}" for x, m in modules if m._backward_hooks or m._backward_pre_hooks]
     if hooked:
         do = (
             "to clip, pass `clip_norm` to zfunc.compile; to change a gradient, use a torch.autograd.Function "
@@ -335,10 +320,9 @@ def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
         before = [y for y in before if y[0] == storage and y[2] > start]
         for _, _, _, other, u in before:
             if t.requires_grad or u.requires_grad:
-                raise ValueError(
-                    f"{where}: got {other!r} and {name!r} in the same memory, expected separate memory "
-                    "for each: to tie them use one nn.Parameter (between segments, share=), else clone one"
-                )
+                got, do = f"{other!r} and {name!r} in the same memory", "to tie them use one nn.Parameter"
+                do += " (between segments, share=), else clone one"
+                refuse(where, got, "separate memory for each", do)
         before.append(x)
 
 
@@ -400,8 +384,6 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
                 reset()
     for what, t in (*real.named_parameters(), *real.named_buffers()):
         if t.is_floating_point() and t.isnan().any():
-            raise ValueError(
-                f"segment {name!r}: {what} has no value, expected reset_parameters of its module or a parent to "
-                "set it: define it there, or build the module on the CPU"
-            )
+            got, expected = f"no value for {what}", "reset_parameters of its module or a parent to set it"
+            refuse(f"segment {name!r}", got, expected, "define it there, or build the module on the CPU")
     return _slots(real, "_parameters"), _slots(real, "_buffers")

@@ -101,8 +101,8 @@ class SegmentVJP:
         if way == W:
             run, pending = residuals
             return run(*pending)
-        given = (residuals, cotangents) if "above" in PASSES[way].takes else ()
-        return getattr(self, PASSES[way].verb)(weights, inputs, *given)
+        more = (residuals, cotangents) if "above" in PASSES[way].takes else ()
+        return getattr(self, PASSES[way].verb)(weights, inputs, *more)
 
 
 class NoGradientError(ValueError):

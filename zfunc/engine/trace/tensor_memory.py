@@ -45,12 +45,8 @@ OWN_STRIDES = {  # operations whose kernels return other strides or types than t
     aten.special_xlog1py.default,
     aten.xlogy.Tensor,
 }
-PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-}  # of matrices of one dtype
+# Products of matrices of one dtype.
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 # Fake kernels that return one tensor twice; from its cache torch returns two, so a second trace would need more.
 UNCACHED = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
 # Some operations on fake tensors stand for others like them, as those of a few tiles for those of all tiles.
@@ -77,15 +73,15 @@ def keep_device_guard() -> None:
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)  # not there in torch 2.9
     if make is None or not torch.backends.cuda.is_built() or torch.cuda.is_available():
         return
-    made = threading.Event()
+    ready = threading.Event()
 
     def stay() -> None:
         make()
-        made.set()
+        ready.set()
         threading.Event().wait()
 
     threading.Thread(target=stay, name="zfunc device guard", daemon=True).start()
-    made.wait()
+    ready.wait()
 
 
 class FakeMode(FakeTensorMode):
@@ -109,10 +105,9 @@ class FakeTensors(FakeMode):
                 return super().dispatch(func, types, args, kwargs)
             finally:
                 self.cache_enabled = enabled
-        if func in PRODUCTS and len(found := {t.dtype for t in args if isinstance(t, Tensor)}) > 1:
-            raise RuntimeError(
-                f"{func}: got matrices of {' and '.join(sorted(map(str, found)))}, expected one type"
-            )
+        if func in PRODUCTS and len(dtypes := {t.dtype for t in args if isinstance(t, Tensor)}) > 1:
+            got = " and ".join(sorted(map(str, dtypes)))
+            raise RuntimeError(f"{func}: got matrices of {got}, expected one type")
         flat, spec = tree_flatten((args, kwargs or {})) if func in OWN_STRIDES else ([], None)
         tensors = [t for t in flat if isinstance(t, Tensor)]
         small = sum(t.numel() for t in tensors) <= MOST_RUN
@@ -121,8 +116,8 @@ class FakeTensors(FakeMode):
             return super().dispatch(func, types, args, kwargs)
         names = [a.name for a in func._schema.arguments]
         if "generator" in names:  # torch's own is not advanced
-            given = {**(kwargs or {}), "generator": torch.Generator(tensors[0].device)}
-            flat, spec = tree_flatten((args[: names.index("generator")], given))
+            named = {**(kwargs or {}), "generator": torch.Generator(tensors[0].device)}
+            flat, spec = tree_flatten((args[: names.index("generator")], named))
         return run_fallback_kernel(self, func, flat, spec, NotImplementedError(f"{func} has no kernel"))
 
 
@@ -138,9 +133,8 @@ def extent(t: Tensor) -> int:
     >>> extent(torch.ones(3, 4)[:, :2]), extent(torch.ones(1).expand(9)), extent(torch.ones(0))
     (10, 1, 0)
     """
-    return (
-        1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-    )
+    steps = zip(t.shape, t.stride(), strict=True)
+    return 1 + sum((n - 1) * stride for n, stride in steps) if t.numel() else 0
 
 
 def own_part(shard: slice, flat: Tensor) -> Tensor:

@@ -66,33 +66,33 @@ class TracedPasses:
     @property
     def passes(self) -> SegmentVJP:
         """The passes of the segment that these graphs run."""
-        own = self._forward, self._backward, self.keeps, self._prepare, self._backward_input
-        return SegmentVJP(*own, self._recompute)
+        forward, backward, by_halves = self._forward, self._backward, self._backward_input
+        return SegmentVJP(forward, backward, self.keeps, self._prepare, by_halves, self._recompute)
 
     def _forward(self, weights: SegmentWeights, inputs: Inputs) -> tuple[Tree, Residuals]:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None:
+        leaves, graphs = self._graphs(weights, inputs)
+        if graphs is None:
             return self.fallback.forward(weights, inputs)
-        joint, run = found
+        joint, run = graphs
         with torch.enable_grad():  # grad mode as in the trace
             flat, num = run[F](*leaves), len(joint.results)
         residuals = list(flat[num:]) if self.keeps else None
         return tree_unflatten(list(flat[:num]), joint.out_spec), residuals
 
     def _recompute(self, weights: SegmentWeights, inputs: Inputs) -> Leaves | None:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None or R not in found[1]:
+        leaves, graphs = self._graphs(weights, inputs)
+        if graphs is None or R not in graphs[1]:
             return None
         with torch.enable_grad():
-            return list(found[1][R](*leaves))
+            return list(graphs[1][R](*leaves))
 
     def _backward(
         self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
     ) -> Grads:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None:
+        leaves, graphs = self._graphs(weights, inputs)
+        if graphs is None:
             return self.fallback.backward(weights, inputs, residuals, cotangents)
-        joint, run = found
+        joint, run = graphs
         grads = self._pull(run[B], joint, leaves if residuals is None else residuals, cotangents)
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), grads[num:]
@@ -100,22 +100,22 @@ class TracedPasses:
     def _backward_input(
         self, weights: SegmentWeights, inputs: Inputs, residuals: Residuals, cotangents: Cotangents
     ) -> tuple[list[Tensor], Pending]:
-        leaves, found = self._graphs(weights, inputs)
-        if found is None or not self.options.split:
+        leaves, graphs = self._graphs(weights, inputs)
+        if graphs is None or not self.options.split:
             return self.fallback.backward_input(weights, inputs, residuals, cotangents)
-        joint, run = found
-        made = self._pull(run[I], joint, leaves if residuals is None else residuals, cotangents)
+        joint, run = graphs
+        results = self._pull(run[I], joint, leaves if residuals is None else residuals, cotangents)
         num = len(joint.gradients) - len(weights.trained)
-        return made[:num], (partial(_named, run[W], tuple(weights.trained)), made[num:])
+        return results[:num], (partial(_named, run[W], tuple(weights.trained)), results[num:])
 
-    def _pull(self, run: GraphCall, joint: JointGraph, given: Leaves, cotangents: Cotangents) -> list[Tensor]:
+    def _pull(self, run: GraphCall, joint: JointGraph, reads: Leaves, cotangents: Cotangents) -> list[Tensor]:
         laid_out = [restrided(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
-            return list(run(*given, *laid_out))
+            return list(run(*reads, *laid_out))
 
     def _prepare(self, weights: SegmentWeights, inputs: Inputs, y: Tree) -> Paths:
-        _, found = self._graphs(weights, inputs, y)
-        return self.fallback.prepare(weights, inputs, y) if found is None else found[0].paths
+        _, graphs = self._graphs(weights, inputs, y)
+        return self.fallback.prepare(weights, inputs, y) if graphs is None else graphs[0].paths
 
     def _graphs(
         self, weights: SegmentWeights, inputs: Inputs, guess: Tree = None
@@ -143,13 +143,9 @@ class TracedPasses:
                     *again, backward = keep_as_autograd(evolve(joint, results=[]))
             fixed = 0 if self.keeps or again else len(weights.trained) + len(weights.fixed)
             halves = split_backward(backward, len(weights.trained), fixed) if options.split else ()
-            graphs = [
-                (F, forward),
-                (B, backward),
-                *zip((I, W), halves, strict=False),
-                *((R, x) for x in again),
-            ]
-            return joint, {way: runnable(x, options.compiled) for way, x in graphs}
+            graphs = {F: forward, B: backward, **dict(zip((I, W), halves, strict=False))}
+            graphs |= dict(zip((R,), again, strict=False))
+            return joint, {way: runnable(x, options.compiled) for way, x in graphs.items()}
         except (torch.OutOfMemoryError, NoGradientError):
             raise
         except Exception as error:

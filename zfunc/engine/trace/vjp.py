@@ -125,7 +125,7 @@ def pull_of(function: Callable[..., Tree], wrt_input: bool, last: bool) -> Pull:
                 paths.extend(paths_to(outputs, {**trained, **dict(enumerate(moved))}))
             return outputs, [t for t in tree_leaves(output) if isinstance(t, Tensor)]
 
-        # Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
+        # 1. Forward. Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
         with torch.enable_grad(), redirected(), applied_by(apply_in_vjp):
             if not weights.trained and not moving:
                 call({}, [])
@@ -136,6 +136,7 @@ def pull_of(function: Callable[..., Tree], wrt_input: bool, last: bool) -> Pull:
         outer = iter(tensors)  # of `vjp`, in place of its inner ones
         y = tree_map_only(Tensor, lambda _: next(outer), output)
 
+        # 2. Backward, when it is called.
         def pull_back(cotangents: Cotangents) -> Grads:
             enter_backward()
             # On this thread: torch has one for each accelerator otherwise.
@@ -160,7 +161,7 @@ def paths_of(pull: Pull, weights: SegmentWeights, inputs: Inputs, _: Tree = None
 def paths_to(outputs: Sequence[Tensor], leaves: Mapping[str | int, Tensor]) -> Paths:
     """For each of `outputs`, which of `leaves`, by key, autograd's graph connects it to. Values would not
     tell that: a gradient may be zero, and a parameter detached."""
-    keys, found = {id(t): key for key, t in leaves.items()}, Paths()
+    keys, paths = {id(t): key for key, t in leaves.items()}, Paths()
     for y in outputs:
         nodes = [y.grad_fn] if y.grad_fn is not None else []
         known = {*nodes}
@@ -169,8 +170,8 @@ def paths_to(outputs: Sequence[Tensor], leaves: Mapping[str | int, Tensor]) -> P
             nodes += further
             known |= further
         ends = [y, *(getattr(x, "variable", None) for x in nodes)]
-        found.append({keys[id(t)] for t in ends if id(t) in keys})
-    return found
+        paths.append({keys[id(t)] for t in ends if id(t) in keys})
+    return paths
 
 
 def _use_here(grads: list[Tensor]) -> None:
@@ -205,10 +206,10 @@ def moving_passes(passes: SegmentVJP) -> SegmentVJP:
     residuals use, because it is overwritten later."""
 
     def moved(
-        weights: SegmentWeights, inputs: Inputs, made: tuple[Tree, Residuals]
+        weights: SegmentWeights, inputs: Inputs, results: tuple[Tree, Residuals]
     ) -> tuple[Tree, Residuals]:
         # Slots hold bytes, which do not say that they are meant conjugated or negated.
-        y, residuals = tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), made)
+        y, residuals = tree_map_only(Tensor, lambda t: t.resolve_conj().resolve_neg(), results)
         held = [*weights.trained.values(), *weights.fixed.values()]
         if isinstance(residuals, list):  # else they are a pullback, which is used at once
             leaves = _leaves(weights, inputs)
@@ -223,8 +224,8 @@ def moving_passes(passes: SegmentVJP) -> SegmentVJP:
             if isinstance(residuals, list):
                 residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
             # The gradient of an unused parameter is a residual, of zeros.
-            made = pull(weights, inputs, residuals, cotangents)
-            return _apart_from([*leaves, *tree_leaves(residuals)], made)
+            results = pull(weights, inputs, residuals, cotangents)
+            return _apart_from([*leaves, *tree_leaves(residuals)], results)
 
         return backward
 

@@ -87,11 +87,11 @@ class CalledModel(nn.Module):
         owners = [*{id(m._buffers): (path, m._buffers) for path, m in self.named_modules()}.values()]
         before = {(path, x): t for path, buffers in owners for x, t in buffers.items()}
         # torch.export would write the model's own as well, and beside a None into another one: it looks here.
-        own, self._buffers = self._buffers, {**self._buffers}
+        registered, self._buffers = self._buffers, {**self._buffers}
         try:
             yield
         finally:
-            self._buffers = own
+            self._buffers = registered
         after = {(path, x): t for path, buffers in owners for x, t in buffers.items()}
         assigned = [x for x in {**before, **after} if before.get(x) is not after.get(x)]
         for x in assigned:
@@ -105,9 +105,7 @@ class CalledModel(nn.Module):
                 refuse("model", got, "memory of its own", "clone() what is assigned, or untie the buffer")
         # A value that is a former buffer, as of two that are swapped, is copied before any is written.
         places = {unwrapped_storage(before[x]) for x in assigned}
-        values = {
-            x: after[x].clone() if unwrapped_storage(after[x]) in places else after[x] for x in assigned
-        }
+        values = {x: t.clone() if unwrapped_storage(t := after[x]) in places else t for x in assigned}
         for path, buffers in owners:
             for name in [x for x in buffers if (path, x) in values]:
                 before[path, name].copy_(values[path, name])
@@ -116,25 +114,25 @@ class CalledModel(nn.Module):
     def _called(self, x: Any) -> Any:
         model, loss = self.own
         inputs, targets = x if isinstance(x, BatchCall) else (x, ())
-        if isinstance(inputs, Mapping):
-            args, named = (), inputs
-        else:
-            args, named = (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
-        given = () if loss is not None else targets
-        output = model(*args, *given, **named)
+        args, named = _arguments(inputs)
+        more = () if loss is not None else targets
+        output = model(*args, *more, **named)
         if not isinstance(x, BatchCall):
             return output
         if loss is None:
             return loss_in(model, output)
         y = loss(output, *targets)
         if not isinstance(y, Tensor):
-            refuse(
-                "loss",
-                f"a {type(y).__name__} from it",
-                "a scalar tensor",
-                "log what else it computes elsewhere",
-            )
+            got, do = f"a {type(y).__name__} from it", "log what else it computes elsewhere"
+            refuse("loss", got, "a scalar tensor", do)
         return y
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The positional and the named arguments with which a model is called for `inputs`."""
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def _function_of(f: Any) -> Callable[..., Any]:
@@ -167,20 +165,16 @@ def without_idle_draws(model: nn.Module) -> nn.Module:
         return model
     copied = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for m in filter(idle, copied.modules()):
-        kind = type(m)
-        m.__class__ = type(
-            kind.__name__, (kind,), {"training": property(lambda _: False, lambda _, _mode: None)}
-        )
+        never = property(lambda _: False, lambda _, _mode: None)
+        m.__class__ = type(type(m).__name__, (type(m),), {"training": never})
     return copied
 
 
 def takes_inputs_alone(model: nn.Module, call: BatchCall) -> bool:
     """Whether the model's forward can be called with the inputs of `call`, but with no target or "labels"."""
-    inputs, args, named = call.inputs, (), {}
-    if isinstance(inputs, Mapping):
-        named = {name: x for name, x in inputs.items() if name != LABELS}
-    else:
-        args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    args, named = _arguments(call.inputs)
+    labels = {LABELS: None} if LABELS in named else {}
+    named = {name: x for name, x in named.items() if name != LABELS}
 
     def takes(*more: Any, **labels: Any) -> bool:
         try:
@@ -189,7 +183,6 @@ def takes_inputs_alone(model: nn.Module, call: BatchCall) -> bool:
             return False
         return True
 
-    labels = {LABELS: None} if isinstance(inputs, Mapping) and LABELS in inputs else {}
     return takes() and not takes(*call.targets[:1], **labels)
 
 
@@ -206,17 +199,16 @@ def lacks_targets(loss: Loss, call: BatchCall) -> bool:
 
 def loss_in(model: nn.Module, output: Any) -> Tensor:
     """The loss in `output`: its `.loss`, item "loss", or only floating-point scalar. Raises ValueError if none."""
-    found: Any = getattr(output, "loss", None)
+    loss: Any = getattr(output, "loss", None)
     if isinstance(output, Mapping):
-        found = output.get("loss", found)
-    if found is None:
+        loss = output.get("loss", loss)
+    if loss is None:
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         scalars = [t for t in tensors if not t.dim()] or [t for t in tensors if t.shape == (1,)]
-        found = scalars[0] if len(scalars) == 1 else None
-    if not isinstance(found, Tensor) or found.numel() != 1:
+        loss = scalars[0] if len(scalars) == 1 else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         kind = f"a tensor of shape {[*output.shape]}" if isinstance(output, Tensor) else type(output).__name__
         got = f"none, and {type(model).__name__} returns no scalar and no .loss ({kind})"
-        refuse(
-            "loss", got, NO_LOSS[0], f"{NO_LOSS[1]}; or labels in the batch of a model that returns its loss"
-        )
-    return found
+        do = f"{NO_LOSS[1]}; or labels in the batch of a model that returns its loss"
+        refuse("loss", got, NO_LOSS[0], do)
+    return loss

@@ -26,9 +26,7 @@ class SizedCTC(TorchFunctionMode):
         super().__init__()
         self.selected: Any = WeakTensorKeyDictionary()  # (tensor, mask), by what was selected
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.ctc_loss:
             return self._ctc_loss(*args, **(kwargs or {}))
         y = func(*args, **(kwargs or {}))
@@ -59,16 +57,16 @@ class SizedCTC(TorchFunctionMode):
         return losses.sum() if reduction == "sum" else losses.view(log_probs.shape[1:-1])
 
 
-def ctc_losses(*given: Any) -> Tensor:
+def ctc_losses(*arguments: Any) -> Tensor:
     """The losses [rows] of log-probabilities [times, rows, classes], targets, a mask that selects them or None, the
     lengths of rows and of their targets, the blank class, and whether an infinite loss is 0."""
-    return _CTCLosses.apply(*given)  # type: ignore[return-value]
+    return _CTCLosses.apply(*arguments)  # type: ignore[return-value]
 
 
 class _CTCLosses(Function):
     @staticmethod
-    def forward(*given: Any) -> Tensor:
-        return ops.ctc_losses(*given)
+    def forward(*arguments: Any) -> Tensor:
+        return ops.ctc_losses(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, _: Any) -> None:
@@ -80,13 +78,13 @@ class _CTCLosses(Function):
         return ops.pull_ctc_losses(*grads, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), *[None] * 6
 
 
-def _losses(*given: Any) -> Tensor:
-    losses, _ = aten._ctc_loss(*_selected(*given))
-    return losses.masked_fill(losses == torch.inf, 0.0) if given[-1] else losses
+def _losses(*arguments: Any) -> Tensor:
+    losses, _ = aten._ctc_loss(*_selected(*arguments))
+    return losses.masked_fill(losses == torch.inf, 0.0) if arguments[-1] else losses
 
 
-def _pulled(grad: Tensor, *given: Any) -> Tensor:
-    *tensors, blank, zero_infinity = _selected(*given)
+def _pulled(grad: Tensor, *arguments: Any) -> Tensor:
+    *tensors, blank, zero_infinity = _selected(*arguments)
     table = aten._ctc_loss(*tensors, blank, zero_infinity)
     return aten._ctc_loss_backward(grad, *tensors, *table, blank, zero_infinity)
 
@@ -101,15 +99,15 @@ def _selected(log_probs: Tensor, targets: Tensor, mask: Tensor | None, *more: An
     return log_probs, targets.to(log_probs.device, torch.long), *more
 
 
-def _traced_losses(log_probs: Tensor, *given: Any) -> Tensor:
+def _traced_losses(log_probs: Tensor, *arguments: Any) -> Tensor:
     """The result of `_losses` for traces, which count its memory."""
-    _kept = _tables(log_probs, *given, count=1)
+    _kept = _tables(log_probs, *arguments, count=1)
     return log_probs.new_zeros(log_probs.shape[1])
 
 
-def _traced_pull(_: Tensor, log_probs: Tensor, *given: Any) -> Tensor:
+def _traced_pull(_: Tensor, log_probs: Tensor, *arguments: Any) -> Tensor:
     """The result of `_pulled` for traces, which count its memory."""
-    _kept = _tables(log_probs, *given, count=2)
+    _kept = _tables(log_probs, *arguments, count=2)
     return log_probs.new_zeros(log_probs.shape)
 
 
@@ -118,9 +116,9 @@ def _tables(log_probs: Tensor, targets: Tensor, mask: Tensor | None, *_: Any, co
     if log_probs.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"ctc_loss: got {log_probs.dtype}, expected torch.float32: use log_probs.float()")
     times, rows, _ = log_probs.shape
-    made = [log_probs.new_zeros(rows, times, 2 * targets.shape[-1] + 1) for _ in range(count)]
-    made += [targets.new_zeros(targets.shape, dtype=torch.long)] * (mask is not None)
-    return made + [targets.new_zeros(rows, dtype=torch.long) for _ in range(3)]
+    tables = [log_probs.new_zeros(rows, times, 2 * targets.shape[-1] + 1) for _ in range(count)]
+    tables += [targets.new_zeros(targets.shape, dtype=torch.long)] * (mask is not None)
+    return tables + [targets.new_zeros(rows, dtype=torch.long) for _ in range(3)]
 
 
 _GIVEN = "Tensor log_probs, Tensor targets, Tensor? mask, Tensor lengths, Tensor target_lengths"

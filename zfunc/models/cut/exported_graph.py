@@ -110,25 +110,20 @@ def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: s
             do = "leave max_norm out"
             refuse("model", got, "parameters that the optimizer alone changes", do)
         if name in signature.inputs_to_parameters:
-            raise ValueError(
-                f"model: got a write into the parameter {sources[name]!r} at {place_of(n)}, expected "
-                "parameters that the optimizer alone changes: make it a buffer (register_buffer), which forward "
-                "may write"
-            )
+            got = f"a write into the parameter {sources[name]!r} at {place_of(n)}"
+            do = "make it a buffer (register_buffer), which forward may write"
+            refuse("model", got, "parameters that the optimizer alone changes", do)
     for n in exported.graph.nodes:
         value = n.meta.get("val")
         if n.users and isinstance(value, Tensor) and value.layout is not torch.strided:
             at = place_of(n if n.op == "call_function" else next(iter(n.users)))
-            raise ValueError(
-                f"model: got a tensor of {value.layout} at {at}, expected dense ones: call to_dense(), or select "
-                "and add rows by their indices (x[index], index_add)"
-            )
+            do = "call to_dense(), or select and add rows by their indices (x[index], index_add)"
+            refuse("model", f"a tensor of {value.layout} at {at}", "dense ones", do)
         constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
         if n.users and isinstance(constant, FakeTensor):
             place = place_of(next(iter(n.users)))
             got = f".data of a tensor, or a gradient of torch.autograd.grad, read at {place}"
-            expected = "x.detach(), or torch.func.grad"
-            raise ValueError(f"model: got {got}, whose values a trace lacks, expected {expected}")
+            refuse("model", f"{got}, whose values a trace lacks", "x.detach(), or torch.func.grad")
 
 
 def check_operations(calls: Iterable[Node]) -> None:
@@ -148,8 +143,8 @@ def arguments_written(node: Node) -> list[Node]:
     if node.op != "call_function":
         return []
     if node.target in REGIONS:
-        inner, given = region_of(node)
-        inside = dict(zip(inner.graph.find_nodes(op="placeholder"), given, strict=True))
+        inner, arguments = region_of(node)
+        inside = dict(zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True))
         base = memory_roots(inner.graph.nodes)
         roots = (base.get(x, x) for n in base for x in arguments_written(n))
         return [inside[x] for x in roots if x in inside]
@@ -168,9 +163,8 @@ def memory_roots(nodes: Iterable[Node]) -> dict[Node, Node]:
 def _may_alias(node: Node) -> bool:
     """Whether the result of a node may share memory with an argument, as a view does."""
     schema = getattr(node.target, "_schema", None)
-    return node.target is operator.getitem or (
-        schema is not None and any(r.alias_info for r in schema.returns)
-    )
+    viewed = schema is not None and any(r.alias_info for r in schema.returns)
+    return node.target is operator.getitem or viewed
 
 
 def region_of(node: Node) -> tuple[Any, tuple[Any, ...]]:
@@ -181,26 +175,28 @@ def region_of(node: Node) -> tuple[Any, tuple[Any, ...]]:
 
 def needed_nodes(nodes: list[Node], outputs: Iterable[Node]) -> set[Node]:
     """The nodes that a graph's outputs need, and the nodes that write in place, with the inputs of both."""
-    found = {*outputs}
+    needed = {*outputs}
     for n in reversed(nodes):
-        if n.target not in CHECKS and (n in found or arguments_written(n)):
-            found |= {n, *n.all_input_nodes}
-    return found
+        if n.target not in CHECKS and (n in needed or arguments_written(n)):
+            needed |= {n, *n.all_input_nodes}
+    return needed
 
 
 def differentiable_nodes(nodes: list[Node], sources: Mapping[str, str], trained: set[str]) -> set[Node]:
     """The nodes of a graph with a gradient: not integer, computed from `trained` parameters with grad mode on."""
-    found = {n for n in nodes if n.op == "placeholder" and sources.get(n.name) in trained}
+    differentiable = {n for n in nodes if n.op == "placeholder" and sources.get(n.name) in trained}
     for n in nodes:
         stops = n.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
         stops = stops or (n.target is GRAD_MODE and not n.args[0])
         value = n.meta.get("val")
         whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        if n.op == "call_function" and not stops and not whole and not found.isdisjoint(n.all_input_nodes):
-            found.add(n)
+        if n.op != "call_function" or stops or whole:
+            continue
+        if not differentiable.isdisjoint(n.all_input_nodes):
+            differentiable.add(n)
             # What is written becomes a function of what is written into it.
-            found |= {*changed_by(n)} if mutates(n.target) else set()
-    return found
+            differentiable |= {*changed_by(n)} if mutates(n.target) else set()
+    return differentiable
 
 
 def _of_value(x: Any) -> bool:

@@ -24,6 +24,7 @@ from zfunc.engine.trace.autograd_functions import applied_by, apply_of_torch
 from zfunc.engine.trace.facts import Facts, first_change
 from zfunc.engine.trace.outside import read_outside
 from zfunc.engine.trace.purity import result_and_reads
+from zfunc.errors import refuse
 
 _thread = threading.local()  # .results: the tensors among those of the call that is being traced
 
@@ -50,19 +51,16 @@ class FunctionCall:
         """Call the function on `tensors`."""
         if change := self.change():
             got = f"{change}, which the autograd function {self.kind.__qualname__} reads, changed since its trace"
-            raise ValueError(
-                f"model: got {got}, expected the same value in training and evaluation: pass it to apply"
-            )
-        given, device = iter(tensors), tensors[0].device
-        leaves = [next(given) if x is Tensor else x for x in self.leaves]
+            refuse("model", got, "the same value in training and evaluation", "pass it to apply")
+        arguments, device = iter(tensors), tensors[0].device
+        leaves = [next(arguments) if x is Tensor else x for x in self.leaves]
         leaves = [device if isinstance(x, torch.device) else x for x in leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        made = tree_leaves(self.kind.apply(*args, **kwargs))
-        if len(made) != self.num:
-            raise ValueError(
-                f"got {len(made)} results of {self.kind.__qualname__}, expected {self.num} as traced"
-            )
-        return [made[n] for n in self.at]
+        results = tree_leaves(self.kind.apply(*args, **kwargs))
+        if len(results) != self.num:
+            got = f"{len(results)} results of {self.kind.__qualname__}"
+            raise ValueError(f"got {got}, expected {self.num} as traced")
+        return [results[n] for n in self.at]
 
     def change(self) -> str:
         """A description of the first value that the function reads otherwise now than in this call, or ""."""
@@ -88,11 +86,11 @@ def apply_in_module(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
     if no input requires a gradient, as torch runs it."""
     if kind is not CheckpointFunction:
         return apply_of_torch(kind, *args, **kwargs)
-    function, preserve_rng_state, *given = args
+    function, preserve_rng_state, *inputs = args
     known = {"preserve_rng_state": preserve_rng_state, "use_reentrant": False}
-    check_backward_validity(given)  # which warns of no_grad
-    with nullcontext() if any(isinstance(t, Tensor) and t.requires_grad for t in given) else torch.no_grad():
-        return checkpoint(function, *given, **known)
+    check_backward_validity(inputs)  # which warns of no_grad
+    with nullcontext() if any(isinstance(t, Tensor) and t.requires_grad for t in inputs) else torch.no_grad():
+        return checkpoint(function, *inputs, **known)
 
 
 class _Traced(Function):
@@ -101,9 +99,10 @@ class _Traced(Function):
     @staticmethod
     def forward(ctx: Any, number: int, results: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         _thread.results = results
-        made = torch.ops.zfunc.function_call(number, tensors)
-        ctx.mark_non_differentiable(*(t for t, x in zip(made, results, strict=True) if not x.requires_grad))
-        return tuple(made)
+        outputs = torch.ops.zfunc.function_call(number, tensors)
+        pairs = zip(outputs, results, strict=True)
+        ctx.mark_non_differentiable(*(t for t, x in pairs if not x.requires_grad))
+        return tuple(outputs)
 
 
 @define(eq=False)
@@ -125,10 +124,10 @@ class FunctionCalls:
                     y, read, writes = result_and_reads(lambda: apply_of_torch(kind, *args, **kwargs))
             except Exception:  # which comes again
                 y, read, writes = None, [], True
-            results, made = tree_flatten(y)
+            results, structure = tree_flatten(y)
             at = [n for n, x in enumerate(results) if isinstance(x, Tensor)]
-            own = {id(t) for t in tensors}
-            beside = any(isinstance(t, FakeTensor | nn.Parameter) and id(t) not in own for t in read)
+            known = {id(t) for t in tensors}
+            beside = any(isinstance(t, FakeTensor | nn.Parameter) and id(t) not in known for t in read)
             described = [Tensor if isinstance(x, Tensor) else x for x in leaves]
             if beside or writes or not tensors or not at or not all(map(_plain, described)):
                 return apply_of_torch(kind, *args, **kwargs)
@@ -140,7 +139,7 @@ class FunctionCalls:
             traced = apply_of_torch(_Traced, call.number, [results[n] for n in at], *tensors)
         for n, t in zip(at, traced, strict=True):
             results[n] = t
-        return tree_unflatten(results, made)
+        return tree_unflatten(results, structure)
 
     @property
     def changed(self) -> str:

@@ -20,6 +20,7 @@ from zfunc.engine.trace.facts import held
 from zfunc.engine.trace.purity import SEEDED, changes_from_call_to_call
 from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import Values
+from zfunc.errors import refuse
 from zfunc.models.cut.called import CalledModel
 from zfunc.models.cut.exported_graph import NotCutError
 from zfunc.models.cut.functions import apply_in_module
@@ -61,16 +62,13 @@ def check_gradients(whole: Segment, uncut: CutGraph, tensors: Values, inputs: An
             *(place, next(iter(names)), more),
         )
     if value:
-        raise ValueError(
-            f"model: got {value}, which changes from call to call and would stay as in the trace, "
-            "expected a forward that changes no Python value: keep it in a buffer, or pass it in the batch"
-        )
+        got = f"{value}, which changes from call to call and would stay as in the trace"
+        do = "keep it in a buffer, or pass it in the batch"
+        refuse("model", got, "a forward that changes no Python value", do)
     if state:
-        raise ValueError(
-            f"model: got a tensor that forward keeps from call to call {state}, which would stay as in the "
-            "trace, expected a buffer of the model: register it (register_buffer; a loss that has one can be "
-            "called in forward), or pass it in the batch"
-        )
+        got = f"a tensor that forward keeps from call to call {state}, which would stay as in the trace"
+        do = "register it (register_buffer; a loss that has one can be called in forward), or pass it in the batch"
+        refuse("model", got, "a buffer of the model", do)
     if operation:
         raise ValueError(
             f"model: got {operation} when called again, perhaps by a value that is kept outside of it, or "
@@ -82,7 +80,7 @@ def check_gradients(whole: Segment, uncut: CutGraph, tensors: Values, inputs: An
     def graph(params: Values, _: Any) -> Tensor:
         copies = {**params, **{x: params[x].clone() for x in whole.buffers}}
         weights = (copies[x] for x in piece.short.values())
-        return piece.run(torch.device("cpu"), *weights, *(leaves[i] for i in uncut.given))[0]
+        return piece.run(torch.device("cpu"), *weights, *(leaves[i] for i in uncut.inputs))[0]
 
     traced = gradient_graphs(graph, tensors, inputs)
     if missing := next((node for digest, node in wanted.items() if digest not in traced), None):
@@ -106,17 +104,15 @@ def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], 
         left.pop()
         name = names.get(id(getattr(node, "variable", None)))
         paths = [(digests[f], n) for f, n in below if digests[f]]
-        own = repr((node.name(), name, paths)).encode()
-        digests[node] = hashlib.blake2b(own, digest_size=12).hexdigest() if name or paths else ""
+        text = repr((node.name(), name, paths)).encode()
+        digests[node] = hashlib.blake2b(text, digest_size=12).hexdigest() if name or paths else ""
     return {digest: f for f, digest in digests.items() if digest}
 
 
 class _HooksRefused(TorchFunctionMode):
     """A mode in which a gradient hook on a tensor, which a trace would lose, raises NotCutError."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise NotCutError("forward registers a gradient hook on a tensor, which a trace would lose")
         return func(*args, **(kwargs or {}))
@@ -126,7 +122,7 @@ class _HooksRefused(TorchFunctionMode):
 def _writes_in_checkpoints(model: nn.Module) -> Iterator[dict[str, dict[str, None]]]:
     """A context whose value names, in order by place, the buffers of `model` that are written or assigned in calls
     of torch.utils.checkpoint that are made in it."""
-    name, found = "_checkpoint_without_reentrant_generator", dict[str, dict[str, None]]()
+    name, written = "_checkpoint_without_reentrant_generator", dict[str, dict[str, None]]()
     plain = getattr(torch.utils.checkpoint, name)
 
     def buffers() -> dict[str, tuple[int, int]]:
@@ -136,7 +132,7 @@ def _writes_in_checkpoints(model: nn.Module) -> Iterator[dict[str, dict[str, Non
         before = buffers()
         yield from plain(*args, **kwargs)  # ends when forward has run
         if changed := {x: None for x, state in buffers().items() if state != before.get(x)}:
-            found.setdefault(place_here(), {}).update(changed)
+            written.setdefault(place_here(), {}).update(changed)
 
     with patch.object(torch.utils.checkpoint, name, watched):
-        yield found
+        yield written

@@ -96,9 +96,8 @@ def _run(export: ModuleExport, x: Any, training: bool, by_value: bool) -> Reads:
                 called(fakes.inputs)
         except Exception as error:
             refuse_branch(error)
-            got = (
-                f"values that do not fit the model ({type(error).__name__} {place_of_error(error)}: {error})"
-            )
+            said = f"{type(error).__name__} {place_of_error(error)}: {error}"
+            got = f"values that do not fit the model ({said})"
             refuse("example", got, "a real batch", "the model branches on values", cause=error)
     return Reads(*places, tensors.read)
 
@@ -111,8 +110,6 @@ class _TensorsRead(TorchFunctionMode):
         named = *module.named_parameters(), *module.named_buffers()
         self.names, self.read = {id(t): name for name, t in named}, set[str]()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.read |= {self.names[id(t)] for t in tree_leaves((args, kwargs)) if id(t) in self.names}
         return func(*args, **(kwargs or {}))

@@ -23,29 +23,11 @@ LARGEST = 1 << 20
 """Elements of a tensor whose values are computed beside a trace, at most."""
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"}
 READS |= {f"__{x}__" for x in ("bool", "int", "float", "index", "complex", "contains", "array")}
-OF_VALUES = {
-    "nonzero",
-    "argwhere",
-    "unique",
-    "unique_consecutive",
-    "bincount",
-    "tensor",
-    "as_tensor",
-    "new_tensor",
-}
+OF_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "bincount"}
+OF_VALUES |= {"tensor", "as_tensor", "new_tensor"}
 """Functions whose results have shapes that depend on values, or that read numbers."""
-FACTORIES = {
-    "arange",
-    "zeros",
-    "ones",
-    "full",
-    "linspace",
-    "eye",
-    "tensor",
-    "as_tensor",
-    "tril_indices",
-    "triu_indices",
-}
+FACTORIES = {"arange", "zeros", "ones", "full", "linspace", "eye", "tensor", "as_tensor"}
+FACTORIES |= {"tril_indices", "triu_indices"}
 LIKE = {f"{x}_like" for x in ("zeros", "ones", "full")} | {f"new_{x}" for x in ("zeros", "ones", "full")}
 SIZED = {
     "view",
@@ -78,10 +60,9 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, device: torch.device, read: Callable[[str, bool], None] | None = None) -> None:
         super().__init__()
         self.device, self.read = device, read
-        self.sampled = set[str]()
-        self.known: Any = (
-            WeakTensorKeyDictionary()
-        )  # by tensor: its values, and the names of inputs behind them
+        self.sampled = set[str]()  # names of inputs in BySample
+        # By tensor: its values, and the names of inputs behind them.
+        self.known: Any = WeakTensorKeyDictionary()
         self.written = dict[int, Any]()  # storages of values that are known no more
 
     def with_tensors(self, x: Any) -> Any:
@@ -99,9 +80,7 @@ class KnownValues(TorchFunctionMode):
 
         return tree_map_with_path(tensor, x, is_leaf=lambda v: isinstance(v, Values | BySample))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args))
@@ -116,13 +95,13 @@ class KnownValues(TorchFunctionMode):
             first = 0 if name in FACTORIES else 1
             rest, kwargs = tree_map_only(Tensor, self._number, (args[first:], kwargs))
             args = (*args[:first], *rest)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        found = [self._of(t) for t in given]
-        known = all(found) and (bool(given) or name in FACTORIES) and not any(x in name for x in DRAWS)
-        names = frozenset[str]().union(*(x[1] for x in found if x))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        values = [self._of(t) for t in tensors]
+        known = all(values) and (bool(tensors) or name in FACTORIES) and not any(x in name for x in DRAWS)
+        names = frozenset[str]().union(*(x[1] for x in values if x))
         # 1. What reads values: numbers, or a constant in place of the result.
-        free = known and bool(given) and self._may_depend_on(names)
-        checks = known and bool(given) and name in READS and in_a_check()
+        free = known and bool(tensors) and self._may_depend_on(names)
+        checks = known and bool(tensors) and name in READS and in_a_check()
         if name in READS and (free or checks):
             self._note(names, count=checks)
             return self._real(func, args, kwargs)
@@ -132,15 +111,15 @@ class KnownValues(TorchFunctionMode):
             return tree_map_only(Tensor, lambda t: self._constant(t, names), real)
         # 2. Any other function, and its values beside it.
         y = func(*args, **kwargs)
-        made = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
-        if name in LIKE and made:
-            real = self._real(func, args, kwargs, shapes_alone=True) if _small(made) else None
-        elif known and (made or name == "__setitem__") and _small(made):
+        results = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
+        if name in LIKE and results:
+            real = self._real(func, args, kwargs, shapes_alone=True) if _small(results) else None
+        elif known and (results or name == "__setitem__") and _small(results):
             real = self._real(func, args, kwargs)
         else:
             self._forget(name, args, kwargs)
             return y
-        for t, value in zip(made, (v for v in tree_leaves(real) if isinstance(v, Tensor)), strict=False):
+        for t, value in zip(results, (v for v in tree_leaves(real) if isinstance(v, Tensor)), strict=False):
             if t.shape == value.shape:
                 self.known[t] = value, frozenset[str]() if name in LIKE else names
         return y
@@ -154,36 +133,36 @@ class KnownValues(TorchFunctionMode):
     def _output_size(self, input: Tensor, repeats: Any = None, dim: int | None = None) -> dict[str, int]:
         """The argument `output_size` for torch.repeat_interleave, if the `repeats` are known; else {}."""
         x, times = input, input if repeats is None else repeats
-        found = self._of(times) if isinstance(times, Tensor) else None
-        if not found or not self._may_depend_on(found[1]):
+        known = self._of(times) if isinstance(times, Tensor) else None
+        if not known or not self._may_depend_on(known[1]):
             return {}
-        self._note(found[1])
+        self._note(known[1])
         each = (x.numel() if dim is None else x.shape[dim]) if times is not x and times.numel() == 1 else 1
         with _without_modes():
-            return {"output_size": int(found[0].sum()) * each}
+            return {"output_size": int(known[0].sum()) * each}
 
     def _number(self, t: Tensor) -> Any:
         """The Python number in `t`, a tensor without dimensions, if its value is known; else `t`."""
-        found = None if t.dim() or t.is_floating_point() else self._of(t)
-        if found is None or not self._may_depend_on(found[1]):
+        known = None if t.dim() or t.is_floating_point() else self._of(t)
+        if known is None or not self._may_depend_on(known[1]):
             return t
-        self._note(found[1])
+        self._note(known[1])
         with _without_modes():
-            return found[0].item()
+            return known[0].item()
 
     def _known_index(self, index: Any) -> Any:
         """A tensor's `index` with known masks as integer indices, and known tensors in slices as Python numbers."""
         parts = index if isinstance(index, tuple) else (index,)
-        made = list[Any]()
+        indices = list[Any]()
         for x in parts:
             if isinstance(x, slice):
                 ends = (x.start, x.stop, x.step)
-                made.append(slice(*(self._number(v) if isinstance(v, Tensor) else v for v in ends)))
-            elif isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() and (found := self._of(x)):
-                made += self._index_tensors(x, *found)
+                indices.append(slice(*(self._number(v) if isinstance(v, Tensor) else v for v in ends)))
+            elif isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() and (known := self._of(x)):
+                indices += self._index_tensors(x, *known)
             else:
-                made.append(x)
-        return tuple(made) if isinstance(index, tuple) or len(made) > 1 else made[0]
+                indices.append(x)
+        return tuple(indices) if isinstance(index, tuple) or len(indices) > 1 else indices[0]
 
     def _index_tensors(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
         """Index tensors, one for each dimension, of the true elements of `mask`, whose known values are
@@ -195,13 +174,12 @@ class KnownValues(TorchFunctionMode):
         self._note(names, count=True)
         # Any other number is an index out of range, not a wrong result: also where none is selected here.
         n, far = len(places[0]), torch.iinfo(torch.int64).max
-        zero = torch.zeros(1, dtype=torch.int64, device=mask.device)[
-            torch.where(mask.sum()[None] == n, 0, far)
-        ]
-        made = [*(torch.nonzero_static(mask, size=n) + zero).unbind(1)]
-        for t, own in zip(made, places, strict=True):
-            self.known[t] = own, names
-        return made
+        zeros = torch.zeros(1, dtype=torch.int64, device=mask.device)
+        zero = zeros[torch.where(mask.sum()[None] == n, 0, far)]
+        indices = [*(torch.nonzero_static(mask, size=n) + zero).unbind(1)]
+        for t, known in zip(indices, places, strict=True):
+            self.known[t] = known, names
+        return indices
 
     def _may_depend_on(self, names: frozenset[str]) -> bool:
         """Whether a trace may depend on values of the inputs `names`: with `read`, or if none is BySample."""
@@ -209,16 +187,16 @@ class KnownValues(TorchFunctionMode):
 
     def _of(self, t: Tensor) -> Any:
         """The known values of `t` and the names of the inputs that they come from; None if unknown."""
-        found = self.known.get(t)
-        return None if found is None or storage_of(found[0]) in self.written else found
+        known = self.known.get(t)
+        return None if known is None or storage_of(known[0]) in self.written else known
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
         """Put a copy of `value`, made of inputs `names`, into the trace as a constant; if small, it stays known."""
         with _without_modes():
-            own, kept = value.clone(), value.clone()
-        t = kept.to(self.device, copy=True)
-        if own.numel() <= LARGEST:
-            self.known[t] = own, names
+            stored, constant = value.clone(), value.clone()
+        t = constant.to(self.device, copy=True)
+        if stored.numel() <= LARGEST:
+            self.known[t] = stored, names
         return t
 
     def _real(self, func: Any, args: Any, kwargs: Any, shapes_alone: bool = False) -> Any:
@@ -232,9 +210,8 @@ class KnownValues(TorchFunctionMode):
                 return x
             return torch.empty(x.shape, dtype=x.dtype) if shapes_alone else self.known[x][0]
 
-        if any(
-            isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in tree_leaves((args, kwargs))
-        ):
+        symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+        if any(isinstance(x, symbolic) for x in tree_leaves((args, kwargs))):
             return None
         shapes = (Tensor, torch.device)
         with _without_modes():
@@ -248,8 +225,8 @@ class KnownValues(TorchFunctionMode):
         in_place = (name.endswith("_") and not name.endswith("__")) or "inplace" in kwargs
         in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
         for t in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):
-            if isinstance(t, Tensor) and (found := self._of(t)):
-                self.written[storage_of(found[0])] = found[0].untyped_storage()
+            if isinstance(t, Tensor) and (known := self._of(t)):
+                self.written[storage_of(known[0])] = known[0].untyped_storage()
 
     def _note(self, names: frozenset[str], *, count: bool = False) -> None:
         for name in names if self.read else ():

@@ -64,9 +64,9 @@ class ModuleExport:
     whole: Segment
 
     def graph(
-        self, x: Any, dtype: torch.dtype, *, training: bool, by_value: bool | None, given: str
+        self, x: Any, dtype: torch.dtype, *, training: bool, by_value: bool | None, subject: str
     ) -> Callable[..., CutGraph]:
-        """Export the module's graph for inputs like `x`, which an error calls `given`, and weights in `dtype`.
+        """Export the module's graph for inputs like `x`, which an error calls `subject`, and weights in `dtype`.
         `by_value` says whether a trace knows the values of inputs in ByValue; None: as the module does. Returns a
         partial of `cut_graph` that lacks `blocks`, `most` and `starts`."""
         # 1. The module with weights that have no memory, on an input without any.
@@ -87,11 +87,10 @@ class ModuleExport:
                 refuse_branch(error)
                 if isinstance(error, SettingError) and error.names == ("model",):
                     raise
-                raise self._not_traced(error, fakes, dtype, given) from error
-        for place in sorted(called.unchecked) if given == "example" else ():
-            log.warning(
-                "model: the values that are checked %s are not known to a trace: the check is left out", place
-            )
+                raise self._not_traced(error, fakes, dtype, subject) from error
+        for place in sorted(called.unchecked) if subject == "example" else ():
+            checked = "model: the values that are checked %s are not known to a trace: the check is left out"
+            log.warning(checked, place)
         drew = _generator_states(called.own[0]) != drawn
         if any(isinstance(x, torch.Generator) for x in exported.constants.values()):
             raise ValueError(f"model: got a torch.Generator of its own, expected the default one: {SEEDED}")
@@ -109,7 +108,7 @@ class ModuleExport:
                 leaves = {x: t.detach().requires_grad_(x in trained) for x, t in fakes.params.items()}
                 try:
                     tensors = leaves | fakes.buffers
-                    check_gradients(self.whole, uncut, tensors, fakes.inputs, tell=given == "example")
+                    check_gradients(self.whole, uncut, tensors, fakes.inputs, tell=subject == "example")
                 except Exception as error:  # of operations that torch.export has made of others
                     refuse_branch(error)
                     raise
@@ -143,25 +142,25 @@ class ModuleExport:
             inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), x)
         return Fakes(mode, params, buffers, inputs)
 
-    def _not_traced(self, error: Exception, fakes: "Fakes", dtype: torch.dtype, given: str) -> NotCutError:
+    def _not_traced(self, error: Exception, fakes: "Fakes", dtype: torch.dtype, subject: str) -> NotCutError:
         """A NotCutError with the reason, the `error` of torch.export. If the module cannot be called on `fakes`,
-        raises ValueError for the inputs, which it calls `given`, or for the model in `dtype`."""
+        raises ValueError for the inputs, which it calls `subject`, or for the model in `dtype`."""
         try:
             with fakes.mode:
                 tensors = fakes.params | fakes.buffers
                 self.whole.function(tensors, fakes.inputs, skeleton=self.called.uncalled())
         except Exception as own:
-            self._refuse_call(own, fakes.inputs, dtype, given)
+            self._refuse_call(own, fakes.inputs, dtype, subject)
         reason = str(error).strip().partition("\n")[0][:300]
         if kind := re.search(r"Found <class '(\S+)'> in output", reason):
             do = "return a dict or a tuple, or, for a dataclass, call torch.export.register_dataclass"
             return NotCutError(f"it returns a {kind[1]}, of which torch knows no tensors: {do}")
         return NotCutError(f"torch.export cannot trace it ({type(error).__name__}: {reason})")
 
-    def _refuse_call(self, error: Exception, inputs: Any, dtype: torch.dtype, given: str) -> NoReturn:
+    def _refuse_call(self, error: Exception, inputs: Any, dtype: torch.dtype, subject: str) -> NoReturn:
         """Raise for `error`, which the module raises for `inputs` without values and parameters in `dtype`."""
         model, loss = self.called.own
-        if loss is None and given == "example" and takes_inputs_alone(model, inputs):
+        if loss is None and subject == "example" and takes_inputs_alone(model, inputs):
             got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
             refuse("loss", got, *NO_LOSS, cause=error)
         if isinstance(error, SettingError) and error.names == ("loss",):
@@ -175,12 +174,12 @@ class ModuleExport:
         if loss is not None and lacks_targets(loss, inputs):
             got = f"no targets for {getattr(loss, '__name__', 'the loss')}, a loss of (output, targets)"
             do = "pass both, or a loss of the output alone"
-            refuse(given, got, "(inputs, targets)", do, cause=error)
+            refuse(subject, got, "(inputs, targets)", do, cause=error)
         if isinstance(error, UnsupportedOperatorException):
             got = f"{error.func} {place_of_error(error)}"
             refuse("model", got, "operations that torch can trace", "write it with others", cause=error)
         got, expected = f"one that does not fit the model ({said})", "a batch that it takes"
-        refuse(given, got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
+        refuse(subject, got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
 
 
 @frozen(eq=False)
@@ -231,9 +230,9 @@ def _states_of_lstm() -> Iterator[None]:
 
 def _generator_states(model: nn.Module) -> str:
     """The states of Python's and NumPy's generators, and of those that `model` has, as text, which draws change."""
-    own = [x for m in model.modules() for x in vars(m).values()]
-    states = [x.getstate() for x in own if isinstance(x, random.Random)]
-    states += [x.bit_generator.state for x in own if isinstance(x, np.random.Generator)]
+    attributes = [x for m in model.modules() for x in vars(m).values()]
+    states = [x.getstate() for x in attributes if isinstance(x, random.Random)]
+    states += [x.bit_generator.state for x in attributes if isinstance(x, np.random.Generator)]
     return repr((random.getstate(), np.random.get_bit_generator().state, states))
 
 

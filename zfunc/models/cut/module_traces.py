@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES
+from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall, mark_values
 from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, place_of
 from zfunc.models.cut.functions import FunctionCall
@@ -33,7 +34,7 @@ log = logging.getLogger("zfunc")
 
 @frozen(eq=False)
 class ModuleTrace:
-    """A module traced and cut for one set of shapes, `key` of its cache, as `pieces` in order; `given` are
+    """A module traced and cut for one set of shapes, `key` of its cache, as `pieces` in order; `inputs` are
     the indices of the input leaves that the graph reads.
 
     `first_alike[s]` is the index of the first piece equal to piece `s`. `apart` is true if this trace differs
@@ -43,7 +44,7 @@ class ModuleTrace:
     key: int
     names: list[str]
     pieces: list[ModulePiece | None]  # None: a block that is not called
-    given: list[int]
+    inputs: list[int]
     output: Any  # of the last piece: the places of its results in what the module returns
     first_alike: list[int]
     whole: str  # why it is one piece
@@ -70,8 +71,8 @@ class ModuleTrace:
         other = other.with_places(self.names)
         if other.names != self.names:
             return self
-        read = (p.short.items() if p is not None else () for p in other.pieces)
-        return evolve(self, late=[{x: name for x, name in own if name in late} for own in read])
+        names = (p.short if p is not None else {} for p in other.pieces)
+        return evolve(self, late=[{x: y for x, y in short.items() if y in late} for short in names])
 
     def short(self, s: int) -> dict[str, str]:
         """The names of the parameters and buffers that piece `s` reads, in eval mode too, by short name."""
@@ -121,46 +122,45 @@ class ModuleTraces:
         facts = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
         key = fold_seed(training, dtype, str(structure), facts) >> 2
         with self.lock:
-            found = self.known.pop(key, None) or self._made(key, x, dtype, training)
-            self.first = self.first or found
-            self.known[key] = found
+            trace = self.known.pop(key, None) or self._checked_trace(key, x, dtype, training)
+            self.first = self.first or trace
+            self.known[key] = trace
             if len(self.known) > MAX_TRACES:
                 del self.known[next(iter(self.known))]
-        return found
+        return trace
 
     def by_key(self, key: int) -> ModuleTrace:
         """The module's trace under `key`, which the first segment passes on after it has looked the trace up."""
         with self.lock:
-            found = self.known[key] = self.known.pop(key)
-            return found
+            trace = self.known[key] = self.known.pop(key)
+            return trace
 
-    def _made(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
+    def _checked_trace(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
         mode = "training" if training else "eval mode"
         try:
             with self.outside.tracing():
-                made = in_thread(self._trace, key, x, dtype, training)
+                trace = in_thread(self._trace, key, x, dtype, training)
         except (NotCutError, BuffersWrittenError) as error:
             if self.first is None:
                 raise
             why = f"buffers are written: {error}" if isinstance(error, BuffersWrittenError) else str(error)
             got = f"a batch that cannot be cut in {mode} as the example is ({why})"
-            raise ValueError(f"model: got {got}, expected operations like those of the example") from error
-        first = self.first or made
-        if made.names != first.names:  # some blocks may not be called, as in eval mode
-            made = made.with_places(first.names)
-        if made.names != first.names or any(
-            p and p.short.items() - first.short(s).items() for s, p in enumerate(made.pieces)
+            refuse("model", got, "operations like those of the example", cause=error)
+        first = self.first or trace
+        if trace.names != first.names:  # some blocks may not be called, as in eval mode
+            trace = trace.with_places(first.names)
+        pieces = enumerate(trace.pieces)
+        if trace.names != first.names or any(
+            p and p.short.items() - first.short(s).items() for s, p in pieces
         ):
             got = f"a batch for which it runs other blocks or reads other parameters in {mode}"
             do = "pass a batch of this shape as the example"
             if not training:
                 do = "a block may read there what it trains and what no block trains, or evaluate the module itself"
-            raise ValueError(f"model: got {got}, expected those of the example: {do}")
-        # Else the functions of blocks that are alike in the first trace need to be told their place.
-        return evolve(
-            made,
-            apart=any(made.first_alike[s] != made.first_alike[n] for s, n in enumerate(first.first_alike)),
-        )
+            refuse("model", got, "those of the example", do)
+        # Functions of blocks that are alike in the first trace, and not in this one, need to be told their place.
+        alike = trace.first_alike
+        return evolve(trace, apart=any(alike[s] != alike[n] for s, n in enumerate(first.first_alike)))
 
     def _trace(self, key: int, x: Any, dtype: torch.dtype, training: bool) -> ModuleTrace:
         cut_in = self.uncut.get(key) or self.export.graph(
@@ -168,7 +168,7 @@ class ModuleTraces:
             dtype,
             training=training,
             by_value=None if training else bool(self.in_eval),
-            given="batch" if self.first else "example",
+            subject="batch" if self.first else "example",
         )
         if self.first is None or key == IN_EVAL:
             self.uncut[key] = cut_in
@@ -182,13 +182,13 @@ class ModuleTraces:
         pieces = [module_piece(cut, s) for s in range(len(cut.spans))]
         texts = [p.text for p in pieces]
         outputs = [
-            x if not isinstance(x, torch.fx.Node) else ... for x in [*cut.exported.graph.nodes][-1].args[0]
+            ... if isinstance(x, torch.fx.Node) else x for x in cut.exported.graph.output_node().args[0]
         ]
         return ModuleTrace(
             key,
             [span.name for span in cut.spans],
             pieces,
-            cut.given,
+            cut.inputs,
             (outputs, cut.exported.call_spec.out_spec),
             [texts.index(x) for x in texts],
             self._why_whole(cut) if len(pieces) == 1 else "",

@@ -93,68 +93,59 @@ def cuts(
     """Yield cuts of a module from one trace: first the cut that `segments` makes, then cuts with `most`
     halved each time, until segments get no smaller. Arguments and errors are those of `segments`. If
     `planned`, only costs are read, and the module may be on the meta device."""
+    # 1. The model that is called, and what is compared before each step to see whether it has changed.
     of_type("model", model, nn.Module, "an nn.Module")
     check_loss(loss)
-    own = {id(p) for p in model.parameters()}
-    others = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    if name := next((x for x, p in others if p.requires_grad and id(p) not in own), ""):
-        got = f"a {type(loss).__name__} that trains {name!r}"
-        refuse("loss", got, "one that trains the model's parameters alone", "call it in forward")
+    _check_trains_model(loss, model)
     most = None if most is None else whole_number("most", most, least=1)
-    given = model
-    if planned:  # a trace reads buffers
-        buffers = {id(t): torch.zeros_like(t, device="cpu") for t in model.buffers() if t.is_meta}
-        model = copy.deepcopy(model, {**buffers}) if buffers else model
-    elif any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+    traced = _with_buffers(model) if planned else model
+    if not planned and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ValueError("model: got one on the meta device, expected one with values: build it on the CPU")
-    watched = nn.ModuleDict({"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {}))
+    watched = nn.ModuleDict({"model": traced} | ({"loss": loss} if isinstance(loss, nn.Module) else {}))
     source, outside = (watched, held(watched)), Outside(watched, loss)
-    called = CalledModel(
-        without_idle_draws(with_pure_adapters(with_static_experts(model))), loss, source=given
-    )
-    read = partial(call_of, has_loss=loss is not None)
+    pure = without_idle_draws(with_pure_adapters(with_static_experts(traced)))
+    called = CalledModel(pure, loss, source=model)
     check_leaves("example", example)
-    call = read(example)[0]
-    names = None
+    # 2. Its first trace; another one if forward writes further buffers, or branches on values of inputs.
+    by_value = dict[str, bool]()
     while True:
+        read = partial(call_of, has_loss=loss is not None, by_value=by_value)
+        call = read(example)[0]
         whole = make_segment("model", called, None, "", called.changing, source)
         limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
-        export = ModuleExport(whole)
-        traces = ModuleTraces(export, outside, limit, names or {}, {**(names or {})})
+        traces = ModuleTraces(ModuleExport(whole), outside, limit, by_value, {**by_value})
         try:
             with outside.tracing():
                 first = traces.of(without_values(call), torch.float32, training=True)
                 find_late(traces, call, first)
                 first = traces.with_late(first, call)
             first.check_functions()
+            break
         except BuffersWrittenError as error:
             called.changing |= error.args[0]
         except ValueBranchError:
-            if names is not None:
+            if called.by_value:
                 raise
-            called.by_value, names = True, inputs_by_value(export, call)
-            read = partial(call_of, has_loss=loss is not None, by_value=names)
-            call = read(example)[0]
+            called.by_value, by_value = True, inputs_by_value(traces.export, call)
         except NotCutError as error:
             log.warning("model: one segment, because %s", error)
             names = {x: x for x in (*whole.buffers, *whole.constants)}
             one = evolve(whole, read_batch=read, buffer_names=names, outside=Outside(watched, loss))
-            yield ModuleCut((one,), [file_of(model)], limit)
+            yield ModuleCut((one,), [file_of(traced)], limit)
             return
-        else:
-            break
     if idle := [p.name for p in whole.parameters if p.trainable and p.name not in first.read]:
         log.warning("%s: %s", ", ".join(idle), IDLE)
     if len(first.pieces) == 1:
         log.warning("model: one segment, because %s", first.whole)
+    # 3. Its cuts, finer each time: the first segment compares for all, the last one reads batches.
     try:
         while True:
-            made = _segments_of(traces, first)
-            made[0] = evolve(made[0], source=source, outside=outside)  # which looks at them for all
-            made[-1] = evolve(made[-1], read_batch=read)
-            yield ModuleCut((*made,), first.places, traces.most)
-            known = first.starts
-            while first.starts == known:
+            segments = _segments_of(traces, first)
+            segments[0] = evolve(segments[0], source=source, outside=outside)
+            segments[-1] = evolve(segments[-1], read_batch=read)
+            yield ModuleCut((*segments,), first.places, traces.most)
+            starts = first.starts
+            while first.starts == starts:
                 if traces.most <= first.least:
                     return
                 finer = max(first.least, traces.most // 2)
@@ -164,52 +155,60 @@ def cuts(
         traces.uncut.clear()
 
 
+def _check_trains_model(loss: Any, model: nn.Module) -> None:
+    """Raise SettingError for a module as `loss` that trains parameters of its own."""
+    known = {id(p) for p in model.parameters()}
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if name := next((x for x, p in named if p.requires_grad and id(p) not in known), ""):
+        got = f"a {type(loss).__name__} that trains {name!r}"
+        refuse("loss", got, "one that trains the model's parameters alone", "call it in forward")
+
+
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """A copy of `model` with zeros for buffers on the meta device, which a trace reads; `model` if it has none."""
+    zeros = {id(t): torch.zeros_like(t, device="cpu") for t in model.buffers() if t.is_meta}
+    return copy.deepcopy(model, dict[int, Any](zeros)) if zeros else model
+
+
 # --- segments of a trace ------------------------------------------------------------------------------------
 
 
 def _segments_of(traces: ModuleTraces, first: ModuleTrace) -> list[Segment]:
-    whole, owned, made = traces.export.whole, set[str](), list[Segment]()
+    """The segments of a module whose first trace is `first`: one for each of its pieces. The last one also owns the
+    parameters that no piece reads."""
+    whole, owned, segments = traces.export.whole, set[str](), list[Segment]()
     # What no loss of training depends on stays as it is.
     parameters = {p.name: evolve(p, trainable=p.trainable and p.name in first.read) for p in whole.parameters}
-    functions: dict[Any, tuple[Any, Any]] = {}
-    for s in range(len(first.pieces)):
+    functions: dict[Any, tuple[Any, Any]] = {}  # training and evaluation, one pair for pieces that are alike
+    last = len(first.pieces) - 1
+    for s in range(last + 1):
         short = first.short(s)
-        own = {x: parameters[name] for x, name in short.items() if name in parameters}
-        full = {x: name for x, name in short.items() if name not in parameters}
-        alike = (first.first_alike[s], s == len(first.pieces) - 1, *short)
-        if alike not in functions:
-            functions[alike] = (
-                partial(_run, traces, s, True),
-                partial(_run, traces, s, False),
-            )
-        train, evaluate = functions[alike]
-        made.append(
+        weights = {x: parameters[name] for x, name in short.items() if name in parameters}
+        buffers = {x: name for x, name in short.items() if name not in parameters}
+        alike = (first.first_alike[s], s == last, *short)
+        new = partial(_run, traces, s, True), partial(_run, traces, s, False)
+        train, evaluate = functions.setdefault(alike, new)
+        if s == last:
+            read = {p.name for p in weights.values()} | owned
+            weights |= {f"unused {x}": p for x, p in parameters.items() if x not in read}
+        names = [p.name for p in weights.values()]
+        segments.append(
             Segment(
                 first.names[s],
                 train,
-                tuple(own.values()),
-                tuple(own),
-                initial=partial(_initial, whole, [p.name for p in own.values() if p.name not in owned]),
+                tuple(weights.values()),
+                tuple(weights),
+                initial=partial(_initial, whole, [x for x in names if x not in owned]),
                 evaluate=evaluate,
-                shared=frozenset(p.name for p in own.values() if p.name in owned),
-                origins={p.name: whole.origins[p.name] for p in own.values()},
-                buffer_names=full,
-                constants={x: whole.constants[name] for x, name in full.items() if name in whole.constants},
-                buffers={x: whole.buffers[name] for x, name in full.items() if name in whole.buffers},
+                shared=owned.intersection(names),
+                origins={x: whole.origins[x] for x in names},
+                buffer_names=buffers,
+                constants={x: whole.constants[y] for x, y in buffers.items() if y in whole.constants},
+                buffers={x: whole.buffers[y] for x, y in buffers.items() if y in whole.buffers},
             )
         )
-        owned |= {p.name for p in own.values()}
-    unused = {x: p for x, p in parameters.items() if x not in owned}
-    last = made[-1]
-    made[-1] = evolve(
-        last,
-        parameters=(*last.parameters, *unused.values()),
-        short=(*last.short, *(f"unused {x}" for x in unused)),
-        initial=partial(
-            _initial, whole, [p.name for p in last.parameters if p.name not in last.shared] + [*unused]
-        ),
-    )
-    return made
+        owned |= {*names}
+    return segments
 
 
 def _initial(whole: Segment, names: list[str], seed: int) -> Values:
@@ -219,6 +218,7 @@ def _initial(whole: Segment, names: list[str], seed: int) -> Values:
 
 def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tensor], x: Any, *_: Any) -> Any:
     """Run segment `s` of a module, by its piece in the trace for these shapes and mode (`training` or eval)."""
+    # 1. The piece, and the tensors alive before it.
     if s == 0:
         if not training and traces.in_eval:
             alone = not isinstance(x, BatchCall)  # inputs of zfunc.apply
@@ -227,7 +227,7 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
         dtype = next(t.dtype for t in params.values() if t.is_floating_point())
         trace = traces.of(x, dtype, training=training)
         leaves = tree_leaves(x)
-        alive = [leaves[i] for i in trace.given]
+        alive = [leaves[i] for i in trace.inputs]
     else:
         key, place, *alive = x
         trace = traces.by_key(key)
@@ -235,18 +235,19 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
     piece = trace.pieces[s]
     if piece is None:
         return (x[0], s + 1, *alive)
+    # 2. Its tensors: some in the dtype of others, and copies of those that it writes.
     device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
-    tensors = dict(params)
-    changing = {x: name for x, name in piece.short.items() if name in traces.export.whole.buffers}
-    short = {name: x for x, name in piece.short.items()}
-    like = {x: short.get(traces.export.called.types.get(name, "")) for x, name in piece.short.items()}
-    tensors |= {x: params[x].to(params[other].dtype) for x, other in like.items() if other}
-    tensors |= {x: tensors[x].clone() for x in changing}
+    export, short = traces.export, {name: x for x, name in piece.short.items()}
+    written = [x for x, name in piece.short.items() if name in export.whole.buffers]
+    like = {x: short.get(export.called.types.get(name, "")) for x, name in piece.short.items()}
+    tensors = dict(params) | {x: params[x].to(params[other].dtype) for x, other in like.items() if other}
+    tensors |= {x: tensors[x].clone() for x in written}
+    # 3. What it passes on: for the next piece, or in the form that the module returns.
     results = piece.run(device, *(tensors[x] for x in piece.short), *alive)
     if s < len(trace.pieces) - 1:
         y: Any = (trace.key, s + 1 if trace.apart else None, *results)
     else:
         outputs, spec = trace.output
-        found = iter(results)
-        y = tree_unflatten([next(found) if x is ... else x for x in outputs], spec)
-    return (y, {x: tensors[x] for x in changing}) if changing and training else y
+        values = iter(results)
+        y = tree_unflatten([next(values) if x is ... else x for x in outputs], spec)
+    return (y, {x: tensors[x] for x in written}) if written and training else y

@@ -92,8 +92,8 @@ def _copy_nodes(
             root.add_module(name, inner)
             texts.append(inner.code)
             function = _with_grad_mode if n.target is GRAD_MODE else _with_autocast
-            given = torch.fx.map_arg(n.args[k + 1 :], copied)
-            copies[n] = graph.call_function(function, (graph.get_attr(name), n.args[:k], device, *given))
+            arguments = torch.fx.map_arg(n.args[k + 1 :], copied)
+            copies[n] = graph.call_function(function, (graph.get_attr(name), n.args[:k], device, *arguments))
             continue
         args, kwargs = (_replaced(x, copied) for x in (n.args, n.kwargs))
         copies[n] = graph.create_node(n.op, INSTEAD.get(n.target, n.target), args, kwargs)
@@ -142,15 +142,15 @@ INSTEAD = {
 }
 
 
-def _with_grad_mode(run: GraphModule, mode: tuple[Any, ...], device: torch.device, *given: Any) -> Any:
+def _with_grad_mode(run: GraphModule, mode: tuple[Any, ...], device: torch.device, *arguments: Any) -> Any:
     with torch.set_grad_enabled(*mode):
-        return run(device, *given)
+        return run(device, *arguments)
 
 
-def _with_autocast(run: GraphModule, mode: tuple[Any, ...], device: torch.device, *given: Any) -> Any:
+def _with_autocast(run: GraphModule, mode: tuple[Any, ...], device: torch.device, *arguments: Any) -> Any:
     _, dtype, enabled, cached = mode
     with torch.autocast(device.type, dtype, enabled, cached):
-        return run(device, *given)
+        return run(device, *arguments)
 
 
 def _crossing(cut: CutGraph, x: Node) -> tuple[torch.dtype, bool]:

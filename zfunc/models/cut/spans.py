@@ -55,10 +55,12 @@ class CutGraph:
     least: int  # elements of parameters of the largest part that cannot be cut
 
     @property
-    def given(self) -> list[int]:
+    def inputs(self) -> list[int]:
         """The indices of the graph's input leaves that the first span gets."""
-        given = [n for n in self.exported.graph.nodes if n.op == "placeholder" and n.name not in self.sources]
-        return [given.index(x) for x in self.alive[0]]
+        inputs = [
+            n for n in self.exported.graph.nodes if n.op == "placeholder" and n.name not in self.sources
+        ]
+        return [inputs.index(x) for x in self.alive[0]]
 
 
 def blocks_of(model: nn.Module) -> set[str]:
@@ -101,8 +103,8 @@ def cut_graph(
     buffers = {names.get(name, name) for name in signature.inputs_to_buffers.values()}
     check_writes(exported, sources, buffers - changed)
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
-    kept = needed_nodes(nodes, outputs)
-    calls = [n for n in nodes if n.op == "call_function" and n in kept]
+    needed = needed_nodes(nodes, outputs)
+    calls = [n for n in nodes if n.op == "call_function" and n in needed]
     check_operations(calls)
     # Spans by block, and where no cut may be.
     weights = {x for x in signature.inputs_to_parameters if read is None or sources[x] in read}
@@ -119,27 +121,27 @@ def cut_graph(
     why = [*_why_joined(spans, bonds)]
     differentiable = differentiable_nodes(nodes, sources, trained)
     spans = _join_uncuttable(parts, closed, weights, differentiable)
-    given = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
-    alive = _alive_at_cuts(spans, given, outputs)
+    inputs = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
+    alive = _alive_at_cuts(spans, inputs, outputs)
     return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least)
 
 
-def _alive_at_cuts(spans: list[NodeSpan], given: list[Node], outputs: list[Node]) -> list[list[Node]]:
+def _alive_at_cuts(spans: list[NodeSpan], inputs: list[Node], outputs: list[Node]) -> list[list[Node]]:
     """By span, the nodes that it gets from the spans before: those that it or a later span reads, in one order at
-    all cuts. `given` are the graph's inputs, which the first span gets."""
+    all cuts. `inputs` are the graph's, which the first span gets."""
     at = {n: s for s, span in enumerate(spans) for n in span.nodes}
-    last = {n: len(spans) if n in outputs else -1 for n in (*given, *at)}
+    last = {n: len(spans) if n in outputs else -1 for n in (*inputs, *at)}
     for n, s in at.items():
         for x in n.all_input_nodes:
             if x in last:
                 last[x] = max(last[x], s)
-    calls = [[*own] for _, own in groupby(range(len(spans)), lambda s: _called_block(spans[s]) or s)]
+    calls = [[*call] for _, call in groupby(range(len(spans)), lambda s: _called_block(spans[s]) or s)]
     passed = _passed_on(spans, calls, at)
     for n in last.keys() & passed.keys():  # not parameters
         last[n] = max(last[n], min(passed[n] + 1, len(spans) - 1))
     # What outlives the block that gets it first comes first, so that it has the same place at each cut.
-    end = {s: own[-1] for own in calls for s in own}
-    order = [*(n for n in given if isinstance(n.meta.get("val"), Tensor)), *at]
+    end = {s: call[-1] for call in calls for s in call}
+    order = [*(n for n in inputs if isinstance(n.meta.get("val"), Tensor)), *at]
     order.sort(key=lambda n: -last[n] if last[n] > end.get(at.get(n, -1) + 1, 0) else 0)
     return [[n for n in order if at.get(n, -1) < s <= last[n]] for s in range(len(spans))]
 
@@ -150,14 +152,14 @@ def _passed_on(spans: list[NodeSpan], calls: list[list[int]], at: Mapping[Node, 
     the last block that reads it. `calls` are indices of spans by call of a block; `at[n]` is the span that makes
     node `n`."""
     lists, passed = defaultdict[str, list[list[int]]](list), dict[Node, int]()
-    for own in calls:
-        if block := _called_block(spans[own[0]]):
-            lists[block[0].rpartition(".")[0]].append(own)
+    for call in calls:
+        if block := _called_block(spans[call[0]]):
+            lists[block[0].rpartition(".")[0]].append(call)
     for blocks in lists.values():
         readers = defaultdict[Node, list[int]](list)
-        for b, own in enumerate(blocks):
-            for x in {x for s in own for n in spans[s].nodes for x in n.all_input_nodes}:
-                if at.get(x, -1) < own[0]:
+        for b, call in enumerate(blocks):
+            for x in {x for s in call for n in spans[s].nodes for x in n.all_input_nodes}:
+                if at.get(x, -1) < call[0]:
                     readers[x].append(b)
         for n, read in readers.items():
             if len(read) > 1:
@@ -183,15 +185,15 @@ def _spans_by_block(nodes: list[Node], blocks: set[str], weights: set[str]) -> l
         if not spans or call != spans[-1].call:
             spans.append(NodeSpan(name, call))
         spans[-1].nodes.append(n)
-    made: list[NodeSpan] = []
+    joined: list[NodeSpan] = []
     for span in spans:
-        k = next((k for k in range(len(made), 0, -1) if _reads(made[k - 1], weights)), 0)
-        if k and span.call is not None and span.call == made[k - 1].call:
-            made[k - 1].nodes += [n for x in (*made[k:], span) for n in x.nodes]
-            del made[k:]
+        k = next((k for k in range(len(joined), 0, -1) if _reads(joined[k - 1], weights)), 0)
+        if k and span.call is not None and span.call == joined[k - 1].call:
+            joined[k - 1].nodes += [n for x in (*joined[k:], span) for n in x.nodes]
+            del joined[k:]
         else:
-            made.append(span)
-    return made
+            joined.append(span)
+    return joined
 
 
 def _block(node: Node, blocks: set[str]) -> tuple[str, Any]:
@@ -269,7 +271,7 @@ def _runs(span: NodeSpan, closed: set[Node], sources: Mapping[str, str], weights
             used.setdefault(x, []).append(i)
     read = {x: used.pop(x) for x in [*used] if x.name in weights}
     shut = {i for n, i in at.items() if n in closed}
-    shut |= {i for found in read.values() for i in range(found[0] + 1, found[-1] + 1)}
+    shut |= {i for readers in read.values() for i in range(readers[0] + 1, readers[-1] + 1)}
     alive = [0] * len(at)  # bytes at the cut before each node, but for what the whole span passes on
     for x in {**used, **at}:
         if x.name not in sources and isinstance(t := x.meta.get("val"), Tensor):
@@ -280,7 +282,7 @@ def _runs(span: NodeSpan, closed: set[Node], sources: Mapping[str, str], weights
     runs, places = list[Run](), list[int]()
     for i in range(len(at)):
         places += [] if i in shut else [i]
-        new = [x for x, found in read.items() if found[0] == i]
+        new = [x for x, readers in read.items() if readers[0] == i]
         if not new:
             continue
         numel = sum(x.meta["val"].numel() for x in new)
@@ -319,17 +321,17 @@ def _join_uncuttable(
 ) -> list[NodeSpan]:
     """Join each span that reads no parameter, or begins with a node in `closed`, where no cut may be, to the
     span before, and name all spans."""
-    made: list[NodeSpan] = []
+    joined: list[NodeSpan] = []
     for span in spans:
-        alone = made and (not _reads(made[0], weights) or differentiable.isdisjoint(made[-1].nodes))
-        if made and (span.nodes[0] in closed or alone or not _reads(span, weights)):
-            if not _reads(made[-1], weights):
-                made[-1].name, made[-1].call, made[-1].part = span.name, span.call, span.part
-            made[-1].nodes += span.nodes
+        alone = joined and (not _reads(joined[0], weights) or differentiable.isdisjoint(joined[-1].nodes))
+        if joined and (span.nodes[0] in closed or alone or not _reads(span, weights)):
+            if not _reads(joined[-1], weights):
+                joined[-1].name, joined[-1].call, joined[-1].part = span.name, span.call, span.part
+            joined[-1].nodes += span.nodes
         else:
-            made.append(evolve(span, nodes=[*span.nodes]))
+            joined.append(evolve(span, nodes=[*span.nodes]))
     names = set[str]()
-    for span in made:
+    for span in joined:
         reader = next(
             (n for n in span.nodes if any(x.name in weights for x in n.all_input_nodes)), span.nodes[0]
         )
@@ -337,7 +339,7 @@ def _join_uncuttable(
         alike = chain([name], (f"{name}@{n}" for n in count(2)))
         span.name, span.place = next(x for x in alike if x not in names), place_of(reader)
         names.add(span.name)
-    return made
+    return joined
 
 
 def _reads(span: NodeSpan, weights: set[str]) -> bool:

@@ -46,13 +46,12 @@ class Traceable(TorchFunctionMode):
         self.source = {id(t): x for x, t in source.items()}
         self.memory = changing_memory(source.items(), model.changing)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, Tensor) and id(t) not in self.source and (name := self._viewed(t)):
-                refuse_stale(func, args, name, place_here())
-        if any(id(t) in self.source for t in tree_leaves((args, kwargs))):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for t in tensors:
+            if id(t) not in self.source and (base := self._viewed(t)):
+                refuse_stale(func, args, base, place_here())
+        if any(id(t) in self.source for t in tensors):
             args, kwargs = tree_map_only(Tensor, self._own, (args, kwargs))
         name = self.names.get(id(args[0])) if args else None
         if func == DATA_SET:

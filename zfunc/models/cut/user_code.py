@@ -46,9 +46,8 @@ def passing_check() -> tuple[bool, str] | None:
     operands = [*_operands(check[0], check[1])]
     computed = [value for x, value in operands if not isinstance(x, ast.Name | ast.Attribute)]
     wanted = {*(computed or (value for _, value in operands))}
-    return (
-        (wanted.pop(), "" if place[0].startswith(LIBRARIES) else _text(place)) if len(wanted) == 1 else None
-    )
+    where = "" if place[0].startswith(LIBRARIES) else _text(place)
+    return (wanted.pop(), where) if len(wanted) == 1 else None
 
 
 def _asking() -> tuple[str, int] | None:
@@ -72,8 +71,8 @@ def _check_at(place: tuple[str, int] | None) -> tuple[ast.expr, bool] | None:
     """The condition of a check at a file and line, and whether an error is raised if it is true; None if there is
     none."""
     file, line = place or ("", 0)
-    found = (x for x in _checks_in(file, len(linecache.getlines(file))) if x[0].lineno <= line <= x[1])
-    test = next(found, None)
+    checks = (x for x in _checks_in(file, len(linecache.getlines(file))) if x[0].lineno <= line <= x[1])
+    test = next(checks, None)
     return None if test is None else (test[0], test[2])
 
 
@@ -97,8 +96,8 @@ def _first_of(
     frames: Iterable[tuple[FrameType, int]], others: tuple[str, ...] = LIBRARIES
 ) -> tuple[str, int] | None:
     """File and line of the first of `frames`, innermost first, that is the user's, or in none of `others`."""
-    found = ((f.f_code.co_filename, line) for f, line in frames)
-    return next((x for x in found if not x[0].startswith(others)), None)
+    places = ((f.f_code.co_filename, line) for f, line in frames)
+    return next((x for x in places if not x[0].startswith(others)), None)
 
 
 def _text(place: tuple[str, int] | None) -> str:

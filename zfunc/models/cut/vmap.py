@@ -34,27 +34,27 @@ def expand_vmaps(exported: ExportedProgram) -> None:
 def _expand(exported: ExportedProgram, region: list[Node]) -> None:
     graph, inside = exported.graph, {*region}
     read = dict.fromkeys(x for n in region for x in n.all_input_nodes if x not in inside)
-    given = [x for x in read if x.op != "get_attr"]
+    inputs = [x for x in read if x.op != "get_attr"]
     results = [n for n in region if not inside.issuperset(n.users)]
     if any(n.target in REGIONS for n in region):
         raise ValueError("another grad or autocast mode inside")
     # 1. What the vmap makes, by a trace below it.
     nodes = [*(x for x in read if x.op == "get_attr"), *region]
-    part = part_of_graph(exported.graph_module, given, nodes, results)
-    made = graph_of(part, *(x.meta["val"] for x in given))
+    part = part_of_graph(exported.graph_module, inputs, nodes, results)
+    expanded = graph_of(part, *(x.meta["val"] for x in inputs))
     # 2. That in place of the region, as code of the same block and line.
-    placeholders = made.graph.find_nodes(op="placeholder")
-    copies: dict[Node, Node] = dict(zip(placeholders, given, strict=True))
+    placeholders = expanded.graph.find_nodes(op="placeholder")
+    copies: dict[Node, Node] = dict(zip(placeholders, inputs, strict=True))
     shown = next(n for n in region if n.meta.get("stack_trace"))
     about = {x: shown.meta[x] for x in ("stack_trace", "nn_module_stack") if x in shown.meta}
     with graph.inserting_before(region[0]):
-        for n in made.graph.nodes:
+        for n in expanded.graph.nodes:
             if n.op == "call_function":
                 copies[n] = graph.node_copy(n, copies.__getitem__)
                 copies[n].meta |= about
             elif n.op == "get_attr":
                 raise ValueError("a tensor that is not passed in")
-    outputs = made.graph.output_node().args[0]
+    outputs = expanded.graph.output_node().args[0]
     for old, new in zip(results, outputs, strict=True):  # pyright: ignore
         old.replace_all_uses_with(copies[new])
     for n in reversed(region):
