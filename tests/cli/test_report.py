@@ -138,6 +138,13 @@ def test_a_run_that_has_hardly_begun_is_a_page(rows: list[Row], tmp_path: Path) 
     page = page_of(tmp_path, rows)
     assert "No step was measured yet" in page
     assert Elements(page).all("figure") == [] if len(rows) < 2 else "<h2>Loss</h2>" in page
+    assert ('<circle class="line"' in page) == (len(rows) == 2), "a line of one point is none"
+
+
+def test_the_axis_of_a_small_share_has_unlike_labels(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [row(n, seconds=1.0, host_seconds=0.001 * n) for n in range(1, 9)])
+    labels = re.findall(r'text-anchor="end"[^>]*>([^<]*%)<', page)
+    assert len({*labels}) == len(labels) > 1
 
 
 def test_figures_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ CHARTS: dict[str, tuple[str, str, Callable[[float], str]]] = {  # by title: name
     "Learning rate": ("lr", "lr", "{:.4g}".format),
     "Gradient norm": ("norm", "grad_norm", "{:.4g}".format),
     "Throughput, tokens/s": ("tokens/s", "tokens_per_second", "{:,.0f}".format),
-    "Share of the step in host operations": ("share", "host_share", "{:.0%}".format),
+    "Share of the step in host operations": ("share", "host_share", lambda x: f"{100 * x:.3g}%"),
     "Device memory": ("allocated", "device_bytes", format_bytes),
     "Memory of the process": ("resident", "host_bytes", format_bytes),
     "Loss scale": ("scale", "loss_scale", "{:,.0f}".format),

@@ -116,10 +116,9 @@ class _Frame:
 
     def through(self, places: Sequence[PlotPoint], which: int) -> str:
         """SVG path data of a line through the lowest (`which` 0), mean (1) or highest (2) values of `places`."""
-        points = [
+        return "L".join(
             f"{self.x((p.first + p.last) / 2):.1f} {self.y(p.values[which]):.1f}" for p in places if p.values
-        ]
-        return "L".join(points) + ("h0" if len(points) == 1 else "")
+        )
 
 
 def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
@@ -142,15 +141,16 @@ def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
 def _shapes(curve: Curve, places: Sequence[PlotPoint], frame: _Frame) -> Iterator[str]:
     for has_values, group in groupby(places, lambda p: p.values is not None):
         shown = list(group)
-        if has_values and curve.form == "dots":
-            for p in shown:
-                x, y = frame.through([p], 1).removesuffix("h0").split()
-                yield f'<circle class="dots" r="3" cx="{x}" cy="{y}"/>'
-        elif has_values:
-            if any(p.last > p.first for p in shown):
-                lowest = frame.through(shown[::-1], 0)
-                yield f'<path class="spread" d="M{frame.through(shown, 2)}L{lowest}"/>'
-            yield f'<path class="{curve.form}" d="M{frame.through(shown, 1)}"/>'
+        if not has_values:
+            continue
+        if curve.form == "line" and any(p.last > p.first for p in shown):
+            lowest = frame.through(shown[::-1], 0)
+            yield f'<path class="spread" d="M{frame.through(shown, 2)}L{lowest}"/>'
+        if curve.form == "line" and len(shown) > 1:
+            yield f'<path class="line" d="M{frame.through(shown, 1)}"/>'
+            continue
+        for x, y in (frame.through([p], 1).split() for p in shown):
+            yield f'<circle class="{curve.form}" r="3" cx="{x}" cy="{y}"/>'
 
 
 def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
