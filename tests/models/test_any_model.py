@@ -5,7 +5,7 @@ import inspect
 import logging
 import math
 import re
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
@@ -936,25 +936,37 @@ def test_blocks_that_a_profiler_sees_train() -> None:
     check(segments, model, data, None)
 
 
+WATCHED: Any = None
+
+
+def watch(_: nn.Module, __: Any, out: Tensor) -> None:
+    WATCHED.seen[-1] = out
+
+
 class Hooked(Elsewhere):
-    """The loss reads what hooks of blocks write into an attribute of the model that they close over."""
+    """The loss reads what hooks of blocks write into an attribute of the model, which they close over or find in a
+    global, and an attribute of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = dict[int, Tensor]()
         for n, layer in enumerate(self.layers):
             layer.register_forward_hook(lambda _, given, out, n=n: self.seen.update({n: given[0] - out}))
+        self.layers[0].register_forward_hook(watch)
+        self.layers[0].weight.share = 0.5  # type: ignore[assignment]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return F.mse_loss(x, y) + sum(t.pow(2).mean() for t in self.seen.values())
+        share: Any = self.layers[0].weight.share
+        return F.mse_loss(x, y) + share * sum(t.pow(2).mean() for t in self.seen.values())
 
 
-def test_hooks_of_a_copy_write_into_the_copy() -> None:
+def test_hooks_of_a_copy_write_into_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they add to the loss was left out of it, and the module had the tensors of traces."""
     torch.manual_seed(0)
     model, x = Hooked(), (torch.randn(4, 8), torch.randn(4, 8))
+    monkeypatch.setitem(globals(), "WATCHED", model)
     program = zfunc.compile(zfunc.segments(model, x), precision="fp32", device="cpu")
     assert len(program.segments) > 1
     assert not model.seen
@@ -973,7 +985,10 @@ def test_what_eval_mode_reads_of_another_block_is_refused_with_what_to_do() -> N
 
 def test_a_checkpoint_goes_on_in_another_program_and_its_weights_are_the_models(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = Tied(num_layers=2, p=0.5, block=Stateful), batch()
+    model, x = (
+        Tied(num_layers=2, p=0.5, block=Stateful),
+        UserDict(batch()),
+    )  # as collators of transformers return
     ways: tuple[dict[str, Any], ...] = ({}, HOST)
     one, two = (zfunc.compile(model, example=x, precision="fp32", device="cpu", **way) for way in ways)
     state, _ = zfunc.train_step(one, zfunc.init(one), x)

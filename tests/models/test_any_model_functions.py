@@ -33,8 +33,21 @@ class Halved(Function):
         return grads[0] * ctx.saved_tensors[0] * 0.5, None
 
 
+@torch.library.custom_op("zfunc_tests::squared", mutates_args=())
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+squared.register_fake(torch.empty_like)
+squared.register_autograd(
+    lambda ctx, grad: 3 * ctx.saved_tensors[0] * grad,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
 class Own(Block):
-    """Functions of both styles, one of them under no_grad and one in autocast; `rate` is of the block."""
+    """Functions of both styles, one of them under no_grad and one in autocast, and an operator with a backward;
+    `rate` is of the block."""
 
     def __init__(self, p: float, rate: float = 0.3, noise: float = 0.0) -> None:
         super().__init__(p)
@@ -51,7 +64,7 @@ class Own(Block):
         with torch.autocast(x.device.type, torch.bfloat16):
             turned = Reversed.apply(self.down(self.up(x)), self.rate).to(x.dtype)  # pyright: ignore
         more = gated + gate * places[..., None] + halved + rounded + turned + Asking.apply(x, self.w)[0]
-        return x + 0.01 * (more + straight(x))  # pyright: ignore
+        return x + 0.01 * (more + straight(x) + squared(x))  # pyright: ignore
 
 
 KINDS = WAYS | {x: {"recompute": x} for x in ("none", "min-cut")}

@@ -3,16 +3,18 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from any_models import MODELS
 from module_law import CLOSE, WAYS, check
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
 import zfunc
 from zfunc.errors import SettingError
@@ -37,6 +39,7 @@ def test_what_is_set_after_the_cut_is_told_once(whole: bool, caplog: pytest.LogC
     """Of the model, a block of it and the loss."""
     torch.manual_seed(0)
     model, loss, data = Annealed(whole), nn.CrossEntropyLoss(), (torch.randn(4, 8), torch.arange(4))
+    model.config = LlamaConfig()
     segments = zfunc.segments(model, data, loss)
     assert (len(segments) == 1) == whole
     program = zfunc.compile(segments)
@@ -47,6 +50,7 @@ def test_what_is_set_after_the_cut_is_told_once(whole: bool, caplog: pytest.LogC
         "model.weight (1.0, then 0.5)": (model, "weight", 0.5, 1.0),
         "model.layers.1.training": (model.layers[1], "training", False, True),
         "loss.label_smoothing (0.0, then 0.1)": (loss, "label_smoothing", 0.1, 0.0),
+        "attribute model.config": (model.config, "rms_norm_eps", 0.1, 1e-6),
     }
     for name, (owner, attribute, value, former) in changes.items():
         caplog.clear()
@@ -63,8 +67,11 @@ def test_a_parameter_that_the_loss_does_not_read_is_named(caplog: pytest.LogCapt
     model = Annealed(False)
     model.idle, model.fixed = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
     zfunc.segments(model, (torch.randn(4, 8), torch.arange(4)), nn.CrossEntropyLoss())
-    (told,) = [r.getMessage() for r in caplog.records if "no path from the loss" in r.getMessage()]
-    assert told.startswith("idle.weight, idle.bias: ")
+    llama, *_ = MODELS["Llama"]()
+    llama.idle, llama.fixed = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+    zfunc.hf.segments(llama)
+    told = [r.getMessage() for r in caplog.records if "no path from the loss" in r.getMessage()]
+    assert [x.startswith("idle.weight, idle.bias: ") for x in told] == [True, True]
 
 
 class Settings:
@@ -266,6 +273,92 @@ def test_a_loss_reads_the_buffers_of_the_model_that_it_closes_over(
     *_, (program, state, _) = trained(segments, way, plain, of(plain), data)
     mine, tensors = {**zfunc.params(program, state), **zfunc.buffers(program, state)}, plain.state_dict()
     torch.testing.assert_close(mine, {x: tensors[x] for x in mine}, rtol=1e-5, atol=CLOSE)
+
+
+TABLES = dict[int, Tensor]()
+
+
+@cache
+def table(size: int) -> Tensor:
+    return torch.linspace(0.5, 1.5, size)
+
+
+class Caching(Annealed):
+    """It keeps constants in a global, in its class, and in what functools.cache returns."""
+
+    rows: ClassVar = dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for kept in (TABLES, self.rows):
+            if len(x) not in kept:
+                kept[len(x)] = torch.ones(len(x), 1)
+        return super().forward(x * table(8) * TABLES[len(x)] * self.rows[len(x)])
+
+
+def test_caches_of_the_user_keep_no_tensors_of_traces() -> None:
+    """The user's own call got them from there, and so did the trace of an evaluation, which was refused."""
+    torch.manual_seed(0)
+    model, data = Caching(whole=False), (torch.randn(4, 8), torch.randn(4, 8))
+    program = zfunc.compile(zfunc.segments(model, data, F.mse_loss), precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    zfunc.evaluate(program, state, tuple(t[:3] for t in data))
+    assert not TABLES
+    assert not Caching.rows
+    expected = F.mse_loss(model(data[0]), data[1]).item()
+    assert zfunc.evaluate(program, state, data) == pytest.approx(expected, rel=CLOSE)
+    TABLES.clear()
+
+
+class Seen:
+    """What a hook keeps of blocks, until the loss has taken it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def keep(self, _: nn.Module, __: Any, y: Tensor) -> None:
+        self.tensors.append(y)
+
+
+class Keeping(nn.Module):
+    """Blocks of which a number, a list, and an object of a hook keep tensors, and a list of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.balance, self.parts, self.seen = 0.0, [], Seen()
+        self.weights = [block.weight for block in self.blocks]
+        for block in self.blocks:
+            block.register_forward_hook(self.seen.keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.parts.clear()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            self.parts.append(x.square().mean())
+        self.balance = torch.stack(self.parts).prod()
+        return x + 0.1 * sum(w.square().mean() for w in self.weights)
+
+    def loss(self, y: Tensor, targets: Tensor) -> Tensor:
+        taken = torch.stack(self.seen.tensors).square().mean()
+        self.seen.tensors.clear()
+        loss = F.mse_loss(y, targets) + self.balance + sum(self.parts)
+        return loss + taken * (2 if self.training else 1)
+
+
+@pytest.mark.parametrize("way", [pytest.param(x, marks=[pytest.mark.slow] * (x != "host")) for x in WAYS])
+def test_a_loss_reads_what_forward_has_kept_in_the_model(way: str) -> None:
+    """It read what the user's model had at the cut, which forward of a copy does not set."""
+    torch.manual_seed(0)
+    data, model, plain = (torch.randn(4, 8), torch.randn(4, 8)), Keeping(), Keeping()
+    plain.load_state_dict(model.state_dict())
+    segments = zfunc.segments(model, data, lambda y, t: model.loss(y, t))
+    for program, state, _ in trained(segments, way, plain, plain.loss, data):
+        torch.testing.assert_close(
+            zfunc.params(program, state), dict(plain.named_parameters()), rtol=1e-5, atol=CLOSE
+        )
+    expected = plain.eval().loss(plain(data[0]), data[1]).item()
+    assert zfunc.evaluate(program, state, data) == pytest.approx(expected, rel=CLOSE)
+    assert (model.balance, model.parts, model.seen.tensors) == (0.0, [], [])
 
 
 def test_a_loss_that_would_keep_first_values_of_the_model_is_refused() -> None:

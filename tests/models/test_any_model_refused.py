@@ -4,6 +4,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from any_models import SPEECH, Transcriber, ids, speech, spoken, transformers
 from module_law import Block, Late, Tied, batch, check
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import zfunc
@@ -203,6 +205,51 @@ class Averaged(Tied):
         return loss
 
 
+class Kept(Late):
+    """What a first call alone computes, or makes of a weight and keeps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.kept = kind, True, None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.kept is None and self.kind == "kept":
+            self.kept = self.layers[0].weight.detach() * 2
+        more = x @ self.kept if self.kind == "kept" else 2 * y if self.first and self.kind == "first" else 0
+        self.first = False
+        return super().forward(x, y + more)
+
+
+class Lost(Block):
+    """It runs in a context of torch, or calls a function, that a trace lacks."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        found = self.make()
+        with found if hasattr(found, "__enter__") else nullcontext():
+            return super().forward(x, table)
+
+
+class Caught(Block):
+    """A branch on a value, of which the model takes the other way if it fails."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        with suppress(Exception):
+            return super().forward(x, table) if x.sum() > 0 else x
+        return -x
+
+
+class GradRead(Block):
+    """It scales by a gradient of the step before, which no step in segments keeps."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        grad = self.up.weight.grad
+        return super().forward(x, table) * (1.0 if grad is None else grad.norm())
+
+
 class DataRead(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
@@ -373,6 +420,29 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.segments(Tied(block=Nested), batch()),
             r"^model: got aten._nested_tensor\S+ at .*_refused.py:\d+, expected operations that torch can trace",
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=Caught), batch()),
+            r"branch on the value of a tensor.*test_any_model_refused.py",
+        ),
+        *(
+            (lambda make=make: zfunc.segments(Tied(block=lambda _: Lost(make)), batch()), says)
+            for make, says in {
+                lambda: torch.manual_seed(
+                    0
+                ): r"got torch.manual_seed at .*_refused.py:\d+, .* default generator",
+                torch.random.fork_rng: r"got torch.set_rng_state at .*_refused.py:\d+, which a trace lacks",
+                lambda: saved_tensors_hooks(abs, abs): r"saved_tensors_hooks at .*: let activations_on say",
+            }.items()
+        ),
+        (lambda: zfunc.segments(Kept("kept"), ONES), r"keeps from call to call at .*_refused.py:\d+, which"),
+        (
+            lambda: zfunc.segments(Kept("first"), ONES),
+            r"another operation \(aten.mul.Tensor at .*_refused.py:\d+, then",
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=GradRead), batch()),
+            r"got .grad of 'layers.0.up.weight' at .*test_any_model_refused.py:\d+, .*norms",
         ),
         (
             lambda: zfunc.segments(Tied(block=DataRead), batch()),

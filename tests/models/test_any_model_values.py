@@ -351,6 +351,8 @@ class Checked(Longer):
 class Guarded(Longer):
     """Checks of what it computes, and those of torch's own code; a constant of a copy."""
 
+    lenient = False
+
     def forward(self, x: Tensor, more: Tensor, y: Tensor) -> Tensor:
         start = copy.deepcopy(self.layers[0])
         for layer in self.layers:
@@ -360,6 +362,9 @@ class Guarded(Longer):
             raise ValueError("far")
         if torch.equal(x, 3 * y):
             raise ValueError("alike")
+        far, checked = x.abs().max() > 2, True
+        if checked and not self.lenient and far:
+            raise ValueError("farther")
         scale = F.softplus(x) + 0.1
         normal = torch.distributions.Normal(x, scale)
         apart = torch.distributions.kl_divergence(normal, torch.distributions.Normal(y * 0, torch.ones(8)))
@@ -379,7 +384,7 @@ def test_checks_of_values_that_a_trace_lacks_are_left_out(caplog: pytest.LogCapt
     numbers = [
         first + n
         for n, line in enumerate(lines)
-        if '"NaN"' in line or "self.training" in line or "torch.equal" in line
+        if any(x in line for x in ('"NaN"', "self.training", "torch.equal", "self.lenient"))
     ]
     assert [
         f"test_any_model_values.py:{n} is left out" in x

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
@@ -76,6 +77,9 @@ def apply_in_vjp(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
     """What `kind.apply(*args, **kwargs)` returns, with gradients by `torch.func` for either style of `kind`."""
     if not torch._C._are_functorch_transforms_active() or kind is CheckpointFunction:
         return apply_of_torch(kind, *args, **kwargs)
+    if kind.__module__ == "torch._library.autograd":  # of torch.library.custom_op, called below torch.func
+        with enable_single_level_autograd_function():
+            return super(Function, kind).apply(*args, **kwargs)
     needs = tuple(isinstance(x, Tensor) and _requires_grad(x) for x in args)
     if kind.setup_context is not Function.setup_context:
         methods = {"forward": _told(kind.forward, needs), "backward": _checked(kind)}

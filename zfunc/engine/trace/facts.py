@@ -1,6 +1,7 @@
 """What a segment's behavior depends on beside its arguments, as values to compare: the attributes of its module. A
 step compares them with those of the step before."""
 
+import dis
 import sys
 import weakref
 from argparse import Namespace
@@ -70,7 +71,11 @@ def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], 
     """What the behavior of a module depends on, by name, to be compared: attributes of it and its submodules;
     with `tensors` also parameters and buffers. Tensors, functions and other values that are not plain are
     represented by `by(value)`, by default their identity."""
-    return {name: compared(value, by, 0) for name, value in attributes(module, tensors=tensors)}
+    own, keys = [*attributes(module, tensors=tensors)], dict[int, Any]()
+    for _, value in own:
+        if id(value) not in keys:  # several modules have one config
+            keys[id(value)] = compared(value, by, 0)
+    return {name: keys[id(value)] for name, value in own}
 
 
 def content_of(cell: CellType) -> Any:
@@ -79,6 +84,13 @@ def content_of(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
+
+
+@cache
+def globals_in(code: CodeType) -> frozenset[str]:
+    """The names of the globals that `code`, and functions made in it, read."""
+    loaded = (x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
+    return frozenset(loaded).union(*(globals_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
 @cache
@@ -100,10 +112,14 @@ def is_plain(x: Any) -> bool:
 
 def is_open(x: Any, *, called: bool = False) -> bool:
     """Whether `x` is an object whose attributes are compared: of a class of the user's, and, unless `called`, none
-    that can be called; or a namespace."""
+    that can be called; a namespace; or the config of a model of transformers."""
     has_attributes = hasattr(x, "__dict__") and not isinstance(x, FunctionType | type | nn.Module)
     mine = has_attributes and not of_library(type(x)) and (called or not callable(x))
-    return mine or isinstance(x, Namespace | SimpleNamespace)
+    return (
+        mine
+        or isinstance(x, Namespace | SimpleNamespace)
+        or (has_attributes and hasattr(type(x), "model_type"))
+    )
 
 
 def compared(value: Any, by: Callable[[Any], Any], depth: int, names: Container[str] | None = None) -> Any:

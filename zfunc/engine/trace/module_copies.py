@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zfunc.engine.trace.facts import content_of
+from zfunc.engine.trace.facts import content_of, globals_in
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 
@@ -104,16 +104,20 @@ def deep_copy(module: M, memo: dict[int, Any]) -> M:
     for m in modules_held(copied):
         for holder in (vars(m), *(x for x in vars(m).values() if isinstance(x, dict))):
             for name, f in [*holder.items()]:
-                cells = f.__closure__ or () if isinstance(f, FunctionType) else ()
-                if any(id(content_of(c)) in memo for c in cells):
+                if isinstance(f, FunctionType):
                     holder[name] = _rebound(f, memo)
     return copied
 
 
 def _rebound(f: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
+    """The function `f`; if `memo` has copies of what it reads from closures and globals, one that reads these."""
     contents = [content_of(c) for c in f.__closure__ or ()]
+    read = {x: f.__globals__[x] for x in globals_in(f.__code__) if x in f.__globals__}
+    if not any(id(x) in memo for x in (*contents, *read.values())):
+        return f
     cells = tuple(CellType(memo.get(id(x), x)) for x in contents)
-    other = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, cells)
+    own = f.__globals__ | {name: memo.get(id(x), x) for name, x in read.items()}
+    other = FunctionType(f.__code__, own, f.__name__, f.__defaults__, cells)
     other.__kwdefaults__ = f.__kwdefaults__
     vars(other).update(vars(f))
     return other

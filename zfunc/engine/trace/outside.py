@@ -1,7 +1,7 @@
 """What a segment's functions read from closures, globals and classes, as facts to be compared with later ones."""
 
-import dis
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, count
@@ -10,19 +10,25 @@ from typing import Any
 
 from attrs import define
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.facts import (
     LIBRARIES,
+    MAX_DEPTH,
+    MOST,
     Facts,
     compared,
     content_of,
+    globals_in,
     is_open,
     is_plain,
     itself,
     of_library,
 )
 
+CACHED = type(cache(repr))
 Code = tuple[Any, Any]  # what is called, and the class whose methods it calls by name, or None
 Read = tuple[str, int, Any]  # a name that the user knows, the id of the scope that has it, and the value
 
@@ -43,9 +49,22 @@ class Outside:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """A context in which a trace is made: what the trace itself changes (a cache, a counter) is no later
-        change."""
+        change, and caches do not keep its tensors, which have no values."""
         known, before = self.facts or {}, self.now()
-        yield
+        reads = (x for *_, found in _reached(self.module, self.function) for *_, x in found)
+        kinds = (x for m in _modules(self.module) for x in type(m).__mro__)
+        caches = [
+            (x, x.cache_info() if isinstance(x, CACHED) else copy.copy(x)) for x in _caches((*reads, *kinds))
+        ]
+        try:
+            yield
+        finally:
+            for x, kept in caches:
+                if isinstance(x, CACHED) and x.cache_info() != kept:
+                    x.cache_clear()
+                elif not isinstance(x, CACHED) and any(map(is_fake, tree_leaves(x))):
+                    x.clear()
+                    (x.update if isinstance(x, dict) else x.extend)(kept)
         self.facts = {x: known[x] if x in known and before.get(x) == v else v for x, v in self.now().items()}
 
 
@@ -66,6 +85,24 @@ def read_outside(module: nn.Module | None, function: Any, *, plain: bool = True)
             else:
                 objects[name] = x
     return facts if plain else facts | {x: compared(y, itself, 0, texts) for x, y in objects.items()}
+
+
+def _caches(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the dicts, lists and functions with a cache among `values` and in them."""
+    seen, queue = dict[int, Any](), [(x, 0) for x in values]
+    while queue:
+        x, depth = queue.pop()
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x
+        if isinstance(x, dict | list | CACHED):
+            yield x
+        mine = isinstance(x, type) and not of_library(x)
+        inside = vars(x) if mine or is_open(x, called=True) else x
+        inside = (
+            inside.values() if isinstance(inside, Mapping) else inside if isinstance(inside, list) else ()
+        )
+        queue += [(y, depth + 1) for y in inside] if len(inside) <= MOST and depth < MAX_DEPTH else []
 
 
 def _class_attributes(module: nn.Module | None) -> Facts:
@@ -153,20 +190,13 @@ def _reads(f: FunctionType, names: Iterable[str]) -> Iterator[Read]:
     cells = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
     queue = [(f"closure variable {name}", id(cell), content_of(cell)) for name, cell in cells]
     space = f.__globals__
-    queue += [(f"global {x}", id(space), space[x]) for x in _globals_in(f.__code__) if x in space]
+    queue += [(f"global {x}", id(space), space[x]) for x in globals_in(f.__code__) if x in space]
     while queue:
         name, place, x = queue.pop()
         if not isinstance(x, ModuleType):
             yield name, place, x
         elif x.__name__.partition(".")[0] not in LIBRARIES:
             queue += [(f"{name}.{k}", id(x), vars(x)[k]) for k in names if k in vars(x)]
-
-
-@cache
-def _globals_in(code: CodeType) -> frozenset[str]:
-    """The names of the globals that `code`, and functions made in it, read."""
-    loaded = (x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL")
-    return frozenset(loaded).union(*(_globals_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
 @cache

@@ -103,6 +103,15 @@ class _Log(TorchDispatchMode):
                 raise _InPlaceError(func, t)
 
 
+class Changes(NamedTuple):
+    """What changes from a call of a function to the next, as text, "" for nothing: a Python `value`; where a tensor
+    is kept from call to call (`state`); the first `operation` that differs."""
+
+    value: str = ""
+    state: str = ""
+    operation: str = ""
+
+
 class _Repeated(_Log):
     """A mode that records the operations of a call, pure or not, each with what `place` returns. Tensors without
     values that no operation made are all alike; `read` and `written` say, by storage, where those that the call did
@@ -113,6 +122,32 @@ class _Repeated(_Log):
         self._place, self._here = place, ""
         self.read, self.written = dict[int, str](), dict[int, str]()
         self.outside: list[Tensor] = []  # what the call reads, and none of its operations returned
+        self._unknown = set[int]()  # storages of tensors without values, such as parameters and inputs
+        self.dependent = set[int]()  # and of results that depend on these
+        self.computing = list[tuple[str, str]]()  # the operations that make them, and where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        given, made = (
+            [storage_of(t) for t in tree_leaves(x) if isinstance(t, Tensor) and t.layout is torch.strided]
+            for x in ((args, kwargs), out)
+        )
+        shaped = any(x in str(func) for x in ("_like", "new_"))  # which read no values
+        if (
+            func is not DEVICE_OF
+            and not shaped
+            and any(x in self.dependent or x in self._unknown for x in given)
+        ):
+            self.dependent |= {*made}
+            self.computing.append((str(func), self._here))
+        return out
+
+    def since_first(self, first: "_Repeated") -> Changes:
+        """What differs from the `first` call, which may have kept constants alone."""
+        state = (place for x, place in self.read.items() if x in first.dependent & first._own)
+        pairs = zip_longest(first.computing, self.computing, fillvalue=("none", "there"))
+        other = next((f"{' '.join(a)}, then {' '.join(b)}" for a, b in pairs if a[0] != b[0]), "")
+        return Changes("", next(state, ""), other and f"another operation ({other})")
 
     def record(self, func: Any, arguments: Any) -> list[Any]:
         self._here = self._place()
@@ -129,6 +164,8 @@ class _Repeated(_Log):
             self.read.setdefault(storage_of(x), self._here)
             self.outside += [x] if id(x) not in self._results else []
         token = super()._token(x)
+        if isinstance(token, tuple) and token[0] == "outside" and x.layout is torch.strided:
+            self._unknown.add(storage_of(x))
         if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
             return type(x)
         return "outside" if isinstance(x, Tensor) and token[0] == "outside" else token
@@ -139,32 +176,25 @@ class _Repeated(_Log):
                 self.written.setdefault(storage_of(t), self._here)
 
 
-class Changes(NamedTuple):
-    """What changes from a call of a function to the next, as text, "" for nothing: a Python `value`; where a tensor
-    is kept from call to call (`state`); the first `operation` that differs."""
-
-    value: str = ""
-    state: str = ""
-    operation: str = ""
-
-
 def changes_from_call_to_call(
     call: Callable[[], T], place: Callable[[], str], values: Callable[[], Facts]
 ) -> tuple[T, Changes]:
     """What the last of two calls of `call` returns, and what changes from the first to it. A third call follows two
-    that differ: the first may initialize, and the second read what the first kept, as a mode of fake tensors does.
-    `values()` are the Python values that are compared; what `place()` returns says where an operation is called."""
-    logs, changes = list[_Repeated](), Changes()
+    that differ: the first may initialize, and the second read what the first kept, as a mode of fake tensors does,
+    if all that depends on tensors without values is computed in both. `values()` are the Python values that are
+    compared; what `place()` returns says where an operation is called."""
+    logs, changes, lost = list[_Repeated](), Changes(), Changes()
     while True:
         before = values()
         with _Repeated(place) as log:
             y = call()
+        lost = log.since_first(logs[0]) if len(logs) == 1 else lost
         if logs:
             last = logs[-1]
             changes = Changes(first_change(before, values()), log.state(last), _difference(last, log))
         logs.append(log)
-        if len(logs) == 3 or (len(logs) == 2 and not any(changes)):
-            return y, changes
+        if len(logs) == 3 or (len(logs) == 2 and not any((*changes, *lost))):
+            return y, changes if any(changes) else lost
 
 
 def result_and_reads(call: Callable[[], Any]) -> tuple[Any, list[Tensor], bool]:

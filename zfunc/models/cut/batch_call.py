@@ -45,7 +45,7 @@ def _call_of(batch: Any, has_loss: bool) -> BatchCall:
         inputs, *targets = batch if isinstance(batch, tuple | list) else (batch,)
         while targets and targets[-1] is None:
             targets.pop()
-        return BatchCall(inputs, tuple(targets))
+        return BatchCall(dict(inputs) if isinstance(inputs, Mapping) else inputs, tuple(targets))
     if not has_loss:
         return BatchCall(dict(batch))
     if LABELS not in batch:

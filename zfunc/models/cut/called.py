@@ -21,6 +21,7 @@ from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.ctc import SizedCTC
+from zfunc.models.cut.kept import counterparts, shown
 from zfunc.models.cut.known import KnownValues
 from zfunc.models.cut.traceable import Traceable, tensors_of, unwrapped_storage
 
@@ -46,6 +47,12 @@ class CalledModel(nn.Module):
         self.own = (model, loss)  # in a tuple, or they would be children
         named = tensors_of(model if source is None else source)
         self.source = {x: weakref.ref(t) for x, t in named.items()}  # what a loss may close over, by name
+        self.users = weakref.ref(model if source is None else source)
+        self.tensors = tensors_of(
+            model
+        )  # in a copy, its own: what it may have in lists, while others replace them
+        self.attributes = {x: dict(vars(t)) for x, t in self.tensors.items()}  # which these others lack
+        self.swallowed: Exception | None = None  # for a branch on a value, which forward has caught
         changing, self.types = changed_by_forward("model", self)
         self.changing = {*changing}  # names of buffers that forward writes, as far as is known
 
@@ -74,11 +81,16 @@ class CalledModel(nn.Module):
 
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
+        for name, t in tensors_of(self).items():
+            vars(t).update(self.attributes[name])
         with self._writing_assigned_buffers():
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
             known = KnownValues(device, self.read) if self.by_value else None
             with Traceable(self), known or nullcontext(), SizedCTC():  # which knows some values
-                return self._called(known.with_tensors(x) if known else x)
+                y = self._called(known.with_tensors(x) if known else x)
+            if self.swallowed is not None:
+                raise self.swallowed
+            return y
 
     @contextmanager
     def _writing_assigned_buffers(self) -> Iterator[None]:
@@ -116,12 +128,14 @@ class CalledModel(nn.Module):
         inputs, targets = x if isinstance(x, BatchCall) else (x, ())
         args, named = _arguments(inputs)
         more = () if loss is not None else targets
+        kept = counterparts(self.users(), model) if loss is not None else {}
         output = model(*args, *more, **named)
         if not isinstance(x, BatchCall):
             return output
         if loss is None:
             return loss_in(model, output)
-        y = loss(output, *targets)
+        with shown(kept):
+            y = loss(output, *targets)
         if not isinstance(y, Tensor):
             got, do = f"a {type(y).__name__} from it", "log what else it computes elsewhere"
             refuse("loss", got, "a scalar tensor", do)

@@ -34,6 +34,16 @@ BRANCH = (
     "tgt_is_causal), or leave out what skips or masks at random (of transformers, layerdrop=0.0, "
     "apply_spec_augment=False)"
 )
+BRANCHES = (
+    "DataDependentOutput",
+    "DynamicOutputShape",
+    "GuardOnDataDependent",
+    "Unbacked",
+    "unbacked",
+    "data-dependent",
+    "_local_scalar_dense",
+    "but got FakeTensor",
+)
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
 STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
@@ -49,6 +59,12 @@ class ValueBranchError(ValueError):
 
 class BuffersWrittenError(Exception):
     """Raised, with their names, for buffers that forward writes and the caller did not list as changing."""
+
+
+def is_branch(error: Exception) -> bool:
+    """Whether `error` says that traced code branched on a tensor's value."""
+    text = f"{type(error).__name__}: {error}"
+    return any(x in text for x in BRANCHES)
 
 
 def drop_casts(graph: Graph) -> None:

@@ -5,13 +5,15 @@ A trace may lose what autograd does: an autograd.Function's own backward, no_gra
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +46,7 @@ def check_gradients(whole: Segment, uncut: CutGraph, tensors: Values, inputs: An
     called = whole.module.uncalled()
 
     def module(params: Values, x: Any) -> Tensor:
-        with _HooksRefused(), applied_by(apply_in_module):
+        with _HooksRefused(), _lost_in_traces_refused(), applied_by(apply_in_module):
             y = whole.function(params, x, skeleton=called)
         return y[0] if whole.buffers else y
 
@@ -116,6 +118,32 @@ class _HooksRefused(TorchFunctionMode):
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise NotCutError("forward registers a gradient hook on a tensor, which a trace would lose")
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _lost_in_traces_refused() -> Iterator[None]:
+    """A context in which this thread may neither set torch's seeds nor the hooks of saved tensors, which a trace
+    lacks; save_on_cpu and checkpoints, which change no result, may."""
+    here, enter = threading.get_ident(), saved_tensors_hooks.__enter__
+
+    def refusing(f: Any, name: str, do: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here and (f is not enter or type(args[0]) is saved_tensors_hooks):
+                got = f"torch.{name} {place_here()}, which a trace lacks"
+                refuse("model", got, "a forward without it", do)
+            return f(*args, **kwargs)
+
+        return call
+
+    hooks = refusing(enter, "autograd.graph.saved_tensors_hooks", "let activations_on say where they wait")
+    drawn = "draw from torch's default generator, which each step seeds, or keep the numbers in a buffer"
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", hooks))
+        for name in ("manual_seed", "seed", "set_rng_state"):  # the last of fork_rng, too
+            call = refusing(getattr(torch, name), name, drawn)
+            for owner in (torch, torch.random):
+                stack.enter_context(patch.object(owner, name, call))
+        yield
 
 
 @contextmanager

@@ -36,23 +36,13 @@ from zfunc.engine.trace.tensor_memory import FakeMode, Values
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.called import CalledModel, lacks_targets, takes_inputs_alone
-from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError
+from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError, is_branch
 from zfunc.models.cut.functions import FunctionCalls
 from zfunc.models.cut.gradients import BESIDE_TORCH, check_gradients
 from zfunc.models.cut.spans import CutGraph, cut_graph
 from zfunc.models.cut.user_code import place_of_error
 from zfunc.models.cut.vmap import expand_vmaps
 
-BRANCHES = (
-    "DataDependentOutput",
-    "DynamicOutputShape",
-    "GuardOnDataDependent",
-    "Unbacked",
-    "unbacked",
-    "data-dependent",
-    "_local_scalar_dense",
-    "but got FakeTensor",
-)
 log = logging.getLogger("zfunc")
 _LOUD = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace"
 
@@ -254,7 +244,6 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 def refuse_branch(error: Exception) -> None:
     """Raise ValueBranchError if `error` says that traced code branched on a tensor's value."""
-    text = f"{type(error).__name__}: {error}"
-    if any(x in text for x in BRANCHES):
+    if is_branch(error):
         got = f"model: got a branch on the value of a tensor {place_of_error(error)}, {BRANCH}"
         raise ValueBranchError(got) from error

@@ -105,7 +105,7 @@ def cuts(
     source, outside = (watched, held(watched)), Outside(watched, loss)
     pure = without_idle_draws(with_pure_adapters(with_static_experts(traced)))
     called = CalledModel(pure, loss, source=model)
-    check_leaves("example", example)
+    check_leaves("example", call_of(example, loss is not None)[0])
     # 2. Its first trace; another one if forward writes further buffers, or branches on values of inputs.
     by_value = dict[str, bool]()
     while True:
@@ -117,7 +117,9 @@ def cuts(
         try:
             with outside.tracing():
                 first = traces.of(without_values(call), torch.float32, training=True)
+            with outside.tracing():
                 find_late(traces, call, first)
+            with outside.tracing():
                 first = traces.with_late(first, call)
             first.check_functions()
             break

@@ -13,12 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zfunc.engine.trace.module_copies import changing_memory, refuse_stale, viewed
 from zfunc.engine.trace.tensor_memory import storage_of
-from zfunc.errors import refuse
+from zfunc.errors import refuse, setting
+from zfunc.models.cut.exported_graph import is_branch
 from zfunc.models.cut.user_code import passing_check, place_here
 
 CHECKED = {"__bool__", "is_nonzero", "equal", "allclose"}
 DATA_SET = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+
+GRAD = (Tensor.grad.__get__, Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _unhooked(f: Any) -> Any:
@@ -35,21 +38,24 @@ class Traceable(TorchFunctionMode):
     that forward freezes or unfreezes. The user's own parameters and buffers, as a loss that closes over the user's
     model reads, are those of `model`; views of these made before, which would keep their values, are refused.
     Checks of values that a trace lacks are passed, and noted if they are the user's. copy.deepcopy of a tensor is a
-    constant."""
+    constant. The error of a branch on a value, which forward might catch, is noted, too."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.unchecked = model.unchecked if model.passes_checks else None
         self.names = {id(t): repr(x) for x, t in (*model.named_parameters(), *model.named_buffers())}
-        self.model = model.own[0]
+        self.called, self.model = model, model.own[0]
         source = {x: t for x, ref in model.source.items() if (t := ref()) is not None}
-        self.source = {id(t): x for x, t in source.items()}
+        self.now = {*map(id, tensors_of(self.model).values())}
+        self.source = {id(t): x for own in (source, model.tensors) for x, t in own.items()}
+        self.source = {x: name for x, name in self.source.items() if x not in self.now}
         self.memory = changing_memory(source.items(), model.changing)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for t in tensors:
-            if id(t) not in self.source and (base := self._viewed(t)):
+            own = id(t) in self.source or id(t) in self.now
+            if not own and (base := self._viewed(t)):
                 refuse_stale(func, args, base, place_here())
         if any(id(t) in self.source for t in tensors):
             args, kwargs = tree_map_only(Tensor, self._own, (args, kwargs))
@@ -64,6 +70,9 @@ class Traceable(TorchFunctionMode):
                 got = f"requires_grad={wanted} for {name} {place_here()}"
                 do = "freeze them before, or call a part by torch.func.functional_call with its parameters detached"
                 refuse("model", got, "parameters that forward neither freezes nor unfreezes", do)
+        if name and func in GRAD:
+            do = f"read norms after the step ({setting('norms', True)}), or call torch.func.grad in forward"
+            refuse("model", f".grad of {name} {place_here()}", "a forward that a trace has", do)
         kind = getattr(func, "__name__", "")
         asked = self.unchecked is not None and kind in CHECKED and any(map(is_fake, args))
         if asked and (check := passing_check()):
@@ -75,7 +84,11 @@ class Traceable(TorchFunctionMode):
             with self:
                 return _gaussian_nll_loss(*args, **(kwargs or {}))
         func = _refs.istft if func is torch.istft else func  # the same bits, and no check
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self.called.swallowed = error if is_branch(error) else self.called.swallowed
+            raise
 
     def _viewed(self, t: Tensor) -> str:
         """The name of the tensor of the user's model, which a step changes, that `t` is a view of; else ""."""

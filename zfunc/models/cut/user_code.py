@@ -2,6 +2,7 @@
 
 import ast
 import concurrent.futures
+import contextlib
 import linecache
 import os
 import sys
@@ -17,8 +18,9 @@ import torch
 _ZFUNC = Path(__file__).parents[2]
 _FOLDERS = (Path(torch.__file__).parent, Path(concurrent.futures.__file__).parent)
 _FOLDERS += (_ZFUNC / "engine", _ZFUNC / "models" / "cut", _ZFUNC / "models" / "hf")
-LIBRARIES = (*(f"{x}{os.sep}" for x in _FOLDERS), threading.__file__)
+LIBRARIES = (*(f"{x}{os.sep}" for x in _FOLDERS), threading.__file__, contextlib.__file__)
 """The beginnings of the names of files that are not the user's code. Models of zfunc itself count as the user's."""
+Span = tuple[tuple[int, int], tuple[int, int]]  # lines and columns where code begins and ends
 
 
 def place_of_error(error: Exception) -> str:
@@ -34,52 +36,69 @@ def place_here() -> str:
 def in_a_check() -> bool:
     """Whether code, the user's or torch's, evaluates the condition of an `assert`, or of an `if` that raises an
     error."""
-    return _check_at(_asking()) is not None
+    frame = _asking()
+    return frame is not None and _check_at(frame) is not None
 
 
 def passing_check() -> tuple[bool, str] | None:
     """Where code, the user's or torch's, evaluates a value in such a condition: the value with which nothing is
     raised, and the place if the code is the user's, else ""."""
-    place = _asking()
-    if place is None or (check := _check_at(place)) is None:
+    frame = _asking()
+    if frame is None or (check := _check_at(frame)) is None:
         return None
-    operands = [*_operands(check[0], check[1])]
-    computed = [value for x, value in operands if not isinstance(x, ast.Name | ast.Attribute)]
-    wanted = {*(computed or (value for _, value in operands))}
-    where = "" if place[0].startswith(LIBRARIES) else _text(place)
-    return (wanted.pop(), where) if len(wanted) == 1 else None
+    asked, operands = _asked_in(frame, check[0]), ((_span(x), value) for x, value in _operands(*check))
+    wanted = {value for x, value in operands if not asked or _within(asked, x) or _within(x, asked)}
+    place = frame.f_code.co_filename, frame.f_lineno
+    return (
+        (wanted.pop(), "" if place[0].startswith(LIBRARIES) else _text(place)) if len(wanted) == 1 else None
+    )
 
 
-def _asking() -> tuple[str, int] | None:
-    """The file and line of the code, the user's or torch's, that asks for a value."""
+def _asking() -> FrameType | None:
+    """The frame of the code, the user's or torch's, that asks for a value."""
     machinery = *(str(x) for x in _FOLDERS[2:]), torch.overrides.__file__, torch._tensor.__file__
-    return _first_of(traceback.walk_stack(sys._getframe()), machinery)
+    frames = (f for f, _ in traceback.walk_stack(sys._getframe()))
+    return next((f for f in frames if not f.f_code.co_filename.startswith(machinery)), None)
 
 
 def _operands(condition: ast.expr, raises: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """Yield the operands of a condition that may be values of tensors, each with the value for which the condition
-    is not `raises`."""
+    """Yield the operands of a condition, each with the value for which the condition is not `raises`."""
     if isinstance(condition, ast.BoolOp):
         yield from (y for x in condition.values for y in _operands(x, raises))
     elif isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         yield from _operands(condition.operand, not raises)
-    elif not (isinstance(condition, ast.Compare) and isinstance(condition.ops[0], ast.Is | ast.IsNot)):
+    else:
         yield condition, not raises
 
 
-def _check_at(place: tuple[str, int] | None) -> tuple[ast.expr, bool] | None:
-    """The condition of a check at a file and line, and whether an error is raised if it is true; None if there is
-    none."""
-    file, line = place or ("", 0)
-    checks = (x for x in _checks_in(file, len(linecache.getlines(file))) if x[0].lineno <= line <= x[1])
-    test = next(checks, None)
-    return None if test is None else (test[0], test[2])
+def _asked_in(frame: FrameType, condition: ast.expr) -> Span | None:
+    """The span in `condition` of the expression whose value `frame` asks for, or that negates it; None if Python
+    runs without columns. A jump has the span of its statement, so that of the instruction before it counts."""
+    before = [*frame.f_code.co_positions()][: frame.f_lasti // 2 + 1]
+    spans = (((line, column), (end, last)) for line, end, column, last in reversed(before) if last)
+    return next((x for x in spans if _within(x, _span(condition))), None)  # pyright: ignore
+
+
+def _span(x: ast.expr) -> Span:
+    return (x.lineno, x.col_offset), (x.end_lineno or 0, x.end_col_offset or 0)
+
+
+def _within(inner: Span, outer: Span) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _check_at(frame: FrameType) -> tuple[ast.expr, bool] | None:
+    """The condition of the check that `frame` evaluates, and whether an error is raised if it is true; None if it
+    evaluates none."""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    found = (x for x in _checks_in(file, len(linecache.getlines(file))) if x[0] <= line <= x[1])
+    return next((x[2:] for x in found), None)
 
 
 @cache
-def _checks_in(file: str, _: int) -> list[tuple[ast.expr, int, bool]]:
-    """The conditions of the checks in a file with so many lines: each with its last line, and whether an error is
-    raised if it is true."""
+def _checks_in(file: str, _: int) -> list[tuple[int, int, ast.expr, bool]]:
+    """The checks in a file with so many lines: the first and last line of each condition, the condition, and
+    whether an error is raised if it is true."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # a file that is not Python's
@@ -89,15 +108,13 @@ def _checks_in(file: str, _: int) -> list[tuple[ast.expr, int, bool]]:
         for x in ast.walk(tree)
         if isinstance(x, ast.Assert) or (isinstance(x, ast.If) and isinstance(x.body[0], ast.Raise))
     )
-    return [(x.test, x.test.end_lineno or x.test.lineno, isinstance(x, ast.If)) for x in checks]
+    return [(x.lineno, x.test.end_lineno or x.lineno, x.test, isinstance(x, ast.If)) for x in checks]
 
 
-def _first_of(
-    frames: Iterable[tuple[FrameType, int]], others: tuple[str, ...] = LIBRARIES
-) -> tuple[str, int] | None:
-    """File and line of the first of `frames`, innermost first, that is the user's, or in none of `others`."""
-    places = ((f.f_code.co_filename, line) for f, line in frames)
-    return next((x for x in places if not x[0].startswith(others)), None)
+def _first_of(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, int] | None:
+    """File and line of the first of `frames`, innermost first, that is the user's."""
+    found = ((f.f_code.co_filename, line) for f, line in frames)
+    return next((x for x in found if not x[0].startswith(LIBRARIES)), None)
 
 
 def _text(place: tuple[str, int] | None) -> str:

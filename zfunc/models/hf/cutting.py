@@ -16,7 +16,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from zfunc.engine.trace.facts import held
-from zfunc.engine.trace.segment import Segment, segment
+from zfunc.engine.trace.segment import IDLE, Segment, segment
 from zfunc.engine.trace.tensor_memory import FakeMode, Values
 from zfunc.models.hf.adapters import base_name, base_of, is_adapted, make_pure, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
@@ -56,7 +56,13 @@ def cut_model(model: nn.Module) -> tuple[Segment, ...]:
     check_supported(base)
     packs = is_tested(base) or compare(cut_layers, base, _example_ids(base))
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of the model's")
-    return cut_layers(model, packs=packs)
+    segments = cut_layers(model, packs=packs)
+    named = {
+        p.name: p.trainable or not s.origins[p.name].requires_grad for s in segments for p in s.parameters
+    }
+    if idle := [x for x, expected in named.items() if not expected]:
+        log.warning("%s: %s", ", ".join(idle), IDLE)
+    return segments
 
 
 def _example_ids(model: Any) -> Tensor:
