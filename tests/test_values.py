@@ -46,9 +46,10 @@ def none(x: Any) -> bool:
 
 
 def real(x: Any) -> bool:
-    """A number, also of NumPy or in a tensor; no truth value."""
-    ok = isinstance(x, int | float | np.number) or (isinstance(x, torch.Tensor) and x.numel() == 1)
-    return ok and not isinstance(x, bool | np.bool_) and -math.inf < x < 3e38
+    """A number, also of NumPy; no truth value, and no tensor, which may be written to."""
+    return (
+        isinstance(x, int | float | np.number) and not isinstance(x, bool | np.bool_) and -math.inf < x < 3e38
+    )
 
 
 def positive(x: Any) -> bool:
@@ -109,7 +110,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Takes]]] = {
     "AdamW": (
         zfunc.AdamW,
         {
-            "lr": lambda x: (not_negative(x) and not isinstance(x, torch.Tensor)) or function(x),
+            "lr": lambda x: not_negative(x) or function(x),
             "betas": function,
             "eps weight_decay": not_negative,
             "decoupled": truth,
@@ -206,7 +207,7 @@ def test_a_rate_of_another_kind_is_a_float_in_the_metrics() -> None:
     for kind in NUMBERS:
         rate, betas = kind(0.25), (kind(0.5), kind(0.75))
         ways: list[Any] = [{"lr": lambda _, x=rate: x, "betas": lambda _, x=betas: x}]
-        if not isinstance(rate, torch.Tensor):  # which may be written to
+        if kind is np.float64:  # the others may be written to
             ways.append({"lr": rate, "betas": betas})
         for given in ways:
             optimizer = zfunc.AdamW(**given)

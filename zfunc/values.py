@@ -42,10 +42,12 @@ def number(
     positive: bool = False,
     most: float = FLOAT32_MAX,
     below: float = math.inf,
+    computed: bool = False,
     hint: str = "pass a float in this range",
 ) -> float:
     """Setting `name` as a finite float from `least` to `most`, below `below`, above 0 if `positive`. The value
-    is an int, float, NumPy scalar or one-element tensor; no bool. An error ends with `hint`.
+    is an int, float or NumPy scalar, no bool. If it was `computed` for this call it may be a tensor or array of one
+    element; as a setting, which is read once, its later changes would be ignored. An error ends with `hint`.
 
     >>> number("clip_norm", 1, positive=True)
     1.0
@@ -58,6 +60,14 @@ def number(
         except (RuntimeError, ValueError):  # of several elements, or without values
             plain = None
     known = isinstance(plain, int | float) and not isinstance(plain, bool)
+    if known and hasattr(value, "__setitem__") and not computed:
+        refuse(
+            name,
+            f"{value!r:.60}",
+            "a plain number, which is read once",
+            "pass float() of it",
+            SettingTypeError,
+        )
     if known and max(least, -FLOAT32_MAX) <= plain <= most and plain < below and (plain > 0 or not positive):
         return float(plain)
     kind = SettingError if known else SettingTypeError

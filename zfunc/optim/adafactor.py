@@ -225,7 +225,7 @@ class Adafactor(KernelOptimizer):
     def checked_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
         """The scalars of the update of `group` under `decision`; ValueError if float32 cannot hold one."""
         lr, add = decision.factors["lr"], decision.number**self.beta2_decay
-        grad_scale = number("grad_scale", decision.grad_scale)
+        grad_scale = number("grad_scale", decision.grad_scale, computed=True)
         decay = lr * (0.0 if group & 1 else self.weight_decay)
         number("Adafactor's settings (as decay)", decay)
         return AdafactorFactors(

@@ -20,7 +20,7 @@ from attrs import evolve, field, fields, frozen
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT, round_up
 from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS, Moments, formats_of, owner_of
-from zfunc.errors import CheckpointError, SettingTypeError, refuse
+from zfunc.errors import CheckpointError, refuse
 from zfunc.optim import rules
 from zfunc.optim.rules import Decay, Factors, Operations, Rule, RuleStep, grad_floor_of
 from zfunc.options import one_of
@@ -69,25 +69,18 @@ def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
 
 def lr_field(default: float) -> Any:
     """An attrs field for a learning rate: a number of at least 0, or a schedule, a function of the step."""
-    return field(default=default, converter=_schedule_or("lr", partial(number, least=0)))
+    return field(default=default, converter=_schedule_or(partial(number, "lr", least=0)))
 
 
 def betas_field(default: Betas) -> Any:
     """An attrs field for Adam's betas, two decay rates in [0, 1), or a schedule, a function of the step."""
-    return field(default=default, kw_only=True, converter=_schedule_or("betas", checked_betas))
+    return field(default=default, kw_only=True, converter=_schedule_or(partial(checked_betas, "betas")))
 
 
-def _schedule_or(name: str, check: Callable[[str, Any], Any]) -> Callable[[Any], Any]:
-    """An attrs converter for setting `name`, which may be a schedule: a function of the step is kept, any other
-    value passes through `check`. A tensor, which is read once, is refused: later changes of it would be ignored."""
-
-    def converted(value: Any) -> Any:
-        if hasattr(value, "detach"):
-            do = "pass float() of it, or lambda step: ... that returns it"
-            refuse(name, f"{value!r:.60}", "a plain value, or a function of the step", do, SettingTypeError)
-        return value if callable(value) and not isinstance(value, type) else check(name, value)
-
-    return converted
+def _schedule_or(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An attrs converter for a setting that may be a schedule: a function of the step is kept, any other value
+    passes through `check`."""
+    return lambda value: value if callable(value) and not isinstance(value, type) else check(value)
 
 
 def number_field(name: str, default: float, *, least: float = 0.0, **bounds: float) -> Any:
@@ -118,15 +111,16 @@ def _decay(value: Any) -> WhichDecay:
     return value
 
 
-def checked_betas(name: str, betas: Any) -> Betas:
-    """Check that setting `name` is two decay rates in [0, 1), and return them as floats."""
+def checked_betas(name: str, betas: Any, *, computed: bool = False) -> Betas:
+    """Check that setting `name` is two decay rates in [0, 1), and return them as floats. Those that were `computed`
+    for this call may be tensors."""
     try:
-        beta1, beta2 = (number(name, beta, least=0.0) for beta in betas)
+        beta1, beta2 = (number(name, beta, least=0.0, computed=computed) for beta in betas)
         if max(beta1, beta2) < 1.0:
             return beta1, beta2
     except (TypeError, ValueError, RuntimeError):
         pass
-    refuse(name, repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
+    refuse(name, repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999), or .tolist() of a tensor")
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------
@@ -168,10 +162,10 @@ class KernelOptimizer(NamedSettings, ABC):
         Raises TypeError or ValueError if a schedule returns another type, or a value that float32 cannot hold.
         """
         lr, betas = self.lr, getattr(self, "betas", None)
-        found = {"lr": number(f"lr at step {step}", lr(step), least=0) if callable(lr) else lr}
+        found = {"lr": number(f"lr at step {step}", lr(step), least=0, computed=True) if callable(lr) else lr}
         if betas is not None:
             given = f"betas at step {step}"
-            found["betas"] = checked_betas(given, betas(step)) if callable(betas) else betas
+            found["betas"] = checked_betas(given, betas(step), computed=True) if callable(betas) else betas
         self.checked_factors(StepDecision(False, 1.0, step, found), 0)
         return found
 
@@ -311,7 +305,7 @@ class Elementwise(KernelOptimizer):
 
     def checked_factors(self, decision: StepDecision, group: int) -> Factors:
         """The scalars of an update of `group` (1: no weight decay); ValueError if float32 cannot hold one."""
-        scale = number("grad_scale", decision.grad_scale)
+        scale = number("grad_scale", decision.grad_scale, computed=True)
         decay = 0.0 if group else self.weight_decay
         found = {
             "decay": decision.factors["lr"] * decay if self.decoupled else decay,
@@ -321,5 +315,5 @@ class Elementwise(KernelOptimizer):
             if name not in Factors._fields[2:]:
                 got, known = f"the number {name!r}", f"some of {', '.join(Factors._fields[3:])}"
                 refuse(f"{type(self).__name__}.scalars", got, known, "name it as one of them", TypeError)
-            number(f"{type(self).__name__}'s settings (as {name})", value)
+            number(f"{type(self).__name__}'s settings (as {name})", value, computed=True)
         return Factors(scale, grad_floor_of(scale), **found)
