@@ -130,6 +130,8 @@ def interrupt(n: int, work: Any, code: Any) -> bool:
         if frame.f_code is not code:
             return None
         frame.f_trace_opcodes, left = True, left - (event == "opcode")
+        if event == "call":
+            sys.settrace(trace)  # again, or Python 3.12.1 has no events of opcodes yet
         if event == "opcode" and left == 0:
             sys.settrace(None)
             raise KeyboardInterrupt
