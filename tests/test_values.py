@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_models import Loss, regression
 from torch import nn
+from torch._export.utils import _compiling_state_context
 
 import zfunc
 from zfunc import errors, schedules
@@ -257,7 +258,7 @@ def test_what_allocates_is_refused_in_inference_mode_and_poisons_nothing(tmp_pat
         (lambda: torch.autocast("cpu", torch.bfloat16), r"autocast for 'cpu', .*: pass `precision`"),
         (torch.autograd.detect_anomaly, "anomaly detection, .*: pass debug=True"),
         (
-            lambda: patch.object(torch.compiler, "is_compiling", lambda: True),
+            lambda: patch.object(torch.compiler, "is_dynamo_compiling", lambda: True),
             "a call inside torch.compile, expected one outside: .* pass compile_segments=True",
         ),
     ],
@@ -278,6 +279,12 @@ def test_modes_of_one_thread_are_refused_because_lanes_have_their_own(mode: Any,
             with pytest.raises(RuntimeError, match=f"{name}: got {action}"):
                 call()
     zfunc.train_step(program, state, batch)
+
+
+def test_a_step_runs_while_another_thread_cuts_a_model() -> None:
+    program, batch = compiled(), regression(4)(0)
+    with _compiling_state_context():  # of the process, as in a cut and in torch.export
+        zfunc.train_step(program, zfunc.init(program), batch)
 
 
 @pytest.mark.slow  # the import of Dynamo

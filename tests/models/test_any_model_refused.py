@@ -30,6 +30,16 @@ class Nested(Block):
         return super().forward(torch.nested.nested_tensor([*x]).to_padded_tensor(0.0), table)
 
 
+@torch.library.custom_op("zfunc_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Custom(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(doubled(x), table)
+
+
 class Differentiated(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return super().forward(x, table) + torch.func.grad(lambda z: z.sin().sum())(x)
@@ -260,14 +270,39 @@ class Viewed(nn.Linear):
 
     scale: Tensor
 
-    def __init__(self, name: str, kept: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, name: str, kept: Callable[[Tensor], Tensor], read: Callable[[Tensor], Any]) -> None:
         super().__init__(8, 8)
         self.register_buffer("scale", torch.ones(8))
-        self.row = kept(getattr(self, name))
+        self.row, self.read = kept(getattr(self, name)), read
 
     def forward(self, x: Tensor) -> Tensor:
         self.scale.mul_(0.9)
-        return super().forward(x) * self.row
+        return super().forward(x) * self.read(self.row)
+
+
+class Averages(nn.Linear):
+    """One buffer is a view of another, which forward writes."""
+
+    a: Tensor
+    b: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("a", torch.ones(16))
+        self.register_buffer("b", self.a[:8])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.mul_(0.5)
+        return super().forward(x) * self.b
+
+
+@pytest.mark.parametrize("name", ["weight", "scale"])
+def test_the_shape_of_a_kept_view_is_read(name: str) -> None:
+    def shape(x: Tensor) -> float:
+        return (x.shape[0] + x.size(0) + x.dim() + len(x) + x.numel() + x.is_floating_point()) / 100
+
+    model = Viewed(name, lambda w: w.detach()[:4], shape)
+    check(zfunc.segments(model, ONES, F.mse_loss), model, ONES, F.mse_loss)
 
 
 class Drawn(Block):
@@ -419,7 +454,11 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         ),
         (
             lambda: zfunc.segments(Tied(block=Nested), batch()),
-            r"^model: got aten._nested_tensor\S+ at .*_refused.py:\d+, expected operations that torch can trace",
+            r"^model: got an operation without a fake kernel at .*_refused.py:\d+ \(aten._nested_tensor",
+        ),
+        (
+            lambda: zfunc.segments(Tied(block=Custom), batch()),
+            r"^model: got an operation without a fake kernel at .*_refused.py:\d+ .*register_fake",
         ),
         (
             lambda: zfunc.segments(Tied(block=Caught), batch()),
@@ -474,13 +513,19 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         ),
         *(
             (
-                lambda name=name, kept=kept: zfunc.segments(Viewed(name, kept), ONES, F.mse_loss),
+                lambda name=name, kept=kept: zfunc.segments(
+                    Viewed(name, kept, lambda x: x), ONES, F.mse_loss
+                ),
                 f"got a view of '{name}' that was made before, which would keep its first values, .* loss: make it",
             )
             for name, kept in (
                 *(("weight", f) for f in (lambda w: w[0], lambda w: w.detach()[0])),
                 ("scale", lambda x: x[:]),
             )
+        ),
+        (
+            lambda: zfunc.segments(Averages(), ONES, F.mse_loss),
+            "segment 'model': got 'b' and 'a' in the same memory.* in forward",
         ),
         (lambda: zfunc.segments(nn.Sequential(nn.LazyLinear(4)), ids()), r"'0\.weight' of a lazy module"),
         (

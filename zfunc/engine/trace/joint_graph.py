@@ -117,9 +117,10 @@ def runnable(graph: GraphModule, compiled: bool | str) -> GraphCall:
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         if node not in written:
             node.target = torch.ops.aten.reshape.default
-    # Constants of forward lie on the host: a copy that waited for the device would end the launching ahead of it.
+    # Constants of forward lie on the host: a copy to the device that waited for it may end the launching ahead.
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default):
-        if node.args[0].op == "get_attr":
+        to_device = getattr(node.kwargs.get("device"), "type", "cpu") != "cpu"
+        if node.args[0].op == "get_attr" and to_device:
             node.kwargs = {**node.kwargs, "non_blocking": True}
     redirect_draws(graph.graph, compiled=compiled)
     with_code(graph)

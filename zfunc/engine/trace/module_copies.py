@@ -17,6 +17,7 @@ from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 
 M = TypeVar("M", bound=nn.Module)
+SHAPES = ("size", "dim", "numel", "stride", "__len__", "is_floating_point")  # methods that read no value
 
 
 def skeleton_of(module: nn.Module, written: Collection[str]) -> nn.Module:
@@ -44,14 +45,17 @@ def changing_memory(named: Iterable[tuple[str, Tensor]], written: Collection[str
 
 
 def viewed(t: Tensor, memory: Mapping[int, str]) -> str:
-    """The name of the tensor of which `t` is a view, of those in `memory` by storage; "" if of none."""
-    return memory.get(storage_of(t), "") if t.layout is torch.strided else ""
+    """The name of the tensor of which `t` is a view, of those in `memory` by storage; "" if of none, and of a
+    _StaleView, which refuses its reads itself."""
+    stale = isinstance(t, _StaleView) or t.layout is not torch.strided
+    return "" if stale else memory.get(storage_of(t), "")
 
 
 def refuse_stale(func: Any, args: Any, name: str, place: str = "") -> None:
     """Raise SettingError for a call of `func`, at `place` as text, on a view of the tensor `name` that was made
     before, unless `func` returns the view's shape, dtype or such: a trace would keep the view's first values."""
-    if "__get__" in str(func) and not isinstance(func(*args), Tensor):  # as that of .T is
+    asks = "__get__" in str(func) or getattr(func, "__name__", "") in SHAPES
+    if asks and not isinstance(func(*args), Tensor):  # as that of .T is
         return
     got = f"a view of {name!r} that was made before{place and f', read {place}'}, which would keep its first values"
     do = "make it there, as self.weight[0], or clone() it"

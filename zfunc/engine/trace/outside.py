@@ -78,8 +78,9 @@ def read_outside(module: nn.Module | None, function: Any, *, plain: bool = True)
         texts |= texts_in_code
         for name, scope, x in reads:
             longer = f"{name} of {reader}" if reader else name
+            # A name that no other scope has taken.
             names = chain((name, longer), (f"{longer} ({n})" for n in count(2)))
-            name = next(y for y in names if scopes.setdefault(y, scope) == scope)  # of no other scope
+            name = next(y for y in names if scopes.setdefault(y, scope) == scope)
             if is_plain(x):
                 facts[name] = compared(x, type, 0)
             else:
@@ -117,10 +118,12 @@ def _modules(module: nn.Module | None) -> list[nn.Module]:
 
 
 def _reached(module: nn.Module | None, function: Any) -> Iterator[tuple[str, frozenset[str], list[Read]]]:
-    """Follow the user's code that calls of `module` and `function` may run. Yield of each function there its name,
-    the names and texts in its code, and what it reads, but for parts of `module`; of each object that is called, or
-    whose method is, no name, no texts, and itself as read."""
-    seen: dict[int, Any] = {id(m): m for m in _modules(module)}  # kept alive, or others get their ids
+    """Follow the user's code that calls of `module` and `function` may run. Yield (name, names and texts in its
+    code, reads) for each function reached, without reads of parts of `module`; and for each object that is called,
+    or whose method is called, ("", nothing, the object as the only read)."""
+    seen: dict[int, Any] = {
+        id(m): m for m in _modules(module)
+    }  # with the objects: a freed one's id is used again
     queue: list[Code] = [(function, None), *(x for m in seen.values() for x in _code_of(m))]
     while queue:
         f, owner = queue.pop()

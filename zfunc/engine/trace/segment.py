@@ -8,7 +8,7 @@ import copy
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -215,7 +215,6 @@ def make_segment(
     for got, expected, do in _unfit(module, params | buffers):
         refuse(where, got, expected, do)
     check_hooks(name, params, module)
-    check_memory_apart(where, params | buffers)
     if other := next((x for x in share if x not in params), ""):
         expected = f"names of its parameters {sorted(params)}"
         do = "pass {name in the module: full name of the other segment's parameter}"
@@ -241,6 +240,7 @@ def make_segment(
     # 3. Buffers: constants, and those that forward changes.
     changing, types = changed_by_forward(name, module)
     changing = *changing, *sorted({*written} - {*changing})
+    check_memory_apart(where, params | buffers, changing)
     meta = on_meta == {True}
     if meta and any(t.is_meta for t in buffers.values()):
         buffers = _real_module(name, module, 0)[1]
@@ -308,8 +308,9 @@ def check_hooks(name: str, parameters: Mapping[str, Tensor], module: nn.Module |
         refuse(f"segment {name!r}", f"a gradient hook on {hooked[0]}", "none, because it would never run", do)
 
 
-def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, beginning with `where`, if two tensors share memory and one of them is trained."""
+def check_memory_apart(where: str, tensors: Mapping[str, Tensor], written: Collection[str] = ()) -> None:
+    """Raise ValueError, beginning with `where`, if two tensors share memory and one of them is trained, or is
+    among the buffers `written` by forward."""
     apart: dict[int, tuple[int, int, int, str, Tensor]] = {}
     for name, t in tensors.items():
         if t.layout is torch.strided and t.numel():
@@ -319,9 +320,9 @@ def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
         storage, start, _, name, t = x
         before = [y for y in before if y[0] == storage and y[2] > start]
         for _, _, _, other, u in before:
-            if t.requires_grad or u.requires_grad:
+            if t.requires_grad or u.requires_grad or name in written or other in written:
                 got, do = f"{other!r} and {name!r} in the same memory", "to tie them use one nn.Parameter"
-                do += " (between segments, share=), else clone one"
+                do += " (between segments, share=), else clone one, or make the view in forward"
                 refuse(where, got, "separate memory for each", do)
         before.append(x)
 

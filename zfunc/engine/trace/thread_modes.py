@@ -17,7 +17,7 @@ def refuse_inference_mode(action: str) -> None:
 def refuse_global_modes(action: str, device: torch.device) -> None:
     """Raise RuntimeError under autocast or anomaly detection, modes of the calling thread alone, which threads of
     other lanes do not have and which a trace would keep; and in a function that torch.compile traces."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # is_compiling() is true in a cut of another thread, too
         _refuse_to_be_compiled(action)
     for kind in dict.fromkeys(("cpu", device.type)):
         if torch.is_autocast_enabled(kind):

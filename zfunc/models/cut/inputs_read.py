@@ -79,7 +79,7 @@ def _reads_of(export: ModuleExport, x: Any, *, training: bool, by_value: bool) -
 
 def _run(export: ModuleExport, x: Any, training: bool, by_value: bool) -> Reads:
     fakes = export.fakes(x, torch.float32)
-    buffers = {x: t.clone() for x, t in fakes.buffers.items()}  # which forward may write
+    buffers = {name: t.clone() for name, t in fakes.buffers.items()}  # which forward may write
     called = export.called.with_tensors(fakes.params | buffers)
     if not training:
         called.eval()

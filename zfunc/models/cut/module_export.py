@@ -165,9 +165,11 @@ class ModuleExport:
             got = f"no targets for {getattr(loss, '__name__', 'the loss')}, a loss of (output, targets)"
             do = "pass both, or a loss of the output alone"
             refuse(subject, got, "(inputs, targets)", do, cause=error)
-        if isinstance(error, UnsupportedOperatorException):
-            got = f"{error.func} {place_of_error(error)}"
-            refuse("model", got, "operations that torch can trace", "write it with others", cause=error)
+        if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
+            told = str(error).partition("\n")[0]
+            got = f"an operation without a fake kernel {place_of_error(error)} ({told:.200})"
+            do = "register one (torch.library.register_fake), or write it with other operations"
+            refuse("model", got, "operations that torch can trace", do, cause=error)
         got, expected = f"one that does not fit the model ({said})", "a batch that it takes"
         refuse(subject, got, expected, "a dict of its arguments, or (inputs, targets)", cause=error)
 
