@@ -1,6 +1,7 @@
 """A training of FSDP2, Trainer, torchtitan or DeepSpeed goes on in zfunc: the same bits, and the same next loss."""
 
 import errno
+import io
 import os
 import re
 from collections.abc import Callable
@@ -224,13 +225,20 @@ def test_an_exported_dcp_has_every_bit_and_goes_on_in_torch(settings: dict[str, 
     assert losses[0] == losses[1] == pytest.approx(torch_step(model, optimizer, batch(3)), rel=2e-6)
 
 
-def test_a_full_disk_keeps_no_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+class FullDisk(io.BytesIO):
+    """A file on a disk with room for its first write alone."""
 
+    def write(self, data: Any) -> int:
+        if self.tell():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def test_a_full_disk_keeps_no_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = program()
     zfunc.save(tmp_path / "ours", ours, zfunc.init(ours))
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", full)
+    create = "torch.distributed.checkpoint.filesystem.FileSystem.create_stream"
+    monkeypatch.setattr(create, lambda *_: FullDisk())  # of which torch.save makes a RuntimeError
     with pytest.raises(
         CheckpointError, match=r"/dcp: got 'No space left on device' while writing a DCP: free"
     ):

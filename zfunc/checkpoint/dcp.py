@@ -230,6 +230,8 @@ def export_dcp(source: Path, out: Path) -> ExportedWeights:
                 unfinished.rename(out)
         except dcp.CheckpointException as error:  # a BaseException
             ((cause, _),) = error.failures.values()
+            if type(cause) is RuntimeError and isinstance(cause.__context__, OSError):  # of torch.save
+                cause = cause.__context__
             with disk.os_errors_as(out, "writing a DCP"):
                 raise cause from None
         finally:
