@@ -5,6 +5,7 @@ last line of its docstring names, "Breaks: LAW, LAW", and no other. A line "Says
 message has to have.
 """
 
+import argparse
 import ast
 import re
 import sys
@@ -51,9 +52,16 @@ def _in(text: str, messages: str) -> bool:
     return " ".join(text.split()) in " ".join(messages.split())
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Check the graders of the labs in `argv`, or all, on their solutions; returns 1 if a grader errs."""
-    pairs = [(n, solution) for n in map(int, argv or numbers()) for solution in solutions(n)]
+    parser = argparse.ArgumentParser(
+        prog="python -m course.check", description="Every grader on its solutions."
+    )
+    parser.add_argument("lab", type=int, nargs="*", help="the number of a lab; by default all")
+    labs = parser.parse_args(argv).lab or numbers()
+    if unknown := {*labs} - {*numbers()}:
+        parser.error(f"got lab {min(unknown)}, expected one of {', '.join(map(str, numbers()))}")
+    pairs = [(n, solution) for n in labs for solution in solutions(n)]
     with ThreadPoolExecutor(2) as pool:
         wrong = [said for said in pool.map(check, *zip(*pairs, strict=True)) if said]
     print("\n".join(wrong) or f"{len(pairs)} solutions graded as they should be")
@@ -61,4 +69,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

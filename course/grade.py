@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from course.grading import Report, grade
 from course.lab import Lab, load_lab
@@ -47,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse("got --csv without --all, expected both: results.json has the points of one student")
     if arguments.adapters and not arguments.adapters.is_file():
         return _refuse(f"got {arguments.adapters}, which is no file: pass your copy of the lab's adapters.py")
-    try:  # before what takes a minute
-        (arguments.out or Path()).mkdir(parents=True, exist_ok=True)
-        if arguments.csv:
-            arguments.csv.open("a").close()
-    except OSError as error:
-        return _refuse(f"got {error.filename}, which cannot be written ({error.strerror}): name another")
+    if arguments.all and not arguments.all.is_dir():
+        return _refuse(
+            f"got {arguments.all}, which is no folder, expected one with NAME.py or NAME/adapters.py"
+        )
+    for path, check in ((arguments.csv, _check_file), (arguments.out or Path(), _check_folder)):
+        try:  # before what takes a minute
+            if path:
+                check(path)
+        except OSError as error:
+            return _refuse(f"got {path}, which cannot be written ({error.strerror}): name another")
     if arguments.all:
         return grade_class(lab, arguments.all, arguments.csv, arguments.out, seed)
     report = grade(lab, arguments.adapters, seed)
@@ -62,8 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def grade_class(lab: Lab, folder: Path, csv: Path | None, out: Path | None, seed: str) -> int:
     """Grade every student of `folder`, two at a time; returns 0 if each was graded, whatever their points."""
-    if not folder.is_dir():
-        return _refuse(f"got {folder}, which is no folder, expected one with NAME.py or NAME/adapters.py")
     files = submissions(folder)
 
     def one(name: str) -> Report | None:
@@ -91,6 +94,17 @@ def submissions(folder: Path) -> dict[str, Path]:
     files = {x.stem: x for x in entries if x.suffix == ".py"}
     files |= {x.name: x / "adapters.py" for x in entries if x.is_dir()}
     return dict(sorted(files.items()))
+
+
+def _check_file(path: Path) -> None:
+    """Raise OSError if the file cannot be written. One that is not there is not made."""
+    path.open("a").close() if path.exists() else TemporaryFile(dir=path.parent).close()
+
+
+def _check_folder(path: Path) -> None:
+    """Make the folder, or raise OSError if no file can be written in it."""
+    path.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=path).close()
 
 
 def _refuse(message: str) -> int:

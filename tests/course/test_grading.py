@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from course import grading
+from course.check import main as check_main
 from course.grade import main
 from course.grading import Report, grade
 from course.lab import load_lab
@@ -189,11 +190,33 @@ def test_a_class_is_a_line_for_each_student(tmp_path: Path, capsys: pytest.Captu
             f"1 --all {Path(__file__).parent} --csv no/y.csv",
             "got no/y.csv, which cannot be written (No such file",
         ),
+        (f"1 --adapters {__file__} --out /proc/sys", "got /proc/sys, which cannot be written ("),
+        ("1 --all no --csv y.csv --out results", "got no, which is no folder"),
     ],
 )
-def test_wrong_arguments_are_told(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_told_and_leave_nothing(
+    words: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "said"), [("--help", 0, "by default all"), ("77", 2, "got lab 77, ")]
+)
+def test_the_check_of_graders_tells_its_arguments(
+    word: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check_main([word])
+    assert ended.value.code == code
+    assert said in "".join(capsys.readouterr())
 
 
 def test_the_command_exits_with_what_it_found_and_takes_other_cases_by_a_seed(tmp_path: Path) -> None:
