@@ -10,12 +10,11 @@ which DeepSpeed has no setting for. DeepSpeed is no dependency:
 """
 
 import argparse
+import math
 import os
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
-
-import torch
 
 from benchmarks.machine import describe, quarters, ratios, write
 from benchmarks.step import (
@@ -34,11 +33,9 @@ LEFT_OUT = "DeepSpeed is left out: it is not installed (pip install --no-build-i
 
 
 def on_cpu(config: GPTConfig, args: argparse.Namespace) -> Contestant:
-    """A step function of DeepSpeed on its CPU accelerator, with as many threads as the other contestants."""
+    """A step function of DeepSpeed on its CPU accelerator."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    threads = torch.get_num_threads()
     deepspeed_alone().init_distributed("gloo", verbose=False)
-    torch.set_num_threads(threads)
     return with_deepspeed(config, args)
 
 
@@ -54,7 +51,7 @@ def main() -> None:
     if installed:
         build["DeepSpeed"] = partial(on_cpu, config, args)
     trials = measure(args, build)
-    rows: list[dict[str, Any]] = []
+    rows, ours = list[dict[str, Any]](), trials["zfunc"]
     print(f"{config}, batch {args.batch_size}, {args.precision}, {describe()}, load {os.getloadavg()[0]:.1f}")
     print(
         f"{'':13} {'of zfunc':>9} {'from':>6} {'to':>6} {'cpu time':>9} {'first loss':>11} {'last loss':>10}"
@@ -62,18 +59,20 @@ def main() -> None:
     for name, trial in trials.items():
         if trial.error:
             print(f"{name:13} {trial.error}")
+            rows.append({"name": name, "error": trial.error})
             continue
-        row = {
-            "name": name,
-            "ratio_to_zfunc": ratios(trial.seconds, trials["zfunc"].seconds),
-            "quarters": quarters(trial.seconds, trials["zfunc"].seconds),
-            "cpu_ratio_to_zfunc": ratios(trial.cpu_seconds, trials["zfunc"].cpu_seconds),
-            "losses": trial.losses,
-        }
+        row: dict[str, Any] = {"name": name, "losses": trial.losses}
+        if not ours.error:
+            row |= {
+                "ratio_to_zfunc": ratios(trial.seconds, ours.seconds),
+                "quarters": quarters(trial.seconds, ours.seconds),
+                "cpu_ratio_to_zfunc": ratios(trial.cpu_seconds, ours.cpu_seconds),
+            }
         rows.append(row)
+        low, high = row.get("quarters", (math.nan, math.nan))
+        of_time, of_cpu = (row.get(x, math.nan) for x in ("ratio_to_zfunc", "cpu_ratio_to_zfunc"))
         print(
-            f"{name:13} {row['ratio_to_zfunc']:9.3f} {row['quarters'][0]:6.3f} {row['quarters'][1]:6.3f} "
-            f"{row['cpu_ratio_to_zfunc']:9.3f} "
+            f"{name:13} {of_time:9.3f} {low:6.3f} {high:6.3f} {of_cpu:9.3f} "
             f"{trial.losses[0]:11.4f} {trial.losses[-1]:10.4f}"
         )
     if not installed:

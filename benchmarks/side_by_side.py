@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from benchmarks.apart import ROOT, Row, about, each_apart, leave, run_apart, timed
 from benchmarks.machine import make_parser, result_path, write
 from benchmarks.step import (
-    ALONE,
     BETAS,
     CLIP,
     DTYPES,
@@ -41,6 +40,7 @@ from benchmarks.step import (
     Whole,
     config_of,
     made_batches,
+    set_ranks,
     stepping,
     with_deepspeed,
     zfunc_program,
@@ -129,7 +129,8 @@ def ours(job: Job, **settings: Any) -> tuple[Contestant, Row]:
 def alone(job: Job) -> torch.device:
     """Begin a process group of this process alone, without a port; returns the peers' device."""
     device = torch.device(job.device)
-    os.environ.update({**ALONE, "DS_SKIP_CUDA_CHECK": "1", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)})
+    set_ranks()
+    os.environ.update({"DS_SKIP_CUDA_CHECK": "1", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)})
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # there may be no other
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

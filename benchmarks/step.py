@@ -146,11 +146,16 @@ def with_torch(config: GPTConfig, args: argparse.Namespace, *, checkpointed: boo
     return step
 
 
+def set_ranks() -> None:
+    """Set the variables that a launcher sets, for one process, unless a launcher started this one."""
+    if "RANK" not in os.environ:
+        os.environ.update(ALONE)
+
+
 def deepspeed_alone() -> Any:
     """The module `deepspeed`, for one process unless a launcher started it, with as many threads as before."""
     threads = torch.get_num_threads()
-    for name, value in ALONE.items():
-        os.environ.setdefault(name, value)
+    set_ranks()
     import deepspeed
 
     torch.set_num_threads(threads)
@@ -389,7 +394,10 @@ def main() -> None:
         + (f" {'seconds':>9}" if on_gpu else "")
     )
     for r in results:
-        seconds = f" {r['seconds']:9.4f}" if on_gpu and "seconds" in r else ""
+        if "error" in r:
+            print(f"{r['name']:20} {r['error']}")
+            continue
+        seconds = f" {r['seconds']:9.4f}" if on_gpu else ""
         keys = "ratio_to_torch", "cpu_ratio_to_torch", "largest_loss_difference"
         of_torch, of_cpu, difference = (r.get(key, math.nan) for key in keys)
         low, high = r.get("quarters", (math.nan, math.nan))

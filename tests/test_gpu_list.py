@@ -6,6 +6,7 @@
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import experiments, gpu
+from benchmarks import deepspeed, experiments, gpu, step
 from zfunc.cli import main as cli
 from zfunc.cli.catalogue import COMMANDS
 
@@ -68,11 +69,34 @@ def test_every_command_is_taken(
 
 
 def test_the_item_of_tests_names_every_file_with_tests_for_a_gpu() -> None:
-    slow, listed = "@pytest.mark.slow\n@pytest.mark.gpu", [ROOT / x for x in gpu.GPU_TESTS.split()]
-    texts = {x: x.read_text().replace(slow, "") for x in Path(__file__).parent.rglob("*/test_*.py")}
-    marked = [x for x, text in texts.items() if "pytest.mark.gpu" in text]
+    """Slow tests are not of that item; `device` of device_fixtures.py has a mark, in tests/device alone."""
+    listed = [ROOT / x for x in gpu.GPU_TESTS.split()]
+    slow = r"@pytest\.mark\.(slow\b.*\n@pytest\.mark\.gpu|gpu\b.*\n@pytest\.mark\.slow)\b"
+    files = {*Path(__file__).parent.rglob("test_*.py")} - {Path(__file__)}
+    marked = [x for x in files if "pytest.mark.gpu" in re.sub(slow, "", x.read_text())]
     assert marked
     assert all(any(x.is_relative_to(own) for own in listed) for x in marked)
+
+
+@pytest.mark.parametrize(("module", "failing"), [(step, "torch"), (deepspeed, "zfunc")])
+def test_a_contestant_that_cannot_be_built_is_told_and_the_rest_is_written(
+    module: Any,
+    failing: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where it is the one that all others are measured by."""
+    trials = {x: step.Trial([1.0, 2.0], [1.0, 2.0], [3.0, 2.0]) for x in ("torch", "zfunc")}
+    trials[failing] = step.Trial(error="ImportError: no such package")
+    monkeypatch.setattr(module, "measure", lambda *_: trials)
+    monkeypatch.setattr(sys, "argv", [module.__name__, "--json", str(tmp_path), "--device", "cpu"])
+    module.main()
+    assert re.search(rf"^{failing} +ImportError: no such package$", capsys.readouterr().out, re.MULTILINE)
+    (path,) = tmp_path.glob("*.json")
+    rows = {x["name"]: x for x in json.loads(path.read_text())["results"]["rows"]}
+    assert [x for x in rows if "error" in rows[x]] == [failing]
+    assert len(rows) == 2
 
 
 def test_what_an_experiment_has_measured_before_an_error_is_written(

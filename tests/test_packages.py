@@ -63,9 +63,9 @@ BUDGETS = {
     "models": 7_281,
     "train": 6_852,
     "cli": 2_830,
-    "tests": 55_722,
-    "course": 5_295,
-    "benchmarks": 6_252,
+    "tests": 55_775,
+    "course": 5_317,
+    "benchmarks": 6_260,
     "docs": 1_785,
 }
 

@@ -114,17 +114,23 @@ def test_a_row_has_a_process_of_its_own_that_may_fail_or_run_over(tmp_path: Path
     assert row["planned"]["host"] > 0
 
 
-def test_deepspeed_is_alone_where_no_launcher_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "launched",
+    [{}, {"WORLD_SIZE": "2"}, {x: f"of a launcher: {x}" for x in step.ALONE}],
+    ids=["none set", "one left over", "all of a launcher's set"],
+)
+def test_deepspeed_is_alone_where_no_launcher_is(
+    launched: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or it asks MPI, which may end the process."""
-    monkeypatch.setattr(
-        os, "environ", {x: v for x, v in os.environ.items() if x not in step.ALONE} | {"RANK": "1"}
-    )
+    others = {x: v for x, v in os.environ.items() if x not in step.ALONE}
+    monkeypatch.setattr(os, "environ", others | launched)
     seen = dict[str, str]()
     package = SimpleNamespace(initialize=lambda **_: (seen.update(os.environ), None))
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     own = job("--size", "toy")
     step.with_deepspeed(step.config_of(own), own)
-    assert {x: seen[x] for x in step.ALONE} == {**step.ALONE, "RANK": "1"}
+    assert {x: seen[x] for x in step.ALONE} == (launched if "RANK" in launched else step.ALONE)
 
 
 def test_what_no_time_is_left_for_is_noted() -> None:

@@ -157,10 +157,10 @@ class WithConstants(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def test_a_module_that_was_cut_trains_on_a_device_and_its_constants_wait_for_nothing(
+def test_a_module_that_was_cut_trains_on_a_device_and_its_constants_are_copied_with_non_blocking(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy from the host that waits for the device would end the launching ahead of it, in every pass."""
+    """A copy from the host that waited for the device might hold up the launches behind it, in every pass."""
     graphs, make = list[Any](), traced_passes.runnable
     monkeypatch.setattr(traced_passes, "runnable", lambda x, *how: graphs.append(x) or make(x, *how))
     ids = torch.randint(61, (4, 8), generator=torch.Generator().manual_seed(0))
