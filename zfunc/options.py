@@ -128,10 +128,12 @@ def file_to_write(*suffixes: str) -> Check:
         path(name, value)
         if value.is_dir() or not value.parent.is_dir():
             refuse(name, str(value), "a file in a folder that exists", "name another")
-        if not os.access(value.parent, os.W_OK):
-            refuse(
-                name, f"{value}, whose folder cannot be written", "one in a folder that can", "name another"
-            )
+        if value.exists() and not value.is_file():  # a device or pipe is written to, a file is replaced
+            written, what = value, "which"
+        else:
+            written, what = value.resolve().parent, "whose folder"
+        if not os.access(written, os.W_OK):
+            refuse(name, f"{value}, {what} cannot be written", "one in a folder that can", "name another")
         if suffixes and value.suffix not in suffixes:
             ends = " or ".join(filter(None, suffixes))
             refuse(name, str(value), f"a name that ends in {ends}", "name it so")

@@ -49,6 +49,11 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     replace_text(tmp_path / "pipe", "text")
     assert os.read(reader, 100) == b"text"
     os.close(reader)
+    unnamed = os.pipe()  # as /dev/stdout may be
+    replace_text(Path(f"/dev/fd/{unnamed[1]}"), "text")
+    assert os.read(unnamed[0], 100) == b"text"
+    for fd in unnamed:
+        os.close(fd)
 
 
 def test_a_held_lock_is_refused_without_waiting(tmp_path: Path) -> None:

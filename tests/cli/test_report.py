@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import time
 from html import escape
@@ -47,7 +48,9 @@ LAST = row(9, held_out_bits_per_byte=4.25, saved="step-00000009")
 # --- what it holds ---------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_page_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = written(tmp_path, [*STEPS, LAST], step=True, ended="steps", peak_bytes={"process": 9, "host": 4})
     assert main(["report", str(run)]) == 0
     line, headline = capsys.readouterr().out.splitlines()
@@ -57,6 +60,11 @@ def test_the_command_writes_a_page_of_a_run(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "page.html"
     assert main(["report", str(run), "--out", str(out)]) == 0
     assert out.read_text() == (run / "report.html").read_text()
+    # To a device, in whose folder this user may make no file
+    monkeypatch.setattr("os.access", lambda path, _: path == Path(os.devnull))
+    assert main(["report", str(run), "--out", os.devnull]) == 0
+    assert main(["report", str(run), "--out", str(out)]) == 2
+    assert f"--out: got {out}, whose folder cannot be written" in capsys.readouterr().err
 
 
 def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:

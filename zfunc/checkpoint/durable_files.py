@@ -143,10 +143,10 @@ def is_partial(path: Path) -> bool:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a text file atomically; follows a link, and writes to a device or pipe. Raises OSError."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # /dev/stdout may lead to a pipe, which has no other path
         path.write_text(text, encoding="utf-8")
         return
+    path = path.resolve()
     with explain_os_errors(DiskError, path, "writing it", {}), atomic_replace(path) as file:
         file.write(text.encode())
 

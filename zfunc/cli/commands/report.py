@@ -25,7 +25,7 @@ class ReportSettings:
         NOTHING, "folder of the run, such as runs/DATE-TIME", metavar="RUN", group="run", positional=True
     )
     out: Path | None = _page(
-        None, "file to write, or to replace (default: RUN/report.html)", file_to_write(".html")
+        None, "file to write, or to replace (default: RUN/report.html)", file_to_write(".html", "")
     )
     follow: bool = _page(False, "write it anew until the run ends; a browser that shows it follows")
 
