@@ -48,14 +48,14 @@ LINK_ARGS = [] if MAC else ["-Wl,-z,now"]
 GET_COMPILER = """gcc 9 or newer, with the headers of the C library
     Debian/Ubuntu: apt install gcc libc6-dev;  Fedora/RHEL: dnf install gcc
     conda: conda install -c conda-forge gcc_linux-64
-    or name the one there is: CC=gcc-13 pip install ."""
+    or name the one there is: CC=gcc-13 pip install -e ."""
 GET_PYTHON = """Python.h, the headers of this Python
     Debian/Ubuntu: apt install python3-dev;  Fedora/RHEL: dnf install python3-devel"""
 GET_OPENMP = """omp.h, the header of OpenMP; gcc brings its own, other compilers do not
-    Debian/Ubuntu: apt install gcc;  Fedora/RHEL: dnf install gcc;  then CC=gcc pip install .
-    macOS: brew install libomp;  then CPATH="$(brew --prefix libomp)/include" pip install ."""
+    Debian/Ubuntu: apt install gcc;  Fedora/RHEL: dnf install gcc;  then CC=gcc pip install -e .
+    macOS: brew install libomp;  then CPATH="$(brew --prefix libomp)/include" pip install -e ."""
 GET_GCC = """a compiler for GNU's OpenMP runtime, which torch brings; this one compiles for another or for none
-    Debian/Ubuntu: apt install gcc;  Fedora/RHEL: dnf install gcc;  then CC=gcc pip install ."""
+    Debian/Ubuntu: apt install gcc;  Fedora/RHEL: dnf install gcc;  then CC=gcc pip install -e ."""
 UNKNOWN = """Linux, gcc 9 or newer and Cython 3.1 or newer
     (their headers are all there: the first error above says what is wrong)"""
 

@@ -212,12 +212,12 @@ def refuse_unknown(
 
 
 def install(extra: str) -> str:
-    """The pip command that installs zfunc's extra `extra` from a clone of the repository: no registry has zfunc.
+    """The pip commands that install zfunc's extra `extra` from a clone or a wheel of it: no registry has zfunc.
 
     >>> install("hf")
-    'pip install -e ".[hf]" in a clone of zfunc'
+    'pip install -e ".[hf]" in a clone of zfunc (or with its wheel, pip install "FILE.whl[hf]")'
     """
-    return f'pip install -e ".[{extra}]" in a clone of zfunc'
+    return f'pip install -e ".[{extra}]" in a clone of zfunc (or with its wheel, pip install "FILE.whl[{extra}]")'
 
 
 USE_ANOTHER = "use another checkpoint, or start anew in another folder"  # instead of a damaged one
