@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.models.loss import Preferences
 from zfunc.train.data.opening import open_data
+from zfunc.train.data.records import preference_of
 from zfunc.train.data.tokenizer import open_tokenizer
 
 pytest.importorskip("transformers")
@@ -157,6 +159,7 @@ def test_under_lora_the_reference_is_the_base(capsys: Out) -> None:
 USER, GOOD, BAD = (
     {"role": r, "content": x} for r, x in (("user", "w1"), ("assistant", "w2"), ("assistant", "w3"))
 )
+SYSTEM = {"role": "system", "content": "w2"}
 FORMS = {
     "messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     "whole chats": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
@@ -170,6 +173,15 @@ FORMS = {
         "chosen": {"from": "gpt", "value": "w2"},
         "rejected": {"from": "gpt", "value": "w3"},
     },
+    **{
+        f"whole chats beside {case}": {"chosen": [USER, GOOD], "rejected": [USER, BAD], **more}
+        for case, more in {
+            "the prompt": {"prompt": [USER]},
+            "conversations, the prompt": {"conversations": [{"from": "human", "value": "w1"}]},
+            "conversations, a whole chat": {"conversations": [USER, GOOD]},
+            "empty conversations": {"prompt": None, "conversations": []},
+        }.items()
+    },
     "JSON text": {"prompt": json.dumps([USER]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])},
 }
 
@@ -182,6 +194,19 @@ def test_forms_of_conversations_are_one(form: str) -> None:
     ids, labels = read(write_jsonl(Path("chat.jsonl"), FORMS[form]))
     assert ids.tolist() == [[0, 3, 0, 4, 0, 0, 0], [0, 3, 0, 5, 0, 0, 0]]  # user w1 assistant w2
     assert labels.tolist() == [[-100, -100, x, *[-100] * 4] for x in (4, 5)]
+
+
+@pytest.mark.parametrize("answers", [([GOOD], [BAD]), ([USER, GOOD], [USER, BAD])])
+@pytest.mark.parametrize("system", [{"system": "w2"}, {"conversations": [SYSTEM, USER]}])
+def test_the_system_prompt_beside_conversations_is_read(
+    answers: tuple[Any, Any], system: dict[str, Any]
+) -> None:
+    counts = Counter[str]()
+    record = {"conversations": [USER], "chosen": answers[0], "rejected": answers[1], **system}
+    chosen, rejected = preference_of(record, "a", counts)
+    assert chosen.values.messages == (SYSTEM, USER, GOOD)
+    assert rejected.values.messages == (SYSTEM, USER, BAD)
+    assert not +counts
 
 
 def test_long_answers_are_cut_or_left_out_in_pairs() -> None:

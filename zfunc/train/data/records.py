@@ -27,7 +27,7 @@ RECORDS = (  # the keys that make a record a document, and keys read beside them
     (("text",), ()),
 )
 PREFERENCES = (
-    (("chosen", "rejected", "conversations"), ("prompt", "tools")),  # LLaMA-Factory: of the prompt
+    (("chosen", "rejected", "conversations"), ("prompt", "system", "tools")),  # LLaMA-Factory: of the prompt
     (("chosen", "rejected"), ("prompt", "tools")),
 )
 EXPECTED = "expected text, or prompt and completion, or messages"
@@ -92,7 +92,8 @@ def refuse_media(record: Mapping[str, Any], others: Iterable[str], where: str) -
 
 def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Document]:
     """The two documents of a preference, each the prompt with one answer, the chosen before the rejected, as texts
-    or as messages. A prompt may be `conversations`; without one of messages, it is what both answers begin with.
+    or as messages. A prompt may be `conversations`; without one of messages, it is what both answers begin with,
+    which is no part of them beside a prompt either.
 
     `counts` counts unread keys. Raises ValueError, with the place `where`, for any other record."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
@@ -101,7 +102,7 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
         refuse(where, got, do="leave `loss` out to learn all that is in the data, or write preferences")
     counts.update(f"key {name}" for name in record.keys() - {*read_keys(record, PREFERENCES)})
     prompt, *answers = (record.get(x) for x in ("prompt", "chosen", "rejected"))
-    prompt = prompt or record.get("conversations")
+    prompt = prompt or record.get("conversations") or None
     answers = [[x] if isinstance(x, Mapping) else x for x in answers]
     answers = [json.loads(x) if _is_json_of_messages(x) else x for x in answers]
     prompt = json.loads(prompt) if _is_json_of_messages(prompt) else prompt
@@ -109,16 +110,26 @@ def preference_of(record: Any, where: str, counts: Counter[str]) -> list[Documen
         raise ValueError(
             f"{where}: got one answer as chosen and rejected, {PAIRS}: correct it, or leave it out"
         )
-    if all(isinstance(x, list) for x in answers) and not isinstance(prompt, list):
+    if all(isinstance(x, list) for x in answers):
         pairs = enumerate(zip(*answers, strict=False))
         shared = next((n for n, (a, b) in pairs if a != b), min(map(len, answers)))
-        own, asked = answers[0][:shared], prompt
-        if asked not in (None, "") and not (own and _text_of_message(own[-1]) == asked):
-            own = []  # a text that is not what the answers answer
-        prompt, answers = own, [x[shared:] for x in answers]
+        own, listed = answers[0][:shared], isinstance(prompt, list)
+        said, asked = _spoken(own), _spoken(prompt if listed else [])
+        if not listed:
+            told = prompt in (None, "") or (own and _text_of_message(own[-1]) == prompt)
+            prompt = own if told else []  # a text that is not what the answers answer
+        elif said[: len(asked)] == asked:
+            prompt = own  # of whole chats
+        elif said != asked[len(asked) - shared :]:
+            whole = not record.get("prompt") and asked[:shared] == said  # `conversations` is such a chat, too
+            prompt, shared = (own, shared) if whole else (prompt, 0)
+        answers = [x[shared:] for x in answers]
     if not prompt or not all(answers):
         got = f"a preference ({', '.join(record):.200}) without a prompt, or without an answer, {PAIRS}"
         refuse(where, got, do="correct it")
+    if isinstance(prompt, list) and "conversations" in record and (system := record.get("system")):
+        told = isinstance(first := _spoken(prompt)[0], tuple) and first[0] == "system"
+        prompt = prompt if told else [{"role": "system", "content": system}, *prompt]
     shared = {"prompt": prompt, **({"tools": record["tools"]} if record.get("tools") else {})}
     named = zip(("chosen", "rejected"), answers, strict=True)
     made = [document_of({**shared, "completion": x}, f"{where}, {name}", counts) for name, x in named]
@@ -141,6 +152,16 @@ def record_documents(
 
 def _learned_turns(chat: Chat) -> int:
     return sum(m["role"] == ASSISTANT and w > 0 for m, w in zip(chat.messages, chat.weights, strict=True))
+
+
+def _spoken(messages: list[Any]) -> list[Any]:
+    """Role, text and calls of each of the `messages`, to compare those of two formats."""
+    return [
+        (x.get("role") or _ROLES.get(str(x.get("from"))), _text_of_message(x), x.get("tool_calls"))
+        if isinstance(x, Mapping)
+        else x
+        for x in messages
+    ]
 
 
 def _text_of_message(message: Any) -> Any:
