@@ -82,7 +82,7 @@ def test_one_file_of_records_is_read_whatever_its_name(tmp_path: Path) -> None:
 
 
 def test_one_file_is_mapped_in_place(tmp_path: Path) -> None:
-    path = write(tmp_path / "book.txt", bytes(range(250)))
+    path = write(tmp_path / "book.txt", b"text " * 50)
     corpus = opened(path, tmp_path)
     assert bytes(tokens_of(corpus)) == path.read_bytes()
     assert len(corpus.held_out) == 25
@@ -121,6 +121,7 @@ def test_a_large_file_is_mapped_and_not_loaded(tmp_path: Path) -> None:
 
 
 RECORD = b'{"text": "from records"}\n'
+ZSTD = b"\x28\xb5\x2f\xfd"
 FOLDERS: dict[
     str, tuple[dict[str, bytes], str, str]
 ] = {  # files; the documents, held out last; what is left out
@@ -173,6 +174,14 @@ FOLDERS: dict[
         "a|b",
         "c.txt.xz",
     ),
+    "packed in ways that are not read": (
+        {"a.jsonl": RECORD, "b.jsonl.zst": ZSTD, "c.json.zst": ZSTD, "d.csv.zst": ZSTD},
+        "from records",
+        "b.jsonl.zst, c.json.zst, d.csv.zst",
+    ),
+    "such, beside a text that begins as bzip2": ({"a.txt": b"BZhang", "b.json": ZSTD}, "BZhang", "b.json"),
+    "a table that begins as Parquet": ({"a.csv": b"PAR1,text\n1,a\n"}, "a", ""),
+    "empty, packed": ({"a.jsonl": RECORD, "b.jsonl.bz2": bz2.compress(b"")}, "from records", ""),
     "packed, without a suffix": ({"a.jsonl": gzip.compress(RECORD)}, "from records", ""),
     "one of each": ({"test.jsonl": RECORD, "LICENSE": b"mine"}, "from records", "LICENSE"),
 }

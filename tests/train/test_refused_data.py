@@ -120,6 +120,7 @@ REFUSED: dict[
             r"in/data\.jsonl\.zst, which is compressed, expected what is in it: unpack it",
         )
     ],
+    "in/parquet.jsonl": [(b"PAR1\0PAR1", r"parquet\.jsonl, which is Parquet, expected .*: name it .parquet")],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
     "empty.bin": [(b"", "empty.bin, which is empty; expected data")],
     "wide.bin": [

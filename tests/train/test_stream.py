@@ -355,13 +355,14 @@ def test_the_first_files_may_be_empty(tmp_path: Path) -> None:
     assert stream.at(0)[1].tolist() == [[2, 1, 2, 2]]
 
 
-def test_held_out_splits_are_left_out_and_named(tmp_path: Path) -> None:
+def test_held_out_splits_and_packed_files_are_left_out_and_named(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / "files" / f"{name}-00000.jsonl").parent.mkdir(exist_ok=True)
         (tmp_path / "files" / f"{name}-00000.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    (tmp_path / "files/packed.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     save_splits(tmp_path / "saved", train={"text": ["train"]}, test={"text": ["test"]})
     sizes: dict[str, Any] = {"seq_length": 9, "batch_size": 1, "vocab_size": 256, "buffer": 1, "seed": 0}
-    for name, left_out in (("files", "test-00000.jsonl"), ("saved", "test")):
+    for name, left_out in (("files", "packed.jsonl.zst, test-00000.jsonl"), ("saved", "test")):
         corpus = open_stream(tmp_path / name, tokenizer=None, **sizes)
         assert f"left out: {left_out}\n" in f"{corpus}\n"
         assert bytes(corpus.stream.at(0)[0].flatten().tolist()) == b"train\0tra"  # type: ignore[union-attr]

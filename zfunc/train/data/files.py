@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from glob import glob
 from pathlib import Path
 
-from zfunc.train.data.formats import LINES, suffix_of
+from zfunc.train.data.formats import LINES, holds_records, suffix_of
 from zfunc.train.run_files import files_of_runs
 
 File = tuple[str, Path]  # a name, the same on every machine, and the path on this one
@@ -119,6 +119,7 @@ def stream_files(path: Path) -> tuple[list[File], list[str]]:
         expected = "JSONL, Parquet or Arrow files, a folder or a pattern of them"
         raise ValueError(f"got {got}, expected {expected}: correct it, or leave `stream` out")
     if path.is_dir():
+        read = [x for x in read if x[1].suffix in TABLES or holds_records(x[1])] or read
         read = [x for x in read if not x[1].match(_CACHED)] or read
         read = [x for x in read if split_of(x[0]) in (TRAIN, None)] or read
     return read, [name for name, x in found if (name, x) not in read]

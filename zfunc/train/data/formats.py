@@ -23,20 +23,18 @@ from zfunc.checkpoint.strict_json import unique_keys
 from zfunc.train.data.records import EXPECTED, PREFERENCES, RECORDS, read_keys
 
 Placed = Generator[tuple[str, Any]]
-COMPRESSED = ".gz", ".bz2", ".xz", ".zst"  # of names; the content says what a file is
-OPENERS: dict[bytes, Callable[..., Any]] = {  # by what a file begins with
-    b"\x1f\x8b\x08": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ": lzma.open,
-}
+COMPRESSED = ".gz", ".bz2", ".xz", ".zst"  # suffixes left out when a file's format is read from its name
+OPENERS: dict[str, Callable[..., Any]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 LINES = (".jsonl", ".ndjson")
 _END = 1 << 20  # bytes in which the last line is looked for
 _RECORD = ", record "  # in the place of an element of an array
-_LOOKED_AT = 1 << 16  # bytes in which binary content is told from text
+LOOKED_AT = 1 << 16  # bytes in which binary content is told from text
 _CONTROLS = bytes({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"})  # which no text has, but for a few
-_PACKED = re.compile(  # gzip, bzip2, xz, zip, zstd, 7z, rar, lz4, Parquet
-    rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ|PK\x03\x04|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|\x04\x22\x4d\x18|PAR1"
+_PACKED = re.compile(  # what a packed file begins with; others are zip, zstd, 7z, rar and lz4
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9](?:1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ)"
+    rb"|PK\x03\x04|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|\x04\x22\x4d\x18"
 )
+_PARQUET = b"PAR1"  # what it begins and ends with
 
 
 def suffix_of(path: Path) -> str:
@@ -72,9 +70,9 @@ def is_compressed(path: Path) -> bool:
 def _opener_of(path: Path) -> Callable[..., Any]:
     with path.open("rb") as file:
         begin = file.read(16)
-    for magic, opener in OPENERS.items():
-        if begin.startswith(magic):
-            return opener
+    found = _PACKED.match(begin)
+    if found and found.lastgroup:
+        return OPENERS[found.lastgroup]
     if suffix_of(path) in FORMATS:
         refuse_packed(path, begin)
     return Path.open
@@ -84,6 +82,11 @@ def refuse_packed(path: Path, begin: bytes) -> None:
     """Raise ValueError if the file at `path`, which begins with `begin`, is compressed or of Parquet."""
     if _PACKED.match(begin):
         raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+    if begin.startswith(_PARQUET):
+        with path.open("rb") as file:
+            file.seek(-len(_PARQUET), io.SEEK_END)
+            if file.read() == _PARQUET:
+                raise ValueError(f"got {path}, which is Parquet, expected its suffix: name it .parquet")
 
 
 def is_binary(content: bytes) -> bool:
@@ -93,7 +96,7 @@ def is_binary(content: bytes) -> bool:
     >>> [is_binary(x) for x in ("größer".encode("latin-1"), b"%PDF-1.7", "text".encode("utf-16"))]
     [False, True, True]
     """
-    first = content[:_LOOKED_AT]
+    first = content[:LOOKED_AT]
     controls = len(first) - len(first.translate(None, _CONTROLS))
     return (
         b"\0" in content
@@ -104,9 +107,16 @@ def is_binary(content: bytes) -> bool:
 
 
 def holds_records(path: Path) -> bool | None:
-    """Whether the records of a file are documents; None for a table, or an array of objects, without known keys."""
-    if (suffix := suffix_of(path)) not in FORMATS or suffix in LINES:
-        return suffix in LINES
+    """Whether the records of a file are documents; None for a table, or an array of objects, without known keys,
+    and for records that are packed in a way that is not read."""
+    if (suffix := suffix_of(path)) not in FORMATS:
+        return False
+    try:
+        _opener_of(path)
+    except ValueError:
+        return None
+    if suffix in LINES:
+        return True
     where, first = "", None
     with suppress(ValueError), closing(records_of(path)) as records:
         where, first = next(records, (where, first))

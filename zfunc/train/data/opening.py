@@ -9,7 +9,15 @@ from zfunc.errors import refuse
 from zfunc.train.data.corpus import Corpus
 from zfunc.train.data.documents import file_documents, holds_tokens, open_saved
 from zfunc.train.data.files import is_saved_dataset, stdlib_files, walk
-from zfunc.train.data.formats import FORMATS, is_binary, is_compressed, opened, refuse_packed, suffix_of
+from zfunc.train.data.formats import (
+    FORMATS,
+    LOOKED_AT,
+    is_binary,
+    is_compressed,
+    opened,
+    refuse_packed,
+    suffix_of,
+)
 from zfunc.train.data.packing import pack_documents
 from zfunc.train.data.records import preference_of
 from zfunc.train.data.token_files import map_tokens, refuse_tokens_of_others
@@ -93,7 +101,7 @@ def _refuse_what_is_no_text(path: Path) -> None:
     """Raise ValueError if the file at `path` is compressed in an unknown form, tokens of another form, or other
     binary content."""
     with opened(path) as file:
-        begin = file.read(1 << 16)
+        begin = file.read(LOOKED_AT)
     refuse_packed(path, begin)
     refuse_tokens_of_others(path, begin)
     if is_binary(begin):

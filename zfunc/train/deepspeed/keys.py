@@ -242,9 +242,9 @@ def _take(values: ConfigValues, block_values: Mapping[str, Any], block: str) -> 
             if block in READ_BY_NAME and not near:
                 values.unread.append(name)
             else:
-                do = f"{near}: correct it"
-                do = f": move it to {homes[0] or 'the file itself'}" if len(homes) == 1 else do
-                yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{do}"
+                moved = f": move it to {homes[0] or 'the file itself'}" if len(homes) == 1 else ""
+                advice = moved or f"{near}: correct it"
+                yield f"got the key {last!r} in {block or 'the file itself'}, which is unknown{advice}"
 
 
 def _is_idle(block: str, name: str, value: Any) -> bool:
