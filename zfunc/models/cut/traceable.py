@@ -71,7 +71,8 @@ class Traceable(TorchFunctionMode):
                 do = "freeze them before, or call a part by torch.func.functional_call with its parameters detached"
                 refuse("model", got, "parameters that forward neither freezes nor unfreezes", do)
         if name and func in GRAD:
-            do = f"read norms after the step ({setting('norms', True)}), or call torch.func.grad in forward"
+            do = f"read norms after the step ({setting('norms', True)}), or call torch.func.grad in forward; "
+            do += "cast inputs, not modules (a module's .to() looks at .grad)"
             refuse("model", f".grad of {name} {place_here()}", "a forward that a trace has", do)
         kind = getattr(func, "__name__", "")
         asked = self.unchecked is not None and kind in CHECKED and any(map(is_fake, args))
