@@ -60,7 +60,7 @@ BUDGETS = {
     "engine": 11_995,
     "viz": 1_238,
     "planner": 3_774,
-    "models": 7_281,
+    "models": 7_282,
     "train": 6_892,
     "cli": 2_830,
     "tests": 55_824,
