@@ -61,13 +61,8 @@ def number(
             plain = None
     known = isinstance(plain, int | float) and not isinstance(plain, bool)
     if known and hasattr(value, "__setitem__") and not computed:
-        refuse(
-            name,
-            f"{value!r:.60}",
-            "a plain number, which is read once",
-            "pass float() of it",
-            SettingTypeError,
-        )
+        expected = "a plain number, which is read once"
+        refuse(name, f"{value!r:.60}", expected, "pass float() of it", SettingTypeError)
     if known and max(least, -FLOAT32_MAX) <= plain <= most and plain < below and (plain > 0 or not positive):
         return float(plain)
     kind = SettingError if known else SettingTypeError

@@ -17,8 +17,8 @@ from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
-from zfunc.engine.program.traced_spec import largest_spec, traced_spec
-from zfunc.engine.trace.batches import LABELS, Batch, ByValue, row_tokens, split_batch, traced_kinds
+from zfunc.engine.program.traced_spec import largest_spec, row_tokens, traced_spec
+from zfunc.engine.trace.batches import LABELS, Batch, ByValue, split_batch, traced_kinds
 from zfunc.engine.trace.model_segments import checked_segments
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment

@@ -35,7 +35,8 @@ from zfunc.engine.program.program import (
     warn_once,
 )
 from zfunc.engine.program.specialize import specialize
-from zfunc.engine.trace.batches import Batch, row_tokens, unpacked
+from zfunc.engine.program.traced_spec import row_tokens
+from zfunc.engine.trace.batches import Batch, unpacked
 from zfunc.engine.trace.segment import Segment
 from zfunc.errors import Message, OutOfMemory, marked
 from zfunc.optim.adamw import AdamW

@@ -267,6 +267,12 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator
         FAKE_LOG.disabled = before
 
 
+def row_tokens(batch: Batch) -> int:
+    """The number of tokens in a row of `batch`; 1 if its rows are single elements."""
+    rows = [t.shape[1] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 1]
+    return rows[0] if rows else 1
+
+
 def largest_spec(specs: Sequence[StepSpec]) -> StepSpec:
     """A spec in which each segment has the largest cost and sizes of those in `specs`, of one program."""
     return evolve(

@@ -13,6 +13,7 @@
     thread_modes            modes of the calling thread that training refuses
     facts                   the attributes that a segment's behavior depends on, as values to be compared
     outside                 what its functions read from closures, globals and classes, likewise
+    user_caches             caches of the user's code keep none of a trace's tensors
     look                    whether such values may have changed since the step before, at little cost
     purity                  refuses segments with hidden state, and values that change
     module_buffers          the buffers that forward changes, such as running statistics

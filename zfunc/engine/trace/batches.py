@@ -109,12 +109,6 @@ def unmarked(tree: Any) -> Any:
     return tree_map_only((Whole, ByValue), lambda x: x.read() if isinstance(x, ByValue) else x.tensor, tree)
 
 
-def row_tokens(batch: Batch) -> int:
-    """The number of tokens in a row of `batch`; 1 if its rows are single elements."""
-    rows = [t.shape[1] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 1]
-    return rows[0] if rows else 1
-
-
 def unpacked(batch: Any, last: Segment) -> Batch:
     """A batch as a tuple `(inputs, targets, ...)`; all elements after the inputs are arguments of the `last`
     segment.

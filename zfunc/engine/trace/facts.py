@@ -71,11 +71,9 @@ def held(module: nn.Module | None, *, tensors: bool = True, by: Callable[[Any], 
     """What the behavior of a module depends on, by name, to be compared: attributes of it and its submodules;
     with `tensors` also parameters and buffers. Tensors, functions and other values that are not plain are
     represented by `by(value)`, by default their identity."""
-    own, keys = [*attributes(module, tensors=tensors)], dict[int, Any]()
-    for _, value in own:
-        if id(value) not in keys:  # several modules have one config
-            keys[id(value)] = compared(value, by, 0)
-    return {name: keys[id(value)] for name, value in own}
+    named = [*attributes(module, tensors=tensors)]
+    keys = {i: compared(x, by, 0) for i, x in {id(x): x for _, x in named}.items()}  # modules share a config
+    return {name: keys[id(x)] for name, x in named}
 
 
 def content_of(cell: CellType) -> Any:
@@ -115,11 +113,8 @@ def is_open(x: Any, *, called: bool = False) -> bool:
     that can be called; a namespace; or the config of a model of transformers."""
     has_attributes = hasattr(x, "__dict__") and not isinstance(x, FunctionType | type | nn.Module)
     mine = has_attributes and not of_library(type(x)) and (called or not callable(x))
-    return (
-        mine
-        or isinstance(x, Namespace | SimpleNamespace)
-        or (has_attributes and hasattr(type(x), "model_type"))
-    )
+    of_transformers = has_attributes and hasattr(type(x), "model_type")
+    return mine or of_transformers or isinstance(x, Namespace | SimpleNamespace)
 
 
 def compared(value: Any, by: Callable[[Any], Any], depth: int, names: Container[str] | None = None) -> Any:

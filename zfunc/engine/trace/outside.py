@@ -1,7 +1,6 @@
 """What a segment's functions read from closures, globals and classes, as facts to be compared with later ones."""
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, count
@@ -10,14 +9,10 @@ from typing import Any
 
 from attrs import define
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Function
-from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.facts import (
     LIBRARIES,
-    MAX_DEPTH,
-    MOST,
     Facts,
     compared,
     content_of,
@@ -27,8 +22,8 @@ from zfunc.engine.trace.facts import (
     itself,
     of_library,
 )
+from zfunc.engine.trace.user_caches import without_traced
 
-CACHED = type(cache(repr))
 Code = tuple[Any, Any]  # what is called, and the class whose methods it calls by name, or None
 Read = tuple[str, int, Any]  # a name that the user knows, the id of the scope that has it, and the value
 
@@ -48,23 +43,12 @@ class Outside:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """A context in which a trace is made: what the trace itself changes (a cache, a counter) is no later
-        change, and caches do not keep its tensors, which have no values."""
+        """A context in which a trace is made: what the trace itself changes (a cache, a counter) is no change."""
         known, before = self.facts or {}, self.now()
         reads = (x for *_, found in _reached(self.module, self.function) for *_, x in found)
         kinds = (x for m in _modules(self.module) for x in type(m).__mro__)
-        caches = [
-            (x, x.cache_info() if isinstance(x, CACHED) else copy.copy(x)) for x in _caches((*reads, *kinds))
-        ]
-        try:
+        with without_traced((*reads, *kinds)):
             yield
-        finally:
-            for x, kept in caches:
-                if isinstance(x, CACHED) and x.cache_info() != kept:
-                    x.cache_clear()
-                elif not isinstance(x, CACHED) and any(map(is_fake, tree_leaves(x))):
-                    x.clear()
-                    (x.update if isinstance(x, dict) else x.extend)(kept)
         self.facts = {x: known[x] if x in known and before.get(x) == v else v for x, v in self.now().items()}
 
 
@@ -86,24 +70,6 @@ def read_outside(module: nn.Module | None, function: Any, *, plain: bool = True)
             else:
                 objects[name] = x
     return facts if plain else facts | {x: compared(y, itself, 0, texts) for x, y in objects.items()}
-
-
-def _caches(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the dicts, lists and functions with a cache among `values` and in them."""
-    seen, queue = dict[int, Any](), [(x, 0) for x in values]
-    while queue:
-        x, depth = queue.pop()
-        if id(x) in seen:
-            continue
-        seen[id(x)] = x
-        if isinstance(x, dict | list | CACHED):
-            yield x
-        mine = isinstance(x, type) and not of_library(x)
-        inside = vars(x) if mine or is_open(x, called=True) else x
-        inside = (
-            inside.values() if isinstance(inside, Mapping) else inside if isinstance(inside, list) else ()
-        )
-        queue += [(y, depth + 1) for y in inside] if len(inside) <= MOST and depth < MAX_DEPTH else []
 
 
 def _class_attributes(module: nn.Module | None) -> Facts:

@@ -1,0 +1,48 @@
+"""Caches of the user's code (dicts, lists, `functools.cache`): none keeps tensors of a trace, without values."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._pytree import tree_leaves
+
+from zfunc.engine.trace.facts import MAX_DEPTH, MOST, is_open, of_library
+
+CACHED = type(cache(repr))  # of a function with a cache
+
+
+@contextmanager
+def without_traced(values: Iterable[Any]) -> Iterator[None]:
+    """A context in which a trace is made. Afterwards the caches among `values` and in them are as before if they
+    have got tensors without values; functions with a cache that have been called forget all results."""
+    caches = [(x, x.cache_info() if isinstance(x, CACHED) else copy.copy(x)) for x in _caches(values)]
+    try:
+        yield
+    finally:
+        for x, before in caches:
+            if isinstance(x, CACHED) and x.cache_info() != before:
+                x.cache_clear()
+            elif not isinstance(x, CACHED) and any(map(is_fake, tree_leaves(x))):
+                x.clear()
+                (x.update if isinstance(x, dict) else x.extend)(before)
+
+
+def _caches(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the dicts, lists and functions with a cache among `values` and in them."""
+    seen, queue = dict[int, Any](), [(x, 0) for x in values]
+    while queue:
+        x, depth = queue.pop()
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x
+        if isinstance(x, dict | list | CACHED):
+            yield x
+        mine = isinstance(x, type) and not of_library(x)
+        inside = vars(x) if mine or is_open(x, called=True) else x
+        inside = (
+            inside.values() if isinstance(inside, Mapping) else inside if isinstance(inside, list) else ()
+        )
+        queue += [(y, depth + 1) for y in inside] if len(inside) <= MOST and depth < MAX_DEPTH else []
