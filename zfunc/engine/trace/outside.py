@@ -87,9 +87,7 @@ def _reached(module: nn.Module | None, function: Any) -> Iterator[tuple[str, fro
     """Follow the user's code that calls of `module` and `function` may run. Yield (name, names and texts in its
     code, reads) for each function reached, without reads of parts of `module`; and for each object that is called,
     or whose method is called, ("", nothing, the object as the only read)."""
-    seen: dict[int, Any] = {
-        id(m): m for m in _modules(module)
-    }  # with the objects: a freed one's id is used again
+    seen: dict[int, Any] = {id(m): m for m in _modules(module)}  # keeps them: a freed one's id is used again
     queue: list[Code] = [(function, None), *(x for m in seen.values() for x in _code_of(m))]
     while queue:
         f, owner = queue.pop()
