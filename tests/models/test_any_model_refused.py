@@ -448,21 +448,20 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (
-            lambda: zfunc.segments(Tied(block=Branch), batch()),
-            r"branch on the value of a tensor.*test_any_model_refused.py",
-        ),
-        (
-            lambda: zfunc.segments(Tied(block=Nested), batch()),
-            r"^model: got an operation without a fake kernel at .*_refused.py:\d+ \(aten._nested_tensor",
-        ),
-        (
-            lambda: zfunc.segments(Tied(block=Custom), batch()),
-            r"^model: got an operation without a fake kernel at .*_refused.py:\d+ .*register_fake",
-        ),
-        (
-            lambda: zfunc.segments(Tied(block=Caught), batch()),
-            r"branch on the value of a tensor.*test_any_model_refused.py",
+        *(
+            (lambda block=block: zfunc.segments(Tied(block=block), batch()), says)
+            for block, says in {
+                Branch: r"branch on the value of a tensor.*test_any_model_refused.py",
+                Nested: r"^model: got an operation without a fake kernel at .*_refused.py:\d+ "
+                r"\(aten._nested_tensor",
+                Custom: r"^model: got an operation without a fake kernel at .*_refused.py:\d+ .*register_fake",
+                Caught: r"branch on the value of a tensor.*test_any_model_refused.py",
+                GradRead: r"got .grad of 'layers.0.up.weight' at .*test_any_model_refused.py:\d+, .*norms",
+                DataRead: r"got .data of .*test_any_model_refused.py:\d+, whose",
+                Noisy: r"number of a tensor's value at .*test_any_model_refused.py",
+                Written: r"write into the parameter 'layers.0.down.bias' at .*test_any_model_refused.py:\d+.*"
+                "register_buffer",
+            }.items()
         ),
         *(
             (lambda make=make: zfunc.segments(Tied(block=lambda _: Lost(make)), batch()), says)
@@ -478,22 +477,6 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.segments(Kept("first"), ONES),
             r"another operation \(aten.mul.Tensor at .*_refused.py:\d+, then",
-        ),
-        (
-            lambda: zfunc.segments(Tied(block=GradRead), batch()),
-            r"got .grad of 'layers.0.up.weight' at .*test_any_model_refused.py:\d+, .*norms",
-        ),
-        (
-            lambda: zfunc.segments(Tied(block=DataRead), batch()),
-            r"got .data of .*test_any_model_refused.py:\d+, whose",
-        ),
-        (
-            lambda: zfunc.segments(Tied(block=Noisy), batch()),
-            r"number of a tensor's value at .*test_any_model_refused.py",
-        ),
-        (
-            lambda: zfunc.segments(Tied(block=Written), batch()),
-            r"write into the parameter 'layers.0.down.bias' at .*test_any_model_refused.py:\d+.*register_buffer",
         ),
         (
             lambda: zfunc.segments(Packed(4, 4), (torch.ones(2, 3, 4), torch.tensor([3, 2]))),

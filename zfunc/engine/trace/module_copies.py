@@ -47,8 +47,9 @@ def changing_memory(named: Iterable[tuple[str, Tensor]], written: Collection[str
 def viewed(t: Tensor, memory: Mapping[int, str]) -> str:
     """The name of the tensor of which `t` is a view, of those in `memory` by storage; "" if of none, and of a
     _StaleView, which refuses its reads itself."""
-    stale = isinstance(t, _StaleView) or t.layout is not torch.strided
-    return "" if stale else memory.get(storage_of(t), "")
+    if isinstance(t, _StaleView) or t.layout is not torch.strided:
+        return ""
+    return memory.get(storage_of(t), "")
 
 
 def refuse_stale(func: Any, args: Any, name: str, place: str = "") -> None:

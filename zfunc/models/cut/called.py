@@ -45,12 +45,12 @@ class CalledModel(nn.Module):
         if not isinstance(getattr(loss, "__self__", loss), nn.Module | FunctionType | None):
             loss = _function_of(loss)  # whose object is not copied with the model
         self.own = (model, loss)  # in a tuple, or they would be children
-        named = tensors_of(model if source is None else source)
-        self.source = {x: weakref.ref(t) for x, t in named.items()}  # what a loss may close over, by name
-        self.users = weakref.ref(model if source is None else source)
-        self.tensors = tensors_of(
-            model
-        )  # in a copy, its own: what it may have in lists, while others replace them
+        source = model if source is None else source
+        self.users = weakref.ref(source)
+        # What a loss may close over, by name.
+        self.source = {x: weakref.ref(t) for x, t in tensors_of(source).items()}
+        # In a copy, its own: what it may have in lists, while others replace them.
+        self.tensors = tensors_of(model)
         self.attributes = {x: dict(vars(t)) for x, t in self.tensors.items()}  # which these others lack
         self.swallowed: Exception | None = None  # for a branch on a value, which forward has caught
         changing, self.types = changed_by_forward("model", self)

@@ -20,7 +20,6 @@ from zfunc.models.cut.user_code import passing_check, place_here
 CHECKED = {"__bool__", "is_nonzero", "equal", "allclose"}
 DATA_SET = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
-
 GRAD = (Tensor.grad.__get__, Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
