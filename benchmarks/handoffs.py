@@ -33,7 +33,7 @@ from zfunc.core.plan import Plan, build
 from zfunc.engine.program.program import rescheduled
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages.stages import STAGES
-from zfunc.engine.trace.cost_trace import is_launched
+from zfunc.engine.trace.operation_kernels import is_launched
 from zfunc.optim.updates import CheckedState, KernelCalls
 from zfunc.runtime.executor import Executor, RunOptions
 from zfunc.runtime.prepared_plan import prepare_plan

@@ -30,7 +30,7 @@ from zfunc.core import bucketing, setting_values
 from zfunc.core.layout import Parameter
 from zfunc.core.settings import StepSettings
 from zfunc.engine.rows import row_attention, tile_attention
-from zfunc.engine.trace import facts, tensor_memory
+from zfunc.engine.trace import facts, fake_tensors
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment_vjp import SegmentWeights
 from zfunc.engine.trace.vjp import make_vjp
@@ -94,7 +94,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "optim.adafactor FP32_EPS",
     ],
     "of a plan's memory or time, an estimate or an upper bound": [
-        "engine.trace.cost_trace MULTIPROCESSORS",
+        "engine.trace.operation_kernels MULTIPROCESSORS",
         "core.regions ACTIVATION_SLOTS",
         "core.spec HOP",
         "runtime.accelerator LIBRARIES",
@@ -271,7 +271,7 @@ def tiles(_: int, __: pytest.MonkeyPatch) -> None:
     """A few tiles that are counted as all have the costs of all, which grow evenly behind the first."""
     for backward in (False, True):
         counted = [
-            (i, tensor_memory.COUNTED.get())
+            (i, fake_tensors.COUNTED.get())
             for i in tile_attention.tile_numbers(9, 2, fake=True, backward=backward)
         ]
         assert sum(i * times for i, times in counted) == sum(range(9))
@@ -518,7 +518,7 @@ ROWS = {
     "engine.trace.traced_passes.MAX_TRACES": Row(3, shapes),
     "engine.trace.facts.MAX_DEPTH": Row(3, told_apart(nested)),
     "engine.trace.facts.MAX_HASHED": Row(64, told_apart(lambda x: np.full(8, x))),
-    "engine.trace.tensor_memory.MOST_RUN": Row(72, strides),
+    "engine.trace.fake_tensors.MOST_RUN": Row(72, strides),
 }
 
 

@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import zfunc
 from zfunc.core.setting_values import RECOMPUTE
 from zfunc.engine.program.specialize import specialize
-from zfunc.engine.trace import tensor_memory, traced_passes
+from zfunc.engine.trace import fake_tensors, traced_passes
 from zfunc.engine.trace.cost_trace import trace
+from zfunc.engine.trace.fake_tensors import FakeMode, FakeTensors, keep_device_guard
 from zfunc.engine.trace.pass_options import PassOptions
 from zfunc.engine.trace.segment_vjp import SegmentWeights
-from zfunc.engine.trace.tensor_memory import FakeMode, FakeTensors, empty_like_strided, keep_device_guard
+from zfunc.engine.trace.tensor_memory import empty_like_strided
 from zfunc.engine.trace.vjp import make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
@@ -527,7 +528,7 @@ def test_a_kernel_may_return_other_strides_than_were_traced(
         return [y, *own.values(), *below]
 
     known = gradients()
-    monkeypatch.setattr(tensor_memory, "MOST_RUN", 0)
+    monkeypatch.setattr(fake_tensors, "MOST_RUN", 0)
     assert all(torch.equal(a, b) for a, b in zip(known, gradients(), strict=True))
 
 

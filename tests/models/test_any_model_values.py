@@ -26,7 +26,7 @@ from zfunc.core.settings import StepSettings
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace.batches import unpacked
 from zfunc.engine.trace.cost_trace import AllocationTracker
-from zfunc.engine.trace.tensor_memory import FakeTensors
+from zfunc.engine.trace.fake_tensors import FakeTensors
 from zfunc.errors import RankError
 from zfunc.models.cut.module_traces import ModuleTraces
 from zfunc.models.cut.modules import cuts

@@ -21,7 +21,7 @@ from zfunc.core.layout import Parameter
 from zfunc.core.spec import PassCost
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.trace.cost_trace import AllocationTracker
-from zfunc.engine.trace.tensor_memory import FakeTensors
+from zfunc.engine.trace.fake_tensors import FakeTensors
 from zfunc.models import quantization
 from zfunc.models.quantization import FORMATS, decode, decoded_name, dynamic_map, joined
 

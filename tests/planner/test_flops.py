@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 import zfunc
 import zfunc.models.hf  # pyright: ignore[reportUnusedImport]
 from zfunc.core.settings import StepSettings
-from zfunc.engine.trace import cost_trace
+from zfunc.engine.trace import operation_flops, operation_kernels
+from zfunc.engine.trace.cost_trace import AllocationTracker
 from zfunc.optim.adamw import AdamW
 from zfunc.planner.traced_costs import traced_costs
 from zfunc.runtime import accelerator
@@ -155,14 +156,14 @@ sum topk transpose_ tril uniform uniform_ unsafe_split var_mean zero_ zeros zero
 
 @contextmanager
 def operations() -> Iterator[set[Any]]:
-    seen, formula = set[Any](), cost_trace.formula
+    seen, formula = set[Any](), operation_flops.formula
 
     def spy(packet: Any) -> Any:
         seen.add(packet)
         return formula(packet)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cost_trace, "formula", spy)
+        patched.setattr(operation_flops, "formula", spy)
         yield seen
 
 
@@ -172,8 +173,8 @@ def unknown(packets: set[Any]) -> list[str]:
     def known(packet: Any) -> bool:
         functions = [getattr(packet, x) for x in packet.overloads()]
         return (
-            cost_trace.formula(packet) is not None
-            or not any(cost_trace.is_launched(f) for f in functions)
+            operation_flops.formula(packet) is not None
+            or not any(operation_kernels.is_launched(f) for f in functions)
             or any(torch.Tag.pointwise in f.tags for f in functions)
             or packet.__name__ in WITHOUT_PRODUCTS.split()
         )
@@ -220,7 +221,7 @@ def test_a_recurrent_layer_multiplies_each_row_by_its_weights(
 def test_an_operation_with_a_kernel_of_its_own_is_one_launch() -> None:
     """Though torch could also make it of others."""
     x = torch.ones(1024)
-    with cost_trace.AllocationTracker(of_accelerator=True) as seen:
+    with AllocationTracker(of_accelerator=True) as seen:
         torch.ops.aten.silu_backward(x, x)
     assert seen.launches == 1
 
@@ -259,7 +260,7 @@ def test_backward_of_attention_counts_what_its_kernel_on_cuda_allocates(
         run = torch.ops.aten._flash_attention_backward
     at = None if ranges is None else torch.empty(ranges + 1, dtype=torch.int32)
     with accelerator.deterministic_kernels(deterministic):
-        counted = cost_trace.cuda_kernel_bytes(run.default, (*given, sums, at, at))
+        counted = operation_kernels.cuda_kernel_bytes(run.default, (*given, sums, at, at))
     assert counted == sum(x.nbytes for x in (softmax_d, dq_accum, expanded, scattered))
 
 
@@ -288,7 +289,7 @@ def test_backward_of_an_embedding_counts_what_its_kernel_on_cuda_allocates(
     every_second = torch.empty(1, 2 * tokens, dtype=torch.int64, device="meta")[:, ::2]
     ways = (given, indices, 0), (given[:, :1].expand_as(given), indices, given.nbytes)
     for grad, at, copied in (*ways, (given, every_second, indices.nbytes)):
-        assert cost_trace.cuda_kernel_bytes(run, (grad, at, vocabulary, -1, scaled)) == needed + copied
+        assert operation_kernels.cuda_kernel_bytes(run, (grad, at, vocabulary, -1, scaled)) == needed + copied
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -305,7 +306,7 @@ def test_backward_of_an_embedding_counts_what_its_kernel_on_the_cpu_allocates(
             out = run(given, at, 40, -1, scaled)
         events = [x for x in seen.profiler.kineto_results.events() if x.name() == "[memory]"]  # pyright: ignore
         alive = accumulate(x.nbytes() for x in sorted(events, key=lambda x: x.start_ns()))
-        counted = cost_trace.cpu_kernel_bytes(run, (given, at, 40, -1, scaled), out)
+        counted = operation_kernels.cpu_kernel_bytes(run, (given, at, 40, -1, scaled), out)
         assert counted == max(alive) - out.nbytes
 
 
@@ -336,7 +337,7 @@ def test_backward_of_memory_efficient_attention_counts_what_its_kernel_on_cuda_a
     run = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     product = out.numel() + 2 * 2 * 3 * 200 if dtype == torch.float32 else 0
     with accelerator.deterministic_kernels(deterministic):
-        counted = cost_trace.cuda_kernel_bytes(run, (out, q, k, v, None, out))
+        counted = operation_kernels.cuda_kernel_bytes(run, (out, q, k, v, None, out))
     assert counted == 4 * max(2 * 3 * (elements + 200), product)
 
 
@@ -347,5 +348,5 @@ def test_of_many_heads_memory_efficient_attention_sums_dk_and_dv_once() -> None:
         q = torch.empty(1, heads, 1024, 256, dtype=torch.bfloat16, device="meta")
         run = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
         sums = heads * (8 * 4 * (128 * 64 + 4) + 1024)
-        counted.append((cost_trace.cuda_kernel_bytes(run, (q, q, q, q, None, q)) // 4 - sums) / heads)
+        counted.append((operation_kernels.cuda_kernel_bytes(run, (q, q, q, q, None, q)) // 4 - sums) / heads)
     assert counted == [2 * 64 * 512, 64 * 512, 64 * 512]

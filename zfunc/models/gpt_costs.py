@@ -246,7 +246,7 @@ class _Passes:
     def _operation(self, names: str, told: list[str], words: list[str], *, changes: bool) -> _Operation:
         changed = self._parts(names) if changes else []
         reads = [*(x for name in told for x in self._parts(name)), *changed]
-        # The CPU's kernel of a transposed product sums in fp32 (`cost_trace.cpu_kernel_bytes`).
+        # The CPU's kernel of a transposed product sums in fp32 (`operation_kernels.cpu_kernel_bytes`).
         sums = "transposed" in words and reads[0][1] > _product("eT", self.sizes)
         sums = sums and self.sizes["e"] == 2 and not self.on_gpu
         made = dict[str, int]() if changes else dict(self._sized(names))

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from zfunc.core.layout import Parameter
-from zfunc.engine.trace.cost_trace import MADE_OF
+from zfunc.engine.trace.fake_tensors import counted_times
 from zfunc.engine.trace.graph_cuts import DECODERS
 from zfunc.engine.trace.model_segments import checked_segments
+from zfunc.engine.trace.operation_flops import MADE_OF
 from zfunc.engine.trace.segment import Segment
-from zfunc.engine.trace.tensor_memory import Values, counted_times
+from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import did_you_mean
 from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import byte_view

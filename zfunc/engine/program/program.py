@@ -37,12 +37,12 @@ from zfunc.core.verifier import plan_with
 from zfunc.engine.stages.stage_context import CompiledSegment, Stage
 from zfunc.engine.state.memory import allocate_regions
 from zfunc.engine.state.state import Buffers, State
+from zfunc.engine.trace.fake_tensors import FakeTensors
 from zfunc.engine.trace.joint_graph import Joints
 from zfunc.engine.trace.look import Look
 from zfunc.engine.trace.module_buffers import buffer_views
 from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.segment import Segment
-from zfunc.engine.trace.tensor_memory import FakeTensors
 from zfunc.errors import PlanError, setting
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import in_turn, on_accelerator, room_for_tensors

@@ -33,9 +33,10 @@ from zfunc.engine.rows.cut import Function, Half, Split, floats_of, forward_grap
 from zfunc.engine.rows.expressions import expression
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
 from zfunc.engine.rows.tiles import Tiled, TiledLoss, TiledRow, Tried
+from zfunc.engine.trace.fake_tensors import FakeTensors
 from zfunc.engine.trace.joint_graph import cotangents_of, joint_graph
 from zfunc.engine.trace.segment_vjp import Cotangents, Inputs, SegmentVJP, SegmentWeights
-from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, Values, empty_like_strided
+from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, empty_like_strided
 from zfunc.engine.trace.vjp import pull_of
 from zfunc.errors import Message, refuse, setting
 from zfunc.runtime.rng import seeded

@@ -26,6 +26,7 @@ from zfunc.engine.rows.constants import constants_of
 from zfunc.engine.rows.row_attention import attend_row
 from zfunc.engine.rows.tile_attention import ROW_TOKENS
 from zfunc.engine.rows.token_operations import arguments, unknown_operation
+from zfunc.engine.trace.fake_tensors import FakeTensors
 from zfunc.engine.trace.graph_cuts import (
     GraphPiece,
     graph_of,
@@ -37,7 +38,7 @@ from zfunc.engine.trace.graph_cuts import (
 )
 from zfunc.engine.trace.joint_graph import cotangents_of
 from zfunc.engine.trace.segment_vjp import Inputs, SegmentVJP, SegmentWeights
-from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, Values, empty_like_strided
+from zfunc.engine.trace.tensor_memory import Leaves, Tree, Values, empty_like_strided
 from zfunc.errors import refuse, setting
 from zfunc.runtime.rng import is_draw_node, seeded
 

@@ -23,7 +23,7 @@ from zfunc.engine.rows.tile_attention import (
     pull_tile,
     tile_numbers,
 )
-from zfunc.engine.trace.cost_trace import MADE_OF
+from zfunc.engine.trace.operation_flops import MADE_OF
 from zfunc.runtime.accelerator import runs_on_cpu
 
 TILE = 512  # queries, at most, whose scores are in memory at a time, by as many keys

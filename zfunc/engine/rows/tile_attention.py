@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zfunc.engine.rows.keys import DeviceKeys, HostKeys, Part
-from zfunc.engine.trace.tensor_memory import counted_times
+from zfunc.engine.trace.fake_tensors import counted_times
 from zfunc.errors import refuse, setting
 from zfunc.runtime.accelerator import fuses_grouped_queries, runs_on_cpu
 

@@ -8,7 +8,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from zfunc.engine.trace.tensor_memory import COUNTED
+from zfunc.engine.trace.fake_tensors import COUNTED
 
 
 @define(eq=False)

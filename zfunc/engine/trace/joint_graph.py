@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from zfunc.engine.trace.fake_tensors import FakeTensors
 from zfunc.engine.trace.graph_cuts import (
     JointGraph,
     Paths,
@@ -21,7 +22,7 @@ from zfunc.engine.trace.graph_cuts import (
     with_code,
 )
 from zfunc.engine.trace.segment_vjp import Pull, SegmentWeights, differentiated
-from zfunc.engine.trace.tensor_memory import FakeTensors, Leaves, Tree, dense_strides, layouts
+from zfunc.engine.trace.tensor_memory import Leaves, Tree, dense_strides, layouts
 from zfunc.errors import refuse, setting
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.rng import count_draws, number_draws, redirect_draws, seeded

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.trace.cost_trace import allocated_by, decomposed
 from zfunc.engine.trace.facts import MAX_HASHED, Facts, attributes, first_change, held
 from zfunc.engine.trace.graph_cuts import mutates, written_by
+from zfunc.engine.trace.operation_flops import decomposed
+from zfunc.engine.trace.operation_kernels import allocated_by
 from zfunc.engine.trace.outside import read_outside
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.runtime.torch_dtypes import byte_view

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zfunc.engine.trace.cost_trace import MADE_OF
+from zfunc.engine.trace.operation_flops import MADE_OF
 
 aten, ops = torch.ops.aten, torch.ops.zfunc
 SELECTS = {torch.masked_select, Tensor.masked_select, Tensor.__getitem__}

@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_map_only
 
 from zfunc.engine.trace.autograd_functions import applied_by
 from zfunc.engine.trace.batches import unmarked
+from zfunc.engine.trace.fake_tensors import FakeMode
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.model_segments import NO_LOSS
 from zfunc.engine.trace.purity import SEEDED
 from zfunc.engine.trace.segment import Segment
-from zfunc.engine.trace.tensor_memory import FakeMode, Values
+from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import SettingError, refuse, setting
 from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.called import CalledModel, lacks_targets, takes_inputs_alone

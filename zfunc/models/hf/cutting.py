@@ -16,8 +16,9 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from zfunc.engine.trace.facts import held
+from zfunc.engine.trace.fake_tensors import FakeMode
 from zfunc.engine.trace.segment import IDLE, Segment, segment
-from zfunc.engine.trace.tensor_memory import FakeMode, Values
+from zfunc.engine.trace.tensor_memory import Values
 from zfunc.models.hf.adapters import base_name, base_of, is_adapted, make_pure, reset_adapters
 from zfunc.models.hf.attention import AttentionSettings, implementation_for, register
 from zfunc.models.hf.comparison import compare
