@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter, UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -974,13 +975,37 @@ def test_hooks_of_a_copy_write_into_the_copy(monkeypatch: pytest.MonkeyPatch) ->
     assert metrics.loss == pytest.approx(model(*x).item(), rel=CLOSE)
 
 
-def test_what_eval_mode_reads_of_another_block_is_refused_with_what_to_do() -> None:
-    x = torch.randn(4, 8), torch.randn(4, 8)
-    program = zfunc.compile(Elsewhere(), example=x, precision="fp32", device="cpu")
-    with pytest.raises(
-        ValueError, match=r"other parameters in eval mode.*: a block may read there what it trains"
-    ):
-        zfunc.evaluate(program, zfunc.init(program), x)
+class Reused(Elsewhere):
+    """In eval mode a block and the code behind all read what earlier code trains, and a constant once more, and
+    nothing calls the head. Or, if `early`, the first block reads what the last one trains."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.embed, self.head = early, nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x) * self.table
+        for n, layer in enumerate(self.layers):
+            x = layer(x)
+            if not self.training and n == (0 if self.early else 2):
+                x = x + self.layers[3 if self.early else 0].bias
+        x = self.head(x) if self.training else x @ self.layers[0].weight @ self.embed.weight * self.table
+        return F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_evaluation_reads_what_earlier_blocks_train(way: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randint(8, (4,)), torch.randn(4, 8)
+    for early in (False, *[True] * (way == "device")):
+        model = Reused(early)
+        program = zfunc.compile(model, example=x, precision="fp32", device="cpu", **WAYS[way])
+        state, _ = zfunc.train_step(program, zfunc.init(program), x)
+        model.load_state_dict(zfunc.params(program, state), strict=False)
+        says = "other parameters in eval mode.*: read there what this or an earlier block trains"
+        with pytest.raises(ValueError, match=says) if early else nullcontext():
+            assert zfunc.evaluate(program, state, x) == pytest.approx(model.eval()(*x).item(), rel=CLOSE)
 
 
 def test_a_checkpoint_goes_on_in_another_program_and_its_weights_are_the_models(tmp_path: Path) -> None:

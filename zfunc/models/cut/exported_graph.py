@@ -2,6 +2,7 @@
 
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Any
@@ -98,6 +99,46 @@ def place_assignments(graph: Graph) -> None:
         if last.op == "call_function":
             last.append(n)
             n.meta["nn_module_stack"] = last.meta.get("nn_module_stack")
+
+
+Readers = Mapping[
+    str, list[str]
+]  # by name of a tensor, the modules in whose forward a node reads it, by path
+
+
+def readers_of(nodes: Iterable[Node], sources: Mapping[str, str]) -> Readers:
+    """Who reads each parameter, buffer and constant in `sources`, a module for each node that does."""
+    readers = defaultdict[str, list[str]](list)
+    for n in nodes:
+        for x in n.all_input_nodes:
+            if x.name in sources:
+                readers[sources[x.name]].append(_caller(n))
+    return readers
+
+
+def pass_to_others(graph: Graph, sources: Mapping[str, str], readers: Readers) -> None:
+    """Let nodes that read one of `sources` in addition to `readers`, those in training, and after one of these,
+    read a copy made before that one: a value that is passed on, where the tensor itself would be tied."""
+    at = {n: i for i, n in enumerate(graph.nodes)}
+    for x in graph.find_nodes(op="placeholder"):
+        left, others, first = [*readers.get(sources.get(x.name, ""), ())], list[Node](), None
+        for n in sorted(x.users, key=at.__getitem__):
+            if _caller(n) in left:
+                left.remove(_caller(n))
+                first = first or n
+            elif first is not None:
+                others.append(n)
+        if first is not None and others:
+            with graph.inserting_before(first):
+                copy = graph.call_function(aten.clone.default, (x,))
+            copy.meta = {**first.meta, "val": x.meta["val"]}
+            for n in others:
+                n.replace_input_with(x, copy)
+
+
+def _caller(node: Node) -> str:
+    """The path of the module whose forward made a node; "" of the model itself."""
+    return ([path for path, _ in (node.meta.get("nn_module_stack") or {}).values()] or [""])[-1]
 
 
 def _uses_before(node: Node, root: Node, base: Mapping[Node, Node]) -> tuple[list[Node], list[Node]]:

@@ -21,7 +21,7 @@ from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall, mark_values
-from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, place_of
+from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, Readers, place_of
 from zfunc.models.cut.functions import FunctionCall
 from zfunc.models.cut.module_export import ModuleExport, in_thread, without_values
 from zfunc.models.cut.pieces import ModulePiece, module_piece
@@ -51,6 +51,7 @@ class ModuleTrace:
     starts: frozenset[str]  # parameters before which a block is cut
     least: int  # elements of parameters of the largest part that cannot be cut
     places: list[str]  # where each piece first reads a parameter
+    readers: Readers
     apart: bool = False
     late: list[dict[str, str]] = field(factory=list)  # by piece, as `short`; of the first trace
 
@@ -82,7 +83,7 @@ class ModuleTrace:
     def with_places(self, names: list[str]) -> "ModuleTrace":
         """This trace with its pieces at the places of `names`, None for a name it lacks; unchanged if its own
         names come in another order."""
-        if [x for x in names if x in self.names] != self.names or self.names[-1] != names[-1]:
+        if [x for x in names if x in self.names] != self.names:
             return self
         at = [self.names.index(x) if x in self.names else None for x in names]
         if at[0] is None:
@@ -156,7 +157,7 @@ class ModuleTraces:
             got = f"a batch for which it runs other blocks or reads other parameters in {mode}"
             do = "pass a batch of this shape as the example"
             if not training:
-                do = "a block may read there what it trains and what no block trains, or evaluate the module itself"
+                do = "read there what this or an earlier block trains, or no block, or evaluate the module itself"
             refuse("model", got, "those of the example", do)
         # Functions of blocks that are alike in the first trace, and not in this one, need to be told their place.
         alike = trace.first_alike
@@ -172,9 +173,9 @@ class ModuleTraces:
         )
         if self.first is None or key == IN_EVAL:
             self.uncut[key] = cut_in
-        starts, read = (self.first.starts, self.first.read) if self.first else (None, None)
+        starts, readers = (self.first.starts, self.first.readers) if self.first else (None, None)
         blocks = blocks_of(self.export.model)
-        return self._pieces(key, cut_in(blocks, starts=starts, read=read, most=self.most))
+        return self._pieces(key, cut_in(blocks, starts=starts, readers=readers, most=self.most))
 
     def _pieces(self, key: int, cut: CutGraph) -> ModuleTrace:
         for why in cut.why:
@@ -195,6 +196,7 @@ class ModuleTraces:
             cut.starts,
             cut.least,
             [span.place for span in cut.spans],
+            cut.readers,
         )
 
     def _why_whole(self, cut: CutGraph) -> str:

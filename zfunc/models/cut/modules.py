@@ -234,18 +234,17 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
         key, place, *alive = x
         trace = traces.by_key(key)
         s = s if place is None else place
-    piece = trace.pieces[s]
-    if piece is None:
-        return (x[0], s + 1, *alive)
-    # 2. Its tensors: some in the dtype of others, and copies of those that it writes.
-    device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
-    export, short = traces.export, {name: x for x, name in piece.short.items()}
-    written = [x for x, name in piece.short.items() if name in export.whole.buffers]
-    like = {x: short.get(export.called.types.get(name, "")) for x, name in piece.short.items()}
-    tensors = dict(params) | {x: params[x].to(params[other].dtype) for x, other in like.items() if other}
-    tensors |= {x: tensors[x].clone() for x in written}
+    piece, written, tensors, results = trace.pieces[s], [], dict(params), alive
+    # 2. Unless the block is not called: its tensors, some in others' dtype, and copies of those that it writes.
+    if piece is not None:
+        device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
+        export, short = traces.export, {name: x for x, name in piece.short.items()}
+        written = [x for x, name in piece.short.items() if name in export.whole.buffers]
+        like = {x: short.get(export.called.types.get(name, "")) for x, name in piece.short.items()}
+        tensors |= {x: params[x].to(params[other].dtype) for x, other in like.items() if other}
+        tensors |= {x: tensors[x].clone() for x in written}
+        results = piece.run(device, *(tensors[x] for x in piece.short), *alive)
     # 3. What it passes on: for the next piece, or in the form that the module returns.
-    results = piece.run(device, *(tensors[x] for x in piece.short), *alive)
     if s < len(trace.pieces) - 1:
         y: Any = (trace.key, s + 1 if trace.apart else None, *results)
     else:

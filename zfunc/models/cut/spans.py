@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from zfunc.models.cut.exported_graph import (
+    Readers,
     arguments_written,
     check_operations,
     check_writes,
@@ -22,8 +23,10 @@ from zfunc.models.cut.exported_graph import (
     drop_casts,
     memory_roots,
     needed_nodes,
+    pass_to_others,
     place_assignments,
     place_of,
+    readers_of,
 )
 
 
@@ -53,6 +56,7 @@ class CutGraph:
     why: list[str]  # of spans that were joined
     starts: frozenset[str]  # parameters before whose first read a block is cut
     least: int  # elements of parameters of the largest part that cannot be cut
+    readers: Readers
 
     @property
     def inputs(self) -> list[int]:
@@ -84,13 +88,13 @@ def cut_graph(
     changed: set[str],
     most: int,
     starts: frozenset[str] | None = None,
-    read: set[str] | None = None,
+    readers: Readers | None = None,
 ) -> CutGraph:
     """Cut an exported graph between the calls of the modules `blocks` (names), and a call whose parameters have
     more than `most` elements into parts: at the parameters `starts`, if given. A part that cannot be cut may
     have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names
-    of parameters, `changed` of buffers that forward writes. No cut is made for parameters that are not in
-    `read`, if given. Raises BuffersWrittenError."""
+    of parameters, `changed` of buffers that forward writes. If `readers` of the first trace are given, no cut is
+    made for parameters without any, and further ones of others get a copy. Raises BuffersWrittenError."""
     drop_casts(exported.graph)
     place_assignments(exported.graph)
     nodes, signature = [*exported.graph.nodes], exported.graph_signature
@@ -102,12 +106,15 @@ def cut_graph(
     sources = {x: names.get(name, name) for x, name in sources.items()}
     buffers = {names.get(name, name) for name in signature.inputs_to_buffers.values()}
     check_writes(exported, sources, buffers - changed)
+    if readers is not None:
+        pass_to_others(exported.graph, sources, {x: y for x, y in readers.items() if x not in changed})
+        nodes = [*exported.graph.nodes]
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
     needed = needed_nodes(nodes, outputs)
     calls = [n for n in nodes if n.op == "call_function" and n in needed]
     check_operations(calls)
     # Spans by block, and where no cut may be.
-    weights = {x for x in signature.inputs_to_parameters if read is None or sources[x] in read}
+    weights = {x for x in signature.inputs_to_parameters if readers is None or sources[x] in readers}
     spans = _spans_by_block(calls, blocks, weights)
     bonds = [*_bonds(calls, sources, changed)]
     closed = {*chain.from_iterable(calls[i + 1 : j + 1] for i, j, _ in bonds)}
@@ -122,8 +129,8 @@ def cut_graph(
     differentiable = differentiable_nodes(nodes, sources, trained)
     spans = _join_uncuttable(parts, closed, weights, differentiable)
     inputs = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
-    alive = _alive_at_cuts(spans, inputs, outputs)
-    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least)
+    alive, made = _alive_at_cuts(spans, inputs, outputs), readers_of(calls, sources)
+    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least, made)
 
 
 def _alive_at_cuts(spans: list[NodeSpan], inputs: list[Node], outputs: list[Node]) -> list[list[Node]]:
