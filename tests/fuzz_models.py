@@ -415,8 +415,8 @@ def draw_rows(random: Random) -> Rows:
             pieces.insert(random.randint(0, len(pieces)), random.choice([*more]))
     tokens, tiles = random.choice([(16, 2), (16, 4), (16, 16), (24, 3), (15, 5), (48, 4)])
     dtype = random.choice([torch.float32, torch.float32, torch.bfloat16])
-    if "scaled" in pieces:  # whose gradient of one element may cancel between tiles, of which each rounds its own
-        dtype = torch.float32
+    if "scaled" in pieces:
+        dtype = torch.float32  # the gradient of one element may cancel between tiles, rounded one by one
     return Rows(tuple(pieces), tokens, tiles, dtype, random.randrange(1000))
 
 
