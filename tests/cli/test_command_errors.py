@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from small_trainings import ON_DATA, config, train
+from small_trainings import ON_DATA, config, start, summary, train
 
 from zfunc.__main__ import main as started
 from zfunc.checkpoint.durable_files import locked
@@ -506,6 +506,12 @@ def test_a_full_disk_is_a_failure_that_is_told() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("zfunc completion: error: got 'No space left on device' while printing")
     assert done.stderr.count("\n") == 1
+    # A training goes to its end without a log.
+    with open("/dev/full", "w") as log:
+        running = start("--steps", 2, "--out", "run", stdout=log)
+        told = running.communicate(timeout=60)[1]
+    assert (running.returncode, told.count("\n"), summary("run")["steps"]) == (1, 1, 2)
+    assert told.startswith("zfunc train: error: got 'No space left on device' while printing")
 
 
 def test_a_disk_that_is_full_is_told_with_the_file(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:

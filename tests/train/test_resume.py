@@ -1,5 +1,6 @@
 """A training that was stopped goes on as if it had not been: checkpoints on the way, `--resume`, signals, kills."""
 
+import errno
 import gzip
 import itertools
 import json
@@ -32,6 +33,7 @@ from small_trainings import (
 )
 from text_data import write_jsonl
 
+from zfunc.checkpoint.durable_files import write_all
 from zfunc.checkpoint.manifest import FILE, read_manifest, to_json
 from zfunc.cli.main import main
 from zfunc.engine.step import save_load
@@ -241,6 +243,30 @@ def test_where_the_last_step_cannot_be_saved_the_exit_code_is_1(at_step: Any, ca
     assert (end["ended"], end["steps"], end["checkpoint"]) == ("steps", 10, None)
     assert end["sample"]
     assert rows("run")[-1]["not_saved"]
+
+
+@pytest.mark.parametrize(("until", "code"), [(9, 0), (10**6, 1)])
+def test_lines_wait_for_a_full_disk(
+    until: int, code: int, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """From the fourth line on there is room for half of what is written: to the end, or for some steps."""
+    calls = itertools.count(1)
+
+    def write(fd: int, data: memoryview, offset: int) -> None:
+        full = 4 <= next(calls) <= until
+        write_all(fd, data[: len(data) // 2] if full else data, offset)
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("zfunc.train.run_folder.write_all", write)
+    assert train("--out", "run") == code
+    out, err = capsys.readouterr()
+    full = "run/metrics.jsonl: got 'No space left on device' while writing it: free some space"
+    assert out.count(f"{full}; training goes on\n") == 1
+    assert err == code * f"zfunc train: error: {full}\nThe run up to here is in run\n"
+    assert checkpoints("run") == ["step-00000010"]
+    if not code:
+        assert measured("run") == measured(undisturbed)
 
 
 # --- going on in a folder --------------------------------------------------------------------------------

@@ -29,6 +29,16 @@ def printable(text: str) -> str:
     return "".join(repr(c)[1:-1] if unicodedata.category(c)[0] == "C" else c for c in shown)
 
 
+def show_line(text: str) -> None:
+    """Print a line and flush, as the reader of a pipe waits for it. On a full disk it stays in stdout's buffer."""
+    try:
+        print(printable(text), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:  # a training goes on; the flush at the end of the command raises if there is still no room
+        pass
+
+
 def can_redraw(stream: TextIO | None = None) -> bool:
     """Whether `stream`, by default stdout, is a terminal that can redraw a line; that of `!` in Jupyter cannot."""
     jupyter = "JPY_PARENT_PID" in os.environ
@@ -103,7 +113,7 @@ class _Lines(logging.Handler):
         self.options = options
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(with_flags(record.getMessage(), self.options)), flush=True)
+        show_line(with_flags(record.getMessage(), self.options))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.cli.terminal import printable
+from zfunc.cli.terminal import show_line
 from zfunc.core.display import counted
 from zfunc.train.events import (
     ENDINGS,
@@ -54,10 +54,10 @@ class TrainingOutput:
     told_at: float = 0.0  # when a step was printed
 
     def show(self, event: Event) -> None:
-        """Print the lines of an event, and flush: the reader of a pipe waits for them."""
+        """Print the lines of an event."""
         self.working = event.activity if isinstance(event, Working) else ""
         for text in self._lines(event):
-            print(printable(text), flush=True)
+            show_line(text)
 
     def _lines(self, event: Event) -> Iterator[str]:
         match event:

@@ -22,9 +22,8 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
-from io import SEEK_END
 from pathlib import Path
 from statistics import fmean
 from typing import Any, BinaryIO, cast
@@ -32,7 +31,7 @@ from typing import Any, BinaryIO, cast
 import attrs
 from attrs import define, field
 
-from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
+from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text, write_all
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.display import counted
 from zfunc.errors import DiskError, explain_os_errors, refuse
@@ -80,10 +79,23 @@ class RunFolder:
     _config: dict[str, Any] = field(factory=dict[str, Any])  # as written
     _metrics: BinaryIO | None = None
     row: Row = field(factory=dict[str, Any])  # the last line of the metrics
-    _at: int = 0  # byte at which it begins
+    _before: list[Row] = field(factory=list[Row])  # lines before it to write with it, from byte `_at` on
+    _at: int = 0
+    _told: bool = False  # that they cannot be written now
 
     def record(self, event: Event) -> None:
-        """Write an event of the training into the run folder's files."""
+        """Write an event of the training into the run folder's files. While steps are taken a disk that takes
+        nothing, such as a full one, is a warning: lines of the metrics wait, a timeline is left out."""
+        try:
+            self._record(event)
+        except DiskError as error:
+            if isinstance(event, Started | Finished | Sampled):
+                raise
+            if not self._told:
+                log.warning("%s; training goes on", error)
+            self._told = True
+
+    def _record(self, event: Event) -> None:
         match event:
             case Started():
                 self._begin(event)
@@ -106,6 +118,8 @@ class RunFolder:
                 replace_text(self.path / PLAN, plan.text())
                 replace_text(self.path / TRACE, chrome_trace(timeline))
             case Finished():
+                if self.row:
+                    self._write_rows()
                 fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
                 run, name = read_history(self.path), event.checkpoint and event.checkpoint.name
                 fields |= {"loss": fmean(run.last_losses or [math.nan]), "skipped": len(run.skipped)}
@@ -149,12 +163,12 @@ class RunFolder:
         for partial in filter(is_partial, self.path.iterdir()):
             partial.unlink()
         self._config = _begun(event)
-        lines = [_line(row) for row in self._rows_to_keep(event)]
-        with atomic_replace(self.path / METRICS) as file:
-            file.writelines(lines)
-        self._metrics = self.path.joinpath(METRICS).open("r+b")
-        if lines:
-            self.row, self._at = json.loads(lines[-1]), sum(map(len, lines[:-1]))
+        rows = self._rows_to_keep(event)
+        with self._writing(), atomic_replace(self.path / METRICS) as file:
+            file.writelines(map(_line, rows))
+        self._metrics = self.path.joinpath(METRICS).open("r+b", buffering=0)
+        if rows:
+            self.row, self._at = rows[-1], sum(len(_line(x)) for x in rows[:-1])
         self._write(CONFIG, self._config)
         self.begun = True
 
@@ -178,15 +192,23 @@ class RunFolder:
         return held_out_unit(self._config["unit"], self._config["settings"].get("loss")).name
 
     def _add_to_row(self, step: int, fields: dict[str, Any]) -> None:
-        """Add `fields` to the row of `step` in metrics.jsonl, the last row or a new one, and flush the file."""
-        assert self._metrics is not None
+        """Add `fields` to the row of `step` in metrics.jsonl, the last row or a new one."""
         if self.row.get("step") != step:
-            self.row, self._at = {"step": step}, self._metrics.seek(0, SEEK_END)
+            self._before += [self.row] if self.row else []
+            self.row = {"step": step}
         self.row |= fields
-        with explain_os_errors(DiskError, self.path / METRICS, "writing it", {}):
-            self._metrics.seek(self._at)
-            self._metrics.write(_line(self.row))
-            self._metrics.flush()
+        self._write_rows()
+
+    def _write_rows(self) -> None:
+        """Write the last row, and those before it from byte `_at` on. Raises DiskError."""
+        assert self._metrics is not None
+        done = b"".join(map(_line, self._before))
+        with self._writing():
+            write_all(self._metrics.fileno(), memoryview(done + _line(self.row)), self._at)
+        self._before, self._at, self._told = [], self._at + len(done), False
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return explain_os_errors(DiskError, self.path / METRICS, "writing it", {})
 
     def _summarize(self, fields: dict[str, Any]) -> None:
         """Add `fields` to the run's summary.json, which is written if there is none."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from zfunc.train.resume import ResumePoint
     from zfunc.train.run_folder import RunFolder
 
+UNSAVED = "the last step is not saved: "
+
 
 class TrainingFailed(Exception):  # noqa: N818
     """A training that failed after its first step began; the cause is chained."""
@@ -81,9 +83,10 @@ def _train(settings: TrainSettings, run: "RunFolder | None", start: "ResumePoint
                 error.args = (f"{at}{kept if run.begun else ''}",)
         if not begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             raise
-        raise TrainingFailed(Message(f"{marked(error)}{kept}")) from error
+        unsaved = f"{UNSAVED}{failure}\n" if failure else ""
+        raise TrainingFailed(Message(f"{unsaved}{marked(error)}{kept}")) from error
     if failure:
-        raise TrainingFailed(f"the last step is not saved: {failure}{kept}")
+        raise TrainingFailed(f"{UNSAVED}{failure}{kept}")
 
 
 COMMAND = Command(
