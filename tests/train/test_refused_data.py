@@ -112,12 +112,17 @@ REFUSED: dict[
     "a.jsonl.bz2": [
         (b"BZh91AY&SY and no more of it", r"a\.jsonl\.bz2, which cannot be read \(Invalid data stream")
     ],
-    "a.zip": [(b"PK\3\4", "a.zip, which is compressed, expected what is in it: unpack it")],
+    "a.zip": [(b"PK\3\4", "a.zip, which is packed, and not by gzip, .* it: unpack it by unzip /.*a.zip$")],
+    "a.7z": [(b"7z\xbc\xaf", "a.7z, which is packed, and not by gzip, bzip2 or xz, .* in it: unpack it$")],
+    "a.xlsx": [
+        (b"PK\3\4" + bytes(26) + b"[Content_Types].xml", "a.xlsx, which is an office .*: save it as CSV, or"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a.xlsx, which is an office document, .*: save it as CSV, or"),
+    ],
     "in/a.csv": [(b"a,b\n1,2\n", "a.csv: got the columns a, b, expected")],
     "in/data.jsonl.zst": [
         (
             b"\x28\xb5\x2f\xfd",
-            r"in/data\.jsonl\.zst, which is compressed, expected what is in it: unpack it",
+            r"in/data\.jsonl\.zst, which is packed, .* what is in it: unpack it by zstd -d /.*zst$",
         )
     ],
     "in/parquet.jsonl": [(b"PAR1\0PAR1", r"parquet\.jsonl, which is Parquet, expected .*: name it .parquet")],

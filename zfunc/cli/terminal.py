@@ -35,7 +35,7 @@ def show_line(text: str) -> None:
         print(printable(text), flush=True)
     except BrokenPipeError:
         raise
-    except OSError:  # a training goes on; the flush at the end of the command raises if there is still no room
+    except OSError:  # a training goes on; if there is no room at its end, the command's last flush raises
         pass
 
 

@@ -11,29 +11,36 @@ import io
 import json
 import lzma
 import re
+import shlex
 import sys
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from zfunc.checkpoint.strict_json import unique_keys
+from zfunc.errors import refuse
 from zfunc.train.data.records import EXPECTED, PREFERENCES, RECORDS, read_keys
 
 Placed = Generator[tuple[str, Any]]
 COMPRESSED = ".gz", ".bz2", ".xz", ".zst"  # suffixes left out when a file's format is read from its name
-OPENERS: dict[str, Callable[..., Any]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
+OPENERS: dict[str | None, Callable[..., Any]] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 LINES = (".jsonl", ".ndjson")
 _END = 1 << 20  # bytes in which the last line is looked for
 _RECORD = ", record "  # in the place of an element of an array
 LOOKED_AT = 1 << 16  # bytes in which binary content is told from text
 _CONTROLS = bytes({*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"})  # which no text has, but for a few
-_PACKED = re.compile(  # what a packed file begins with; others are zip, zstd, 7z, rar and lz4
+_PACKED = re.compile(  # what a packed file begins with; an office document is a zip of certain names, or older
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<bzip2>BZh[1-9](?:1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ)"
-    rb"|PK\x03\x04|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!\x1a|\x04\x22\x4d\x18"
+    rb"|(?P<office>PK\x03\x04.{26}(?:\[Content_Types\]|_rels/|docProps/|mimetype)|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1)"
+    rb"|(?P<unzip>PK\x03\x04)|(?P<zstd>\x28\xb5\x2f\xfd)|(?P<lz4>\x04\x22\x4d\x18)|7z\xbc\xaf|Rar!\x1a",
+    re.DOTALL,
 )
+_UNPACK = {"unzip": "unzip", "zstd": "zstd -d", "lz4": "lz4 -d"}  # commands
+_BEGIN = 64  # bytes, with the first name in a zip
 _PARQUET = b"PAR1"  # what it begins and ends with
 
 
@@ -51,8 +58,8 @@ def opened(path: Path) -> Generator[BinaryIO]:
     """The file at `path`, open to read bytes, decompressed if it is of gzip, bzip2 or xz. Raises ValueError for a
     damaged file, and for records compressed in another way."""
     try:
-        with _opener_of(path)(path, "rb") as file:
-            yield file
+        with path.open("rb") as file, _unpacked(path, file) as content:
+            yield content
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk
             raise
@@ -61,32 +68,44 @@ def opened(path: Path) -> Generator[BinaryIO]:
         ) from error
 
 
+class _Packed(ValueError):  # noqa: N818
+    """A file that is packed in a way that is not read."""
+
+
 def is_compressed(path: Path) -> bool:
     """Whether the file at `path` is compressed by gzip, bzip2 or xz. Raises ValueError for records compressed in
     another way."""
-    return _opener_of(path) is not Path.open
-
-
-def _opener_of(path: Path) -> Callable[..., Any]:
     with path.open("rb") as file:
-        begin = file.read(16)
+        return _unpacked(path, file) is not file
+
+
+def _unpacked(path: Path, file: BufferedReader) -> Any:
+    """`file`, or a file of what is compressed in it."""
+    begin = file.peek(_BEGIN)[:_BEGIN]
     found = _PACKED.match(begin)
-    if found and found.lastgroup:
-        return OPENERS[found.lastgroup]
+    if found and found.lastgroup in OPENERS:
+        return OPENERS[found.lastgroup](file)
     if suffix_of(path) in FORMATS:
         refuse_packed(path, begin)
-    return Path.open
+    return file
 
 
 def refuse_packed(path: Path, begin: bytes) -> None:
-    """Raise ValueError if the file at `path`, which begins with `begin`, is compressed or of Parquet."""
-    if _PACKED.match(begin):
-        raise ValueError(f"got {path}, which is compressed, expected what is in it: unpack it")
+    """Raise ValueError if the file at `path`, which begins with `begin`, is compressed, an office document or of
+    Parquet."""
+    if found := _PACKED.match(begin):
+        if found.lastgroup == "office":
+            got = f"{path}, which is an office document, as those of Excel are"
+            refuse((), got, "text", "save it as CSV, or as plain text", _Packed)
+        command = _UNPACK.get(found.lastgroup or "")
+        by = f" by {command} {shlex.quote(str(path))}" if command else ""
+        got = f"{path}, which is packed, and not by gzip, bzip2 or xz"
+        refuse((), got, "what is in it", f"unpack it{by}", _Packed)
     if begin.startswith(_PARQUET):
         with path.open("rb") as file:
             file.seek(-len(_PARQUET), io.SEEK_END)
             if file.read() == _PARQUET:
-                raise ValueError(f"got {path}, which is Parquet, expected its suffix: name it .parquet")
+                refuse((), f"{path}, which is Parquet", "its suffix", "name it .parquet", _Packed)
 
 
 def is_binary(content: bytes) -> bool:
@@ -111,15 +130,17 @@ def holds_records(path: Path) -> bool | None:
     and for records that are packed in a way that is not read."""
     if (suffix := suffix_of(path)) not in FORMATS:
         return False
-    try:
-        _opener_of(path)
-    except ValueError:
-        return None
-    if suffix in LINES:
-        return True
     where, first = "", None
-    with suppress(ValueError), closing(records_of(path)) as records:
-        where, first = next(records, (where, first))
+    try:
+        if suffix in LINES:
+            with opened(path):
+                return True
+        with closing(records_of(path)) as records:
+            where, first = next(records, (where, first))
+    except _Packed:
+        return None
+    except ValueError:
+        pass  # a damaged one is told when it is read
     if isinstance(first, dict) and read_keys(first, RECORDS[1:]):
         return True
     objects = _RECORD in where and isinstance(first, dict)
@@ -155,9 +176,11 @@ def last_line(path: Path) -> Placed:
 
     Raises ValueError for a damaged record, as of a file that was not copied whole.
     """
-    if suffix_of(path) not in LINES or is_compressed(path):
+    if suffix_of(path) not in LINES:
         return
-    with path.open("rb") as file:
+    with opened(path) as file:
+        if not isinstance(file, BufferedReader):
+            return
         start = file.seek(max(0, file.seek(0, io.SEEK_END) - _END))
         _, newline, line = file.read().rstrip().rpartition(b"\n")
     if line and (newline or not start):
