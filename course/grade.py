@@ -2,7 +2,7 @@
 
 Ends within a minute. Prints which laws are broken, each with the smallest counterexample found and its picture, and
 writes `results.json` as Gradescope's autograder reads it. Exits with 0 if all laws hold, 1 if one is broken, 2 for
-wrong arguments.
+wrong arguments and where results cannot be written.
 """
 
 import argparse
@@ -11,11 +11,13 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from course.grading import Report, grade
 from course.lab import Lab, load_lab
-from course.report import write, write_csv
+from course.report import make_folder, remark, write, write_csv
+from zfunc.checkpoint.durable_files import replace_text
+from zfunc.errors import DiskError, SettingError
+from zfunc.options import file_to_write
 
 AT_ONCE = 2  # students
 
@@ -52,16 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(
             f"got {arguments.all}, which is no folder, expected one with NAME.py or NAME/adapters.py"
         )
-    for path, check in ((arguments.csv, _check_file), (arguments.out or Path(), _check_folder)):
-        try:  # before what takes a minute
-            if path:
-                check(path)
-        except OSError as error:
-            return _refuse(f"got {path}, which cannot be written ({error.strerror}): name another")
-    if arguments.all:
-        return grade_class(lab, arguments.all, arguments.csv, arguments.out, seed)
-    report = grade(lab, arguments.adapters, seed)
-    print(write(report, arguments.out or Path()))
+    out = arguments.out or Path()
+    try:  # before what takes a minute
+        if arguments.csv:
+            file_to_write()("--csv", arguments.csv)
+        make_folder(out)
+        file_to_write()("--out", out / "results.json")
+        if arguments.all:
+            return grade_class(lab, arguments.all, arguments.csv, arguments.out, seed)
+        report = grade(lab, arguments.adapters, seed)
+        print(write(report, out))
+    except (DiskError, SettingError) as error:
+        return _refuse(str(error))
     return int(report.score < lab.points)
 
 
@@ -77,12 +81,10 @@ def grade_class(lab: Lab, folder: Path, csv: Path | None, out: Path | None, seed
         for name, report in zip(files, pool.map(one, files), strict=True):
             rows.append((name, report))
             if report and out:
-                said = write(report, out / name)
-                (out / name / "report.txt").write_text(said + "\n", encoding="utf-8")
-            broken = (
-                f"broken: {', '.join(report.broken) or 'none'}" if report else "no adapters.py in the folder"
-            )
-            print(f"{name:<24} {report.score if report else 0:>3}/{lab.points}  {broken}", flush=True)
+                replace_text(out / name / "report.txt", write(report, out / name) + "\n")
+            score, broken = (report.score, report.broken) if report else (0, [])
+            said = remark(report) or f"broken: {', '.join(broken) or 'none'}"
+            print(f"{name:<24} {score:>3}/{lab.points}  {said}", flush=True)
     if csv:
         write_csv(lab, rows, csv)
     return 0
@@ -94,17 +96,6 @@ def submissions(folder: Path) -> dict[str, Path]:
     files = {x.stem: x for x in entries if x.suffix == ".py"}
     files |= {x.name: x / "adapters.py" for x in entries if x.is_dir()}
     return dict(sorted(files.items()))
-
-
-def _check_file(path: Path) -> None:
-    """Raise OSError if the file cannot be written. One that is not there is not made."""
-    path.open("a").close() if path.exists() else TemporaryFile(dir=path.parent).close()
-
-
-def _check_folder(path: Path) -> None:
-    """Make the folder, or raise OSError if no file can be written in it."""
-    path.mkdir(parents=True, exist_ok=True)
-    TemporaryFile(dir=path).close()
 
 
 def _refuse(message: str) -> int:

@@ -3,12 +3,15 @@
 import csv
 import json
 from collections.abc import Iterable, Iterator
+from io import StringIO
 from pathlib import Path
 from textwrap import fill, indent
 from typing import Any
 
 from course.grading import Report, Result
 from course.lab import Lab
+from zfunc.checkpoint.durable_files import replace_text
+from zfunc.errors import DiskError, explain_os_errors
 
 
 def text(report: Report, drawn: dict[str, Path]) -> str:
@@ -49,7 +52,7 @@ def draw(report: Report, folder: Path) -> dict[str, Path]:
     for result in report.results:
         if result.picture:
             drawn[result.law.name] = folder / f"lab{report.lab.number}-{result.law.name}.svg"
-            drawn[result.law.name].write_text(result.picture.svg, encoding="utf-8")
+            replace_text(drawn[result.law.name], result.picture.svg)
     return drawn
 
 
@@ -83,24 +86,35 @@ def gradescope(report: Report) -> dict[str, Any]:
     }
 
 
+def make_folder(folder: Path) -> None:
+    """Make `folder`, if there is none, for what is written to it. Raises DiskError."""
+    with explain_os_errors(DiskError, folder, "making it", {}):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def write(report: Report, folder: Path) -> str:
     """Write results.json and the pictures to `folder`; returns the report as text."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     drawn = draw(report, folder)
     results = json.dumps(gradescope(report), indent=2, ensure_ascii=False)
-    (folder / "results.json").write_text(results + "\n", encoding="utf-8")
+    replace_text(folder / "results.json", results + "\n")
     return text(report, drawn)
 
 
+def remark(report: Report | None) -> str:
+    """Text on why nothing of a student could be judged; "" if something was."""
+    return report.unusable if report else "no adapters.py in the folder"
+
+
 def write_csv(lab: Lab, rows: Iterable[tuple[str, Report | None]], path: Path) -> None:
-    """Write a CSV line for each student: the points of each law; without a report a remark and 0 points."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows(_lines(lab, rows))
+    """Write a CSV line for each student: the points of each law; without a report 0 points. The last cell is
+    the remark."""
+    csv.writer(file := StringIO()).writerows(_lines(lab, rows))
+    replace_text(path, file.getvalue())
 
 
 def _lines(lab: Lab, rows: Iterable[tuple[str, Report | None]]) -> Iterator[list[Any]]:
     yield ["student", "score", "max_score", *(law.name for law in lab.laws), "remark"]
     for student, report in rows:
         scores = [x.score for x in report.results] if report else [0] * len(lab.laws)
-        remark = "" if report else "no adapters.py in the folder"
-        yield [student, sum(scores), lab.points, *scores, remark]
+        yield [student, sum(scores), lab.points, *scores, remark(report)]

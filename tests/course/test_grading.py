@@ -1,7 +1,9 @@
 """The frame of the course: what misbehaves is told in a sentence, and results have the formats that others read."""
 
 import csv
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -162,17 +164,25 @@ def test_a_class_is_a_line_for_each_student(tmp_path: Path, capsys: pytest.Captu
     (folder / "ada" / "rest.py").write_text(RIGHT)
     (folder / "ada" / "adapters.py").write_text("from rest import *\n")
     (folder / "bob.py").write_text("def declare(): raise NotImplementedError\n")
+    (folder / "carl.py").write_text("import nothing\n")
     files = ["--csv", str(tmp_path / "grades.csv"), "--out", str(tmp_path / "reports")]
     assert main(["1", "--all", str(folder), *files]) == 0
     rows = [*csv.DictReader((tmp_path / "grades.csv").read_text().splitlines())]
     assert [(x["student"], x["score"], x["max_score"]) for x in rows] == [
-        *(("ada", "100", "100"), ("bob", "0", "100"), ("empty", "0", "100"))
+        *(("ada", "100", "100"), ("bob", "0", "100"), ("carl", "0", "100"), ("empty", "0", "100"))
     ]
     assert [*rows[0]] == ["student", "score", "max_score", *(law.name for law in LAB.laws), "remark"]
-    assert rows[2]["remark"] == "no adapters.py in the folder"
-    assert sorted(x.name for x in (tmp_path / "reports").iterdir()) == ["ada", "bob"]
+    assert [x["remark"][:24] for x in rows] == [
+        "",
+        "",
+        "carl.py cannot be import",
+        "no adapters.py in the fo",
+    ]
+    assert sorted(x.name for x in (tmp_path / "reports").iterdir()) == ["ada", "bob", "carl"]
     assert "declare is not written yet" in (tmp_path / "reports" / "bob" / "report.txt").read_text()
-    assert re.search(r"^ada +100/100  broken: none$", capsys.readouterr().out, re.MULTILINE)
+    out = capsys.readouterr().out
+    assert re.search(r"^ada +100/100  broken: none$", out, re.MULTILINE)
+    assert re.search(r"^carl +0/100  carl.py cannot be imported: ModuleNotFoundError", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +194,16 @@ def test_a_class_is_a_line_for_each_student(tmp_path: Path, capsys: pytest.Captu
         ("1 --adapters x.py --csv y.csv", "got --csv without --all"),
         (
             f"1 --adapters {__file__} --out {__file__}",
-            "test_grading.py, which cannot be written (File exists): name",
+            "test_grading.py: got 'File exists' while making it: name another",
         ),
         (
             f"1 --all {Path(__file__).parent} --csv no/y.csv",
-            "got no/y.csv, which cannot be written (No such file",
+            "--csv: got no/y.csv, expected a file in a folder that exists: name another",
         ),
-        (f"1 --adapters {__file__} --out /proc/sys", "got /proc/sys, which cannot be written ("),
+        (
+            f"1 --adapters {__file__} --out /proc/sys",
+            "--out: got /proc/sys/results.json, whose folder cannot",
+        ),
         ("1 --all no --csv y.csv --out results", "got no, which is no folder"),
     ],
 )
@@ -205,6 +218,18 @@ def test_wrong_arguments_are_told_and_leave_nothing(
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk_is_told_with_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["1", "--adapters", str(LAB.folder / "adapters.py"), "--out", str(tmp_path)]) == 2
+    told = "results.json: got 'No space left on device' while writing it: free some space\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 @pytest.mark.parametrize(

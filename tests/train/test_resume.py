@@ -169,15 +169,20 @@ def test_a_resumed_run_may_have_its_parameters_elsewhere(undisturbed: Path) -> N
     assert [settings[name] for name in ("stage", "params_on", "defer")] == [3, "host", True]
 
 
+def add_to_saved(settings: dict[str, Any], folder: Path) -> None:
+    """Add to the settings of `zfunc train` that a checkpoint has."""
+    manifest = read_manifest(folder)
+    manifest.extra["train"]["settings"] |= settings
+    (folder / FILE).write_bytes(to_json(manifest))
+
+
 def test_a_run_resumes_whose_settings_had_a_name_that_is_gone(undisturbed: Path) -> None:
     """Of an older version: `accumulate`, and the name of an order of several devices on one."""
     shutil.copytree(undisturbed, "run", ignore=shutil.ignore_patterns("step-00000010", "summary.json"))
     older = {"accumulate": "device", "order": "OneFOneB"}
     folder, said = Path("run/checkpoints/step-00000005"), config("run")
     Path("run/config.json").write_text(json.dumps({**said, "settings": {**said["settings"], **older}}))
-    manifest = read_manifest(folder)
-    manifest.extra["train"]["settings"] |= older
-    (folder / FILE).write_bytes(to_json(manifest))
+    add_to_saved(older, folder)
     assert train("--out", "run", "--resume", "auto") == 0
     assert measured("run") == measured(undisturbed)
     assert summary("run")["loss"] == summary(undisturbed)["loss"]
@@ -390,6 +395,17 @@ def test_another_model_is_refused_and_nothing_changes(
     assert train("--out", "run", "--resume", "auto", flag, value) == 2
     assert re.search(message, capsys.readouterr().err)
     assert files("run") == before
+
+
+@pytest.mark.parametrize(("resume", "out"), [("auto", "run"), ("run", "new")])
+def test_the_model_of_a_run_is_asked_for(resume: str, out: str, undisturbed: Path, capsys: Out) -> None:
+    """Before the data: chats would be refused for want of its template."""
+    shutil.copytree(undisturbed, "run")
+    add_to_saved({"hf": "model"}, Path("run/checkpoints/step-00000010"))
+    write_jsonl(Path("data.jsonl"), {"messages": [{"role": "assistant", "content": "a"}]})
+    assert train("--out", out, "--resume", resume, "--data", "data.jsonl") == 2
+    err = capsys.readouterr().err
+    assert re.search("--hf: got none, where .*0010 was trained with one, .* run: pass --hf model\n", err)
 
 
 def test_auto_starts_a_new_run(capsys: Out) -> None:

@@ -21,7 +21,7 @@ from zfunc.checkpoint.strict_json import JsonNode, Within
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.setting_values import DISK
 from zfunc.core.shares import words_of
-from zfunc.errors import CheckpointError, about, refuse
+from zfunc.errors import CheckpointError, about, refuse, setting
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.evaluations import Evaluation, num_without_improvement
 from zfunc.train.events import COMPLETE, EARLY
@@ -147,9 +147,24 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
         if settings.resume == AUTO:
             return _continue_run(run, folder, settings)
         path = Path(settings.resume).expanduser().absolute()
-        return ResumePoint(folder, (_newest(path, _swap_in_config(path)) or _open(path)).path)
+        checkpoint = _newest(path, _swap_in_config(path)) or _open(path)
+        _check_model(checkpoint, settings)
+        return ResumePoint(folder, checkpoint.path)
     except CheckpointError as error:
         raise ValueError(about("resume", error)) from error
+
+
+def _check_model(checkpoint: Checkpoint, settings: TrainSettings) -> None:
+    """Raise SettingError unless `settings` name a Hugging Face model, and adapters, where those saved do."""
+    saved = _saved_progress(checkpoint.manifest.extra)[1]
+    for name in ("hf", "lora"):
+        before, now = saved.get(name), getattr(settings, name)
+        if saved and (before is None) != (now is None):
+            by, do = "without", "leave it out; to begin at step 0, export that run and pass its model as `hf`"
+            if now is None:
+                by, do = "with one", f"pass {setting(name, before)}"
+            got = f"{now or 'none'}, where {checkpoint.path} was trained {by}"
+            refuse(name, got, "the model of that run", do)
 
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
@@ -163,6 +178,7 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
             origin = folder  # or the one before, if damaged: loading it warns
         else:
             checkpoints.find_checkpoint(folder)  # for its warning
+        _check_model(checkpoint, settings)
         step, extra = checkpoint.manifest.position.batches, checkpoint.manifest.extra
         saved = _saved_progress(extra)[1]
         if settings.steps is None and settings.epochs is not None and saved.get("epochs") == settings.epochs:
