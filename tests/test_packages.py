@@ -61,10 +61,10 @@ BUDGETS = {
     "viz": 1_238,
     "planner": 3_774,
     "models": 7_333,
-    "train": 6_914,
+    "train": 6_956,
     "cli": 2_843,
-    "tests": 55_868,
-    "course": 5_317,
+    "tests": 55_919,
+    "course": 5_322,
     "benchmarks": 6_260,
     "docs": 1_785,
 }

@@ -37,6 +37,7 @@ FILES: dict[str, str | bytes] = {
     "bytes.toml": b"\xff\xfe\xfd",
     "bytes.json": b"\xff\xfe\xfd",
     "cut.jsonl": '{"text": "a"}\n{"text": \n',
+    "chat.jsonl": '{"messages": [{"role": "assistant", "content": "a"}]}',
     "cut.toml": "a = [\n",
     "list.json": "[1, 2]",
     "unknown.json": '{"train_batch_sizes": 4}',
@@ -60,6 +61,7 @@ def wrong_files(own_folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     Path("empty").mkdir()
+    Path("loop").symlink_to("loop")
 
 
 def refused(capsys: Out, *args: str) -> str:
@@ -128,6 +130,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --data empty", "--data: got no text", "expected at least one document"),
     ("train --data empty.txt", "--data: got empty.txt, which is empty"),
     ("train --data cut.jsonl", "--data: cut.jsonl, line 2"),
+    ("train --data chat.jsonl", "a chat for bytes, ", "a model that has one with --hf, or with --tokenizer"),
     ("train --data short.txt --seq-length 100", "tokens for --seq-length 100", "shorter"),
     ("train --data short.txt --vocab-size 99", "--vocab-size: got 99", "read as bytes", "256"),
     ("train --data tokens.bin --vocab-size 10", "expected tokens below 10: pass the --vocab-size"),
@@ -147,7 +150,9 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --resume auto", "--resume auto: got no --out", "add such as --out run"),
     ("train --resume auto --out used", "no config.json of a run"),
     ("train --resume auto --out model", "no config.json of a run"),
-    ("train --resume auto --out short.txt", "cannot be written"),
+    ("train --resume auto --out short.txt", "--out: got short.txt, which is no folder, expected"),
+    ("train --out loop", "--out: got loop, which is no folder, expected"),
+    ("train --out loop/run", "--out: got loop/run, which cannot be written (Too many levels"),
     ("train --resume auto --out broken", "got no complete checkpoint"),
     ("train --resume auto --out empty", "in which another process is at work"),
     ("train --config nowhere", "nowhere: got 'No such file"),

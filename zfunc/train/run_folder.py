@@ -267,6 +267,8 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
         descriptor = lock(path, wait=False)
     except OSError as error:
         got, do = f"which cannot be written ({error.strerror or error})", "name another"
+        if isinstance(error, FileExistsError):  # a file, or a link that leads nowhere
+            got = "which is no folder"
         if isinstance(error, BlockingIOError):
             got, do = "in which another process is at work", "wait for it, or name another"
         expected = "a folder of this run alone that can be written"

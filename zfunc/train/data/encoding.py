@@ -9,7 +9,7 @@ import numpy as np
 from zfunc.errors import refuse
 from zfunc.models.loss_pieces import IGNORE_INDEX
 from zfunc.train.data.records import CHAT, IDS, LABELS, MASK, Document
-from zfunc.train.data.tokenizer import Tokenizer, Vocabulary
+from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
 _DOCUMENTS = 64  # tokenized in one call
 _LONG = 1 << 20  # characters of a document after which no more are read in one call
@@ -105,10 +105,11 @@ def _texts(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]
 def _chats(documents: list[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
     chats = [x.values for x in documents]
     if (template := tokenizer.chat) is None:
-        raise ValueError(
-            f"{chats[0].where}: got a chat for {tokenizer.name}, without a chat template, expected a tokenizer "
-            "with one: write a chat_template.jinja beside it, or prompt and completion instead of messages"
-        )
+        do = "write a chat_template.jinja beside it, or prompt and completion instead of messages"
+        if tokenizer is BYTES:
+            do = "name the folder of a model that has one with `hf`, or with `tokenizer`"
+        got = f"a chat for {tokenizer.name}, without a chat template"
+        refuse(chats[0].where, got, "a tokenizer with one", do, ValueError)
     rendered = [x for chat in chats for x in template.render(chat)]
     located = tokenizer.locate([text for text, _ in rendered])
     for (_, spans), (tokens, places) in zip(rendered, located, strict=True):
