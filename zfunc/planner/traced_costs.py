@@ -18,10 +18,11 @@ from zfunc.engine.compile import compile
 from zfunc.engine.program.passes import segment_calls
 from zfunc.engine.program.program import Program, kept_in
 from zfunc.engine.program.traced_spec import largest_spec, row_tokens, traced_spec
-from zfunc.engine.trace.batches import LABELS, Batch, ByValue, split_batch, traced_kinds
+from zfunc.engine.trace.batches import LABELS, Batch, split_batch, traced_kinds
 from zfunc.engine.trace.model_segments import checked_segments
 from zfunc.engine.trace.pass_options import PassOptions, pass_options
 from zfunc.engine.trace.segment import Segment
+from zfunc.engine.trace.traced_values import ByValue
 from zfunc.errors import Message, OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.planner.candidate import shortage_text

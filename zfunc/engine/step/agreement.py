@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.program.program import Program, ShapedProgram, on_compute_stream
 from zfunc.engine.state.state import State
-from zfunc.engine.trace.batches import Batch, ByValue, Whole, unmarked
+from zfunc.engine.trace.batches import Batch, Whole, unmarked
+from zfunc.engine.trace.traced_values import ByValue
 from zfunc.errors import RankError
 from zfunc.runtime.torch_dtypes import byte_view
 

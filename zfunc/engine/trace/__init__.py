@@ -23,6 +23,7 @@
     module_copies           a module without memory, or with other tensors
     segment                 nn.Module -> pure function
     model_segments          the segments of a model: of an nn.Sequential, and checks of them together
+    traced_values           tensors of a batch on whose values a trace depends
     batches                 a batch, and its equal parts
 
 No module of this package knows a plan, or a State.

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_map_with_path
 
-from zfunc.engine.trace.batches import LABELS, ByValue, Whole
+from zfunc.engine.trace.batches import LABELS, Whole
+from zfunc.engine.trace.traced_values import ByValue
 
 
 class BatchCall(NamedTuple):

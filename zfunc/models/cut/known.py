@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zfunc.engine.trace.batches import BySample, Values
 from zfunc.engine.trace.tensor_memory import storage_of
+from zfunc.engine.trace.traced_values import BySample, Values
 from zfunc.models.cut.user_code import in_a_check
 
 LARGEST = 1 << 20
