@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_829,
     "optim": 3_219,
     "checkpoint": 4_535,
-    "engine": 12_049,
+    "engine": 12_046,
     "viz": 1_238,
     "planner": 3_775,
     "models": 7_334,

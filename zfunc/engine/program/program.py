@@ -190,14 +190,15 @@ class ProgramCache:
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
     looks: dict[str, Look] = field(factory=dict)  # at the modules of segments, before the last step
-    # Whether the next step compares a loss with those of its halves; None: not decided yet.
-    compares_loss: bool | None = None
+    compared_loss: bool = False  # whether a step has compared a loss with those of its halves
     said: set[Any] = field(factory=set)  # warnings that have been logged, each once, and of what
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     # By State, updates over its buffers and those of staging, which `release` drops.
     prepared: WeakKeyDictionary[Buffers, dict[Any, Any]] = field(factory=WeakKeyDictionary[Buffers, Any])
-    slots: dict[Region, int] = field(factory=dict)  # bytes of these activations, those of other stages too
-    released: tuple[Region, ...] = ()  # what of it `release` has freed
+    slots: dict[Region, int] = field(
+        factory=dict
+    )  # bytes of the slots for activations there, of other stages too
+    released: tuple[Region, ...] = ()  # those of `staging` that `release` has freed
     # Of segments, by device and segment number: those of all or, at first and after `release`, of none.
     constants: dict[tuple[int, int], dict[str, Tensor]] = field(factory=dict)
     swap: SwapSpace | None = None  # of its last State

@@ -20,7 +20,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.moves import MOVES
-from zfunc.core.optimizer_state import GRADIENT, PARAMS
+from zfunc.core.optimizer_state import GRADIENT, HIGH_HALF, PARAMS
 from zfunc.core.pipeline import B, F
 from zfunc.core.places import BucketPlaces
 from zfunc.core.regions import FLOWS
@@ -143,12 +143,12 @@ def own_slice(op: Op, mem: Memory, step: StepContext) -> None:
     device; new parameters not in a skipped step."""
     if op.touches("decision") and mem[op.read("decision")].skip:
         return
-    b, source, target = op.index[min(1, len(op.index) - 1)], op.reads[-1], op.writes[0]
-    shard = step.shards[b]
+    b = op.index[min(1, len(op.index) - 1)]  # of (bucket,), or (micro-batch, bucket, ...)
+    source, target, shard = op.reads[-1], op.writes[0], step.shards[b]
     numel = shard.stop - shard.start  # a slot has room for more
     values, into = mem[source], mem[target]
     if source.role == "paged":
-        values = values.views["master_high"]
+        values = values.views[HIGH_HALF]
     into = own_part(shard, into.flat) if target.role == "params" else into[:numel]
     into.copy_(values[shard] if source.role == "grad" else values[:numel], non_blocking=True)
 

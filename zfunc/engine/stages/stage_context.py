@@ -56,7 +56,8 @@ class StepContext:
     updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     averaged: frozenset[int] = frozenset()  # those whose moving average it updated
     patience: float = 600.0  # seconds to wait for the device
-    warn: Callable[[str], None] | None = None  # where the first loss is to be compared with those of its rows
+    # Logs a warning, where this step compares its first loss with those of its halves; None where it does not.
+    warn: Callable[[str], None] | None = None
     # Of the State: updates over buffers that were checked, by verb and index.
     prepared: dict[Any, Any] = field(factory=dict[Any, Any])
 

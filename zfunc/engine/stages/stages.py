@@ -5,7 +5,7 @@ has no others. A stage returns nothing: it writes the regions that its operation
 """
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -166,16 +166,14 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
     if op.write("grad") not in op.reads:
         for start, stop in gaps(bucket.start, bucket.stop, ((x.start, x.stop) for x in bucket.spans)):
             slot[start - bucket.start : stop - bucket.start].zero_()
-    own = [grads[x.name] for x in bucket.spans if x.name in grads]
-    torch._foreach_copy_(_places(slot, bucket, grads), own)
+    torch._foreach_copy_(*_placed(grads, bucket, slot))
 
 
 def add(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one segment's gradients to its bucket's sum of gradients on the device."""
     _, b, _ = op.index
     total, grads, bucket = mem[op.write("grad")], mem[op.read("grads")], step.spec.layout.buckets[b]
-    own = [grads[x.name] for x in bucket.spans if x.name in grads]
-    torch._foreach_add_(_places(total, bucket, grads), own)
+    torch._foreach_add_(*_placed(grads, bucket, total))
 
 
 def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
@@ -392,7 +390,9 @@ def _write_squares(step: StepContext, b: int, squares: Squares, sum_of: Callable
             row.copy_(sum_of(slice(first - shard.start, last - shard.start)))
 
 
-def _places(flat: Tensor, bucket: Bucket, names: Container[str]) -> list[Tensor]:
-    """Views of a bucket's flat gradient, one for each parameter in `names`, in the parameter's shape."""
-    own = (x for x in bucket.spans if x.name in names)
-    return [flat[x.start - bucket.start : x.stop - bucket.start].view(x.shape) for x in own]
+def _placed(grads: Mapping[str, Tensor], bucket: Bucket, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """For those of `grads`, by parameter name, that belong to `bucket`: the views of the bucket's `flat` gradient
+    in their places and shapes, and the gradients themselves."""
+    spans = [x for x in bucket.spans if x.name in grads]
+    views = [flat[x.start - bucket.start : x.stop - bucket.start].view(x.shape) for x in spans]
+    return views, [grads[x.name] for x in spans]

@@ -70,7 +70,8 @@ def step_on(
     """What the step that makes update `number` starts from: its constants, and memory by region (the State's,
     the program's staging buffers, the decision of the step before). With `debug`, buffers are checked in
     every update."""
-    ranks, owner = program.ranks, state.buffers.owner
+    ranks, owner, settings = program.ranks, state.buffers.owner, program.settings
+    cuts_batch = settings.micro_batches * ranks.world > 1 and settings.tiles == 1
 
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
         if s not in shaped.random:
@@ -94,7 +95,7 @@ def step_on(
         updated=owner.updated,
         averaged=owner.averaged,
         patience=program.executor.patience,
-        warn=partial(warn_once, program) if program.cache.compares_loss else None,
+        warn=partial(warn_once, program) if cuts_batch and not program.cache.compared_loss else None,
         # In debug mode buffers are checked in each step.
         prepared={} if debug else program.cache.prepared.setdefault(state.buffers, {}),
     )
@@ -102,7 +103,7 @@ def step_on(
         state.buffers.close()
     decision = Region("decision")
     return context, {
-        **staging_buffers(program),
+        **staging_buffers(program, shaped),
         **state.buffers.memory,
         decision: owner.deferred or NO_UPDATE,
     }

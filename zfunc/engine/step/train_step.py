@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
@@ -20,7 +18,6 @@ from zfunc.engine.program.program import (
     left_to_allocate,
     lock_staging,
     memory_shortage,
-    staging_buffers,
     warn_once,
 )
 from zfunc.engine.program.specialize import specialize
@@ -99,13 +96,13 @@ def _train_step(
     swaps = save is not None and save.folder.absolute() in program.swap_folders
     committed, save = (save, None) if swaps else (None, save)
     commit = program.commits(state.step) or committed is not None
-    check_has_values(batch)
+    tensors = check_has_values(batch)
     micro = split_batch(batch, program.settings.micro_batches)
     shaped = specialize(program, batch, micro, save=save is not None, commit=commit)
     if unused := shaped.spec.unused:
         warn_once(program, IDLE, unused)
-    if made := [type(x.grad_fn).__name__ for x in tree_leaves(batch) if isinstance(x, Tensor) and x.grad_fn]:
-        cut = f"batch: got a tensor with a grad_fn, {made[0]}, and no gradient goes to what made it"
+    if grad_fns := [type(x.grad_fn).__name__ for x in tensors if x.grad_fn]:
+        cut = f"batch: got a tensor with a grad_fn, {grad_fns[0]}, and no gradient goes to what made it"
         warn_once(program, f"{cut}: call that in the model, or detach() the tensor")
     if options.faults:  # those of all ranks are checked: they refuse together
         check_faults((f for f in options.faults if f.step == number), shaped.whole)
@@ -118,12 +115,7 @@ def _train_step(
     elif shortage:
         raise OutOfMemory(Message(shortage))
 
-    if program.cache.compares_loss is None:
-        several = program.settings.micro_batches * ranks.world > 1
-        program.cache.compares_loss = several and program.settings.tiles == 1
-
     # 2. The regions that are this step's own: micro-batches, what it commits, where it saves.
-    staging_buffers(program, shaped)
     own: dict[Region, Any] = {Region("batch", (m,)): x for m, x in enumerate(micro)}
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
@@ -145,7 +137,7 @@ def _train_step(
     finally:
         if writer is not None:
             writer.abandon()  # no effect on a published checkpoint
-    program.cache.compares_loss = False
+    program.cache.compared_loss = True
     decision: StepDecision = mem[Region("decision")]
     norm: float = mem[Region("norm")]
     owner.settle(

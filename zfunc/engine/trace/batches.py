@@ -105,10 +105,12 @@ def check_leaves(name: str, batch: Any) -> list[Any]:
     return leaves
 
 
-def check_has_values(batch: Any) -> None:
-    """Raise ValueError for a tensor in `batch` on the device "meta", where tensors have shapes alone."""
-    if any(t.is_meta for t in tree_leaves(batch) if isinstance(t, Tensor)):
+def check_has_values(batch: Any) -> list[Tensor]:
+    """The tensors of `batch`. Raises ValueError for one on the device "meta", where tensors have shapes alone."""
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    if any(t.is_meta for t in tensors):
         refuse("batch", "a tensor on the device 'meta'", "one with values", "make it on the CPU or another")
+    return tensors
 
 
 def rows_in(batch: Batch) -> int:

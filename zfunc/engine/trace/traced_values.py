@@ -1,4 +1,4 @@
-"""Tensors of a batch on whose values a trace depends, such as masks: marks for them, and what traces get of them."""
+"""Tensors of a batch on whose values a trace depends, such as masks: their marks, and what traces get of them."""
 
 import hashlib
 
