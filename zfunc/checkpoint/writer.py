@@ -159,7 +159,7 @@ def begin_writing(
     snapshot: Snapshot,
     save: Save,
     ranks: RankGroup,
-    kept_of_frozen: Callable[[int], Mapping[str, Tensor]] = lambda _: {},
+    kept_of_frozen: Callable[[int], Mapping[str, Tensor]],
 ) -> CheckpointWriter:
     """Begin a checkpoint of the State that `snapshot` describes: reserve disk space on all ranks, or on none.
 

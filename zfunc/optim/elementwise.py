@@ -162,12 +162,15 @@ class KernelOptimizer(NamedSettings, ABC):
         Raises TypeError or ValueError if a schedule returns another type, or a value that float32 cannot hold.
         """
         lr, betas = self.lr, getattr(self, "betas", None)
-        found = {"lr": number(f"lr at step {step}", lr(step), least=0, computed=True) if callable(lr) else lr}
-        if betas is not None:
-            given = f"betas at step {step}"
-            found["betas"] = checked_betas(given, betas(step), computed=True) if callable(betas) else betas
-        self.checked_factors(StepDecision(False, 1.0, step, found), 0)
-        return found
+        factors = {
+            "lr": number(f"lr at step {step}", lr(step), least=0, computed=True) if callable(lr) else lr
+        }
+        if callable(betas):
+            factors["betas"] = checked_betas(f"betas at step {step}", betas(step), computed=True)
+        elif betas is not None:
+            factors["betas"] = betas
+        self.checked_factors(StepDecision(False, 1.0, step, factors), 0)
+        return factors
 
     def describe(self) -> dict[str, Any]:
         """The optimizer's settings that are constant over all steps, by name, as JSON values."""
@@ -307,13 +310,13 @@ class Elementwise(KernelOptimizer):
         """The scalars of an update of `group` (1: no weight decay); ValueError if float32 cannot hold one."""
         scale = number("grad_scale", decision.grad_scale, computed=True)
         decay = 0.0 if group else self.weight_decay
-        found = {
+        scalars = {
             "decay": decision.factors["lr"] * decay if self.decoupled else decay,
             **self.scalars(decision.number, **decision.factors),
         }
-        for name, value in found.items():
+        for name, value in scalars.items():
             if name not in Factors._fields[2:]:
                 got, known = f"the number {name!r}", f"some of {', '.join(Factors._fields[3:])}"
                 refuse(f"{type(self).__name__}.scalars", got, known, "name it as one of them", TypeError)
             number(f"{type(self).__name__}'s settings (as {name})", value, computed=True)
-        return Factors(scale, grad_floor_of(scale), **found)
+        return Factors(scale, grad_floor_of(scale), **scalars)

@@ -140,13 +140,13 @@ def alloc_host(numel: int, dtype: "torch.dtype", *, pinned_for: "torch.device | 
     return tensor
 
 
-def give_back_freed(least: int = LEAST_GIVEN_BACK) -> None:
-    """Have malloc return freed blocks of at least `least` bytes to the system at once.
+def give_back_freed() -> None:
+    """Have malloc return freed blocks of `LEAST_GIVEN_BACK` bytes or more to the system at once.
 
     glibc's own threshold grows to 32 MiB with the blocks that are freed, and glibc keeps twice as much free memory:
     up to 5 % of the memory of a training whose state is on disk. With C libraries other than glibc nothing is done.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, least)
-        mallopt(_TRIM_THRESHOLD, least)
+        mallopt(_MMAP_THRESHOLD, LEAST_GIVEN_BACK)
+        mallopt(_TRIM_THRESHOLD, LEAST_GIVEN_BACK)

@@ -401,14 +401,13 @@ def memory_shortage(
 ) -> str:
     """The message of an OutOfMemory error if the bytes `needed`, of a plan with `peaks`, exceed this rank's
     free memory; "" if they fit."""
-    free = {"host": available_host_bytes()}
-    apart = {place: room_for_tensors(x) for place, x in program.memories.items()}
-    for memory, available in {**free, **apart}.items():
-        if memory in needed and needed[memory] > available:
+    apart = program.memories
+    free = {"host": available_host_bytes(), **{x: room_for_tensors(device) for x, device in apart.items()}}
+    for memory, available in free.items():
+        if needed.get(memory, 0) > available:
             op = "" if apart and memory == "host" else peaks[memory if apart else "device"].op
-            fewer = (
-                " fewer segments on it (`cut` of the order)," if len(apart) > 1 and memory in apart else ""
-            )
+            several = len(apart) > 1 and memory in apart
+            fewer = " fewer segments on it (`cut` of the order)," if several else ""
             return (
                 f"{action}: needs {needed[memory]:,} bytes of {memory} memory, {available:,} are free"
                 f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started"

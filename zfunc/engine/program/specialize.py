@@ -54,17 +54,17 @@ def specialize(
     if len(kinds) > SHAPES:
         got = f"micro-batches of {len(kinds)} kinds of values that decide shapes"
         raise ValueError(f"batch: got {got}, expected {SHAPES} at most: sort rows by these values")
-    found = {key: _costs_of(program, key, x) for key, x in kinds.items()}
-    (key, (spec, random)), *_ = found.items()
+    traced = {key: _costs_of(program, key, x) for key, x in kinds.items()}
+    (key, (spec, random)), *_ = traced.items()
     if group is not None:
         seen = cached(
             program.cache.seen, group, lambda: KindsSeen(frozenset(), spec, frozenset()), most=SHAPES
         )
-        if not found.keys() <= seen.kinds:
-            grown = largest_spec([seen.spec, *(x for x, _ in found.values())])
-            random = seen.random.union(*(x for _, x in found.values()))
+        if not traced.keys() <= seen.kinds:
+            grown = largest_spec([seen.spec, *(x for x, _ in traced.values())])
+            random = seen.random.union(*(x for _, x in traced.values()))
             number = seen.number + (grown.costs != seen.spec.costs)
-            seen = KindsSeen(seen.kinds | found.keys(), grown, random, number)
+            seen = KindsSeen(seen.kinds | traced.keys(), grown, random, number)
             program.cache.seen[group] = seen
         key, spec, random = (group, seen.number), seen.spec, seen.random
     if spec.aux_rows:
@@ -130,8 +130,9 @@ def check_modules(program: Program) -> None:
 def _check_outside(program: Program) -> None:
     """Warn of changed objects outside of modules on which a trace depends: the changes may have no effect.
     Raises ValueError if a plain value has changed there."""
-    own = ((x, x.outside) for x in program.segments if x.outside is not None)
-    for segment, outside in {id(x): (s, x) for s, x in (*own, *program.cache.outside.values())}.values():
+    of_segments = ((x, x.outside) for x in program.segments if x.outside is not None)
+    known = *of_segments, *program.cache.outside.values()
+    for segment, outside in {id(x): (s, x) for s, x in known}.values():
         facts = outside.facts
         moved = "" if facts is None else first_change(facts, outside.now())
         what = f"segment {segment.name!r}: got {moved}, changed since the segment was traced"

@@ -24,12 +24,12 @@ def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     buckets and slices changes no bit of a norm.
     """
     wait_for_copies(step)
-    found: dict[int, Squares] = {r.index[0]: mem[r] for r in op.reads}  # by bucket, of this pipeline stage
+    by_bucket: dict[int, Squares] = {r.index[0]: mem[r] for r in op.reads}  # of this pipeline stage
     sizes = [len(x.spans) if step.spec.settings.norms else 1 for x in step.spec.layout.buckets]
     starts = [0, *accumulate(sizes)]
     rows = torch.zeros(starts[-1], SUM_PARTS, dtype=torch.float64, device="cpu")  # of each parameter
     of_rows, norms = list[int](), list[Tensor]()
-    for b, squares in found.items():
+    for b, squares in by_bucket.items():
         if squares.rows is None:
             rows[starts[b] : starts[b + 1]] = squares.flat[: sizes[b] * SUM_PARTS].view(-1, SUM_PARTS)
         else:
@@ -53,8 +53,8 @@ def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
     collective; gather each auxiliary output that has one entry per row of the batch, in one more collective.
     """
     wait_for_copies(step)
-    own = _means(op, mem) if op.reads else [0.0] * (1 + len(step.spec.aux))  # another stage has the losses
-    loss, *aux = (total / step.ranks.world for total in step.ranks.sums(own))
+    means = _means(op, mem) if op.reads else [0.0] * (1 + len(step.spec.aux))  # another stage has the losses
+    loss, *aux = (total / step.ranks.world for total in step.ranks.sums(means))
     mem[op.write("mean_loss")] = loss
     if op.touches("mean_aux"):
         mem[op.write("mean_aux")] = torch.tensor(aux, dtype=torch.float64)
@@ -90,18 +90,18 @@ def _write_rows(op: Op, mem: Memory, step: StepContext) -> None:
     if not op.touches("all_rows"):
         return
     spec, ranks = step.spec, step.ranks
-    made = [mem[r] for r in op.reads if r.buffer == "aux_rows"]  # of each micro-batch
-    found = mem[op.write("all_rows")] = dict[str, Tensor]()
+    by_micro_batch = [mem[r] for r in op.reads if r.buffer == "aux_rows"]
+    outputs = mem[op.write("all_rows")] = dict[str, Tensor]()
     for n, x in enumerate(spec.aux_rows):
         rows = ranks.world * spec.settings.micro_batches * x.shape[0]
         full = torch.empty(rows, *x.shape[1:], dtype=getattr(torch, x.dtype), device="cpu")
-        if made:
-            mine = torch.cat([of_micro[n].cpu() for of_micro in made])
+        if by_micro_batch:
+            mine = torch.cat([rows_of_it[n].cpu() for rows_of_it in by_micro_batch])
             ranks.all_gather(byte_view(full), byte_view(mine)) if ranks.world > 1 else full.copy_(mine)
         if spec.mesh.over_ranks:
             home = spec.mesh.device_of(F, 0, len(spec.costs) - 1)
             byte_view(full).copy_(ranks.from_stage(home, byte_view(full)))  # pyright: ignore  # StageRanks
-        found[x.name] = full
+        outputs[x.name] = full
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

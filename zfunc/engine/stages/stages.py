@@ -187,17 +187,17 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum the squares of this rank's slice of a bucket's complete gradient on the device; an accelerator
     writes norms of its parts instead."""
     (b,) = op.index
-    bucket, own = step.spec.layout.buckets[b], step.shards[b]
-    grad = mem[op.read("grad")][own] if op.touches("grad") else mem[op.read("grad_shard")]
+    bucket, shard = step.spec.layout.buckets[b], step.shards[b]
+    grad = mem[op.read("grad")][shard] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
         # parameter, so on one rank the bits do not depend on the buckets. The host squares them: for the device
         # that would be 15 launches more.
-        spans = bucket.spans_within(own.start, own.stop)
-        pieces = [grad[first - own.start : last - own.start] for first, last, _ in spans]
+        spans = bucket.spans_within(shard.start, shard.stop)
+        pieces = [grad[first - shard.start : last - shard.start] for first, last, _ in spans]
         squares: Squares = mem[op.write("squares")]
         before = (
-            sum(x.stop - bucket.start <= own.start for x in bucket.spans) if step.spec.settings.norms else 0
+            sum(x.stop - bucket.start <= shard.start for x in bucket.spans) if step.spec.settings.norms else 0
         )
         squares.rows = [before + i * step.spec.settings.norms for i in range(len(pieces))]
         if pieces:
@@ -213,7 +213,7 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     numel = shard.stop - shard.start  # where they are slots they have room for more
     total, grad = mem[op.write("grad_shard")][:numel], mem[op.read("host_slot")][:numel]
     _write_squares(
-        step, b, mem[op.write("squares")], lambda own: accumulate_(total[own], grad[own], first=first)
+        step, b, mem[op.write("squares")], lambda part: accumulate_(total[part], grad[part], first=first)
     )
 
 
@@ -303,8 +303,8 @@ def _weights(op: Op, mem: Memory, step: StepContext, buffers: dict[str, Tensor])
     call, constants = step.calls[op.index[1]], step.constants[op.device, op.index[1]]
     views, names = dict[str, Tensor](), {*call.trained.values(), *call.fixed.values()}
     for r in op.operands("params"):
-        own = mem[r].views  # a bucket may have those of many segments, and a segment many buckets
-        views.update((name, own[name]) for name in own.keys() & names)
+        of_bucket = mem[r].views  # a bucket may have those of many segments, and a segment many buckets
+        views.update((name, of_bucket[name]) for name in of_bucket.keys() & names)
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
     return SegmentWeights(trained, {**fixed, **constants, **buffers}, call.name)

@@ -76,13 +76,13 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
     on_host, calls, several = update.on_host, KernelCalls(), len(update.runs) > 1
     apply = optimizer.host_update if on_host else optimizer.device_update
     for run in update.runs:
-        if (group := run.given["group"]) != LEFT:
-            later = {"calls": calls} if on_host and several and gathers_calls(optimizer, group) else {}
-            apply(run.state, run.grad, decision, out=run.out, **run.given, **later)
+        if (group := run.arguments["group"]) != LEFT:
+            gathered = {"calls": calls} if on_host and several and gathers_calls(optimizer, group) else {}
+            apply(run.state, run.grad, decision, out=run.out, **run.arguments, **gathered)
         elif run.out is not None:  # of a slot, which had another bucket before
             run.out.copy_(unpack_weights(run.state))
-    for kernel, own in calls.items():
-        kernel.update_runs(own)
+    for kernel, calls_of_it in calls.items():
+        kernel.update_runs(calls_of_it)
     for padding in update.padding:
         padding.zero_()
 
@@ -94,7 +94,7 @@ class UpdateRun:
     state: CheckedState
     grad: Tensor
     out: Tensor | None
-    given: dict[str, Any]  # group, and shape where a run is a parameter
+    arguments: dict[str, Any]  # group, and shape where a run is a parameter
 
 
 @frozen(eq=False)
@@ -102,7 +102,7 @@ class PreparedUpdate:
     """The optimizer calls that update one bucket. Its buffers are sliced when this is made, and checked in
     the first run only."""
 
-    of: tuple[Any, ...]  # the tensors that were cut, and the parameters that the loss does not reach
+    made_of: tuple[Any, ...]  # the tensors that were cut, and the parameters that the loss does not reach
     on_host: bool
     runs: list[UpdateRun]
     padding: list[Tensor]  # of the copy, behind parameters
@@ -125,25 +125,25 @@ def _prepared(
     The last step's calls are returned if all tensors are the same objects. New ones are kept for the next
     step, unless some memory is of this step alone.
     """
-    of = (*state.values(), _gradient_memory(op, mem), out, unused)
-    found = step.prepared.get((op.verb, op.index))
-    if found is not None and len(found.of) == len(of) and all(map(is_, found.of, of)):
-        return found
+    made_of = (*state.values(), _gradient_memory(op, mem), out, unused)
+    last = step.prepared.get((op.verb, op.index))
+    if last is not None and len(last.made_of) == len(made_of) and all(map(is_, last.made_of, made_of)):
+        return last
     (b,) = op.index
     bucket, shard = step.spec.layout.buckets[b], step.shards[b]
     grad, runs, padding = gradient_of(op, mem, shard), list[UpdateRun](), list[Tensor]()
     out = None if out is None else _own(op, step, out)
-    for start, stop, given in (_parameters if by_parameter else _runs)(bucket, shard, {*unused}):
-        own = CheckedState(state_slice(bucket.state_format, state, start, stop))
-        runs.append(UpdateRun(own, grad[start:stop], None if out is None else out[start:stop], given))
+    for start, stop, arguments in (_parameters if by_parameter else _runs)(bucket, shard, {*unused}):
+        part = CheckedState(state_slice(bucket.state_format, state, start, stop))
+        runs.append(UpdateRun(part, grad[start:stop], None if out is None else out[start:stop], arguments))
     if by_parameter and out is not None:
         covered = ((first, last) for first, last, _ in bucket.spans_within(shard.start, shard.stop))
         between = gaps(shard.start, shard.stop, covered)
         padding = [out[start - shard.start : stop - shard.start] for start, stop in between]
-    made = PreparedUpdate(of, not on_accelerator(grad.device), runs, padding)
+    update = PreparedUpdate(made_of, not on_accelerator(grad.device), runs, padding)
     if all(r.lifetime in KEPT or r.buffer == "decision" for r in op.regions):
-        step.prepared[op.verb, op.index] = made
-    return made
+        step.prepared[op.verb, op.index] = update
+    return update
 
 
 def _runs(bucket: Bucket, shard: slice, unused: Collection[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -171,8 +171,8 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
     out, optimizer = mem[op.write("grad_shard")], step.optimizer
     update = _prepared(op, mem, step, decision.unused, state_of(op, mem), out, by_parameter=False)
     for run in update.runs:
-        if run.given["group"] != LEFT:
-            optimizer.direction(run.state, run.grad, decision, out=run.out, **run.given)  # pyright: ignore
+        if run.arguments["group"] != LEFT:
+            optimizer.direction(run.state, run.grad, decision, out=run.out, **run.arguments)  # pyright: ignore
 
 
 def gather_direction(op: Op, mem: Memory, step: StepContext) -> None:

@@ -33,17 +33,17 @@ def run_on_state(
     shaped: ShapedProgram,
     state: State,
     number: int,
-    own: Mapping[Region, Any],
+    regions: Mapping[Region, Any],
     options: RunOptions,
     name: str,
     *,
     donated: bool = True,
 ) -> tuple[StepRun, dict[Region, Any]]:
-    """Run a plan, that of update `number`, on the memory of `state` and the step's `own` regions. The memory
+    """Run a plan, that of update `number`, on the memory of `state` and of the step's own `regions`. The memory
     is donated to the next State, or changed in place unless `donated`. If it fails, other ranks are told.
     Returns the run, and all regions with what the plan wrote."""
     step, mem = step_on(program, shaped, state, number, debug=options.debug)
-    mem |= own
+    mem |= regions
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
     try:
         with owner.running(

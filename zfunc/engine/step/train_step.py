@@ -93,6 +93,7 @@ def _train_step(
 ) -> tuple[State, Metrics]:
     # 1. What this step does, which all ranks have to do.
     number, ranks, owner = state.step + 1, program.ranks, state.buffers.owner
+    # A save into a folder of the swap space is a commit.
     swaps = save is not None and save.folder.absolute() in program.swap_folders
     committed, save = (save, None) if swaps else (None, save)
     commit = program.commits(state.step) or committed is not None
@@ -116,7 +117,7 @@ def _train_step(
         raise OutOfMemory(Message(shortage))
 
     # 2. The regions that are this step's own: micro-batches, what it commits, where it saves.
-    own: dict[Region, Any] = {Region("batch", (m,)): x for m, x in enumerate(micro)}
+    regions: dict[Region, Any] = {Region("batch", (m,)): x for m, x in enumerate(micro)}
 
     def commit_record(decision: StepDecision) -> dict[str, Any] | None:
         """The metadata of this step's commit, given its decision; None if an overflow at the smallest loss
@@ -127,13 +128,13 @@ def _train_step(
             return None
         return commit_metadata(program, now, {} if committed is None else committed.extra)
 
-    own[Region("position")] = state.buffers.swap, commit_record
-    own[Region("checkpoint")] = writer = None if save is None else begin_save(program, state, save)
+    regions[Region("position")] = state.buffers.swap, commit_record
+    regions[Region("checkpoint")] = writer = None if save is None else begin_save(program, state, save)
 
     # 3. The run, and what has become of the State.
     sent = ranks.sent
     try:
-        run, mem = run_on_state(program, shaped, state, number, own, options, f"step {number}")
+        run, mem = run_on_state(program, shaped, state, number, regions, options, f"step {number}")
     finally:
         if writer is not None:
             writer.abandon()  # no effect on a published checkpoint
