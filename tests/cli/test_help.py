@@ -56,6 +56,8 @@ def test_help_fits_its_columns(name: str, columns: int, monkeypatch: pytest.Monk
     prose = text.partition("\nexamples:\n")[0] if columns < 80 else text
     assert max(map(len, prose.splitlines())) <= min(columns, 120)
     assert not re.search(r"\w-$", prose, re.MULTILINE), "no flag is cut in two"
+    words = {x for command in COMMANDS.values() for x in command.options if "_" in x}
+    assert not words & {*re.findall(r"\w+", prose)}, "Python's spelling of an option"
 
 
 @every_command

@@ -246,7 +246,7 @@ class StepSettings(NamedSettings):
         InShares((*TIERS_OF["activations_on"], AUTO)),
         "offload",
         f"where the inputs of segments wait for backward: {joined(TIERS_OF['activations_on'])}; "
-        "the disk needs folders, swap",
+        "the disk needs folders, `swap`",
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
         '"auto", with `example`: on the device if they fit, or the nearest place that helps.',
         tries=(
@@ -298,7 +298,7 @@ class StepSettings(NamedSettings):
         InTiers((*PLACES, DISK, AUTO)),
         "offload",
         "where the optimizer state lives: device, host, disk, or a share as in device:0.25,host or host:0.25,disk; "
-        "the disk needs folders, swap",
+        "the disk needs folders, `swap`",
         "Same result. A bucket's state is read before its update and written after it. Shares are whole buckets, "
         "which are smaller then: the device has those that backward completes last, the host beside the disk those "
         'that are updated last. "auto", with `example`: on the host if it fits, else, with swap, on the disk; '
@@ -322,7 +322,7 @@ class StepSettings(NamedSettings):
         one_of((*TIERS_OF["grads_on"], AUTO)),
         "offload",
         f"where gradients wait for the norm or for a deferred update: {joined(TIERS_OF['grads_on'])}; "
-        "the last with state_on disk",
+        "the last with `state_on=disk`",
         "Same result. Those of updates on the host wait in its memory at the nearest. Sums that the host makes, of "
         "several micro-batches or of tied parameters, wait there. Several devices add up micro-batches themselves "
         'where parameters are fetched, unless this is host. "auto", with `example`: the nearest that fits.',
@@ -342,7 +342,7 @@ class StepSettings(NamedSettings):
         1,
         one_or_more,
         "offload",
-        "with state_on disk, steps between two that can be gone back to after a crash",
+        "with `state_on=disk`, steps between two that can be gone back to after a crash",
         "Such a step also writes what memory has of the state, and waits until the disk has it.",
     )
     defer: bool = make_setting(

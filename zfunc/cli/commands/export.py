@@ -29,7 +29,7 @@ class ExportSettings:
     checkpoint: Path = _file(
         NOTHING,
         "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken, or with "
-        "keep_best the best",
+        "--keep-best the best",
         metavar="CHECKPOINT",
         positional=True,
     )
