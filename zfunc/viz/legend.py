@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from colorsys import hls_to_rgb
 from importlib.resources import files
+from itertools import chain
 from math import floor, inf, log10
 from zlib import crc32
 
@@ -61,16 +62,18 @@ def lanes_of(timelines: Sequence[Timeline]) -> dict[str, bool]:
 
 
 def micro_batches_of(timelines: Sequence[Timeline]) -> dict[str, str]:
-    """The micro-batch of each pass of a pipeline, by operation; empty where one lane makes all passes.
+    """The micro-batch of each pass of a pipeline, by operation; empty where one lane makes all passes of a step.
 
     >>> from zfunc.core.timeline import Event
     >>> events = (Event(f"gpu:{n}", f"forward[3,{n}]", "compute", n, n + 1.0) for n in (0, 1))
     >>> micro_batches_of([Timeline(events, "simulated")])
     {'forward[3,0]': '3', 'forward[3,1]': '3'}
+    >>> micro_batches_of([Timeline((event,), "simulated") for event in events])
+    {}
     """
-    passes = [e for timeline in timelines for e in timeline.events if verb_of(e.op) in WAYS]
-    several = len({e.lane for e in passes}) > 1
-    return {e.op: re.sub(r"\D.*", "", e.op.partition("[")[2]) for e in passes if several}
+    steps = [[e for e in timeline.events if verb_of(e.op) in WAYS] for timeline in timelines]
+    several = any(len({e.lane for e in passes}) > 1 for passes in steps)
+    return {e.op: re.sub(r"\D.*", "", e.op.partition("[")[2]) for e in chain(*steps) if several}
 
 
 def verb_of(op: str) -> str:
