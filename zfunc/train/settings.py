@@ -534,7 +534,8 @@ READ = {
 def check_exists(name: str, place: Path | None) -> None:
     """Raise ValueError unless the path `place`, the value of setting `name`, exists; None passes."""
     if place is not None and not place.exists():
-        refuse(name, f"{place}, which does not exist", READ[name], "check the path")
+        do = "name the folder, as patterns are for `stream`" if "*" in place.name else "check the path"
+        refuse(name, f"{place}, which does not exist", READ[name], do)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ def checked_segments(segments: Iterable[Segment] | nn.Sequential) -> tuple[Segme
     if isinstance(segments, type) and issubclass(segments, nn.Module):
         of_type("segments", segments, nn.Module, "a model, or a list of Segments")
     expected = (
-        "a list of Segments: pass [segment, ...], an nn.Sequential that ends in a loss, or for a causal language "
-        "model of transformers zfunc.hf.segments(model)"
+        "a model or a list of Segments: pass an nn.Module with `example`, [segment, ...], or for a causal "
+        "language model of transformers zfunc.hf.segments(model)"
     )
     of_type("segments", segments, Iterable, expected)
     segments = tuple(segments)
