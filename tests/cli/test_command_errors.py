@@ -125,7 +125,11 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --delay-from 100", "'--delay-from', which is gone: pass defer, which hides the host"),
     ("train --log-style deepspeed", "which is gone: metrics.jsonl in the run folder"),
     ("train --data nowhere", "--data: got nowhere, which does not exist", ": check the path"),
-    ("train --data used/*.jsonl", "which does not exist, ", ": name the folder, as patterns are for --stream"),
+    (
+        "train --data used/*.jsonl",
+        "which does not exist, ",
+        ": name the folder, as patterns are for --stream",
+    ),
     ("train --data=", "--data: got ''", "name it"),
     ("train --data /", "--data: got '/'", "name it"),
     ("train --data empty", "--data: got no text", "expected at least one document"),
