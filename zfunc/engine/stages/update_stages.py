@@ -68,11 +68,11 @@ def _update_once(op: Op, mem: Memory, step: StepContext, decision: StepDecision,
     copy = state.pop(PARAMS, copy)
     if b in step.updated:
         if copy is not None:
-            shard, copy = step.shards[b], _own(op, step, copy)
+            shard, copy = step.shards[b], _shard_of(op, step, copy)
             copy[: shard.stop - shard.start].copy_(master_weights(state, 0, shard.stop - shard.start))
         return
     by_parameter = step.spec.places[b].by_parameter
-    update = _prepared(op, mem, step, decision.unused, state, copy, by_parameter=by_parameter)
+    update = _prepared_update(op, mem, step, decision.unused, state, copy, by_parameter=by_parameter)
     on_host, calls, several = update.on_host, KernelCalls(), len(update.runs) > 1
     apply = optimizer.host_update if on_host else optimizer.device_update
     for run in update.runs:
@@ -108,7 +108,7 @@ class PreparedUpdate:
     padding: list[Tensor]  # of the copy, behind parameters
 
 
-def _prepared(
+def _prepared_update(
     op: Op,
     mem: Memory,
     step: StepContext,
@@ -132,7 +132,7 @@ def _prepared(
     (b,) = op.index
     bucket, shard = step.spec.layout.buckets[b], step.shards[b]
     grad, runs, padding = gradient_of(op, mem, shard), list[UpdateRun](), list[Tensor]()
-    out = None if out is None else _own(op, step, out)
+    out = None if out is None else _shard_of(op, step, out)
     for start, stop, arguments in (_parameters if by_parameter else _runs)(bucket, shard, {*unused}):
         part = CheckedState(state_slice(bucket.state_format, state, start, stop))
         runs.append(UpdateRun(part, grad[start:stop], None if out is None else out[start:stop], arguments))
@@ -169,7 +169,7 @@ def momentum(op: Op, mem: Memory, step: StepContext) -> None:
     if decision.skip or b in step.updated:
         return
     out, optimizer = mem[op.write("grad_shard")], step.optimizer
-    update = _prepared(op, mem, step, decision.unused, state_of(op, mem), out, by_parameter=False)
+    update = _prepared_update(op, mem, step, decision.unused, state_of(op, mem), out, by_parameter=False)
     for run in update.runs:
         if run.arguments["group"] != LEFT:
             optimizer.direction(run.state, run.grad, decision, out=run.out, **run.arguments)  # pyright: ignore
@@ -226,7 +226,7 @@ def _params(op: Op, mem: Memory) -> Tensor | None:
     return mem[op.write("params")].flat if op.touches("params") else None
 
 
-def _own(op: Op, step: StepContext, out: Tensor) -> Tensor:
+def _shard_of(op: Op, step: StepContext, out: Tensor) -> Tensor:
     """This rank's slice of `out` if `op` writes whole parameters; `out` itself if it is the slice."""
     return own_part(step.shards[op.index[0]], out) if op.touches("params") else out
 

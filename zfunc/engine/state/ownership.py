@@ -54,13 +54,13 @@ class Ownership:
         if defers and not decision.skip:
             self.deferred = decision
 
-    def take_back(self) -> None:
+    def undo_donation(self) -> None:
         """Return the buffers to the State from before the last step, which has changed nothing in them."""
         self.generation -= 1
 
     @contextmanager
     def running(
-        self, name: str, ops: Sequence[Op], *, defers: bool, donated: bool, way_on: str
+        self, name: str, ops: Sequence[Op], *, defers: bool, donated: bool, resume_hint: str
     ) -> Iterator[dict[int, bool]]:
         """A context in which operations `ops` run on a State's buffers, which are `donated` to the next
         State, or changed in place.
@@ -70,7 +70,7 @@ class Ownership:
         Yields a dict that the caller fills: by index, the operations that have started, and whether they have
         ended. After a failure the old State owns the buffers again, unless an update of this step has begun,
         or a deferred one has begun and not ended; deferred updates not begun are made later. Errors quote
-        `name` and `way_on`.
+        `name` and `resume_hint`.
         """
         started: dict[int, bool] = {}
         self.generation += donated
@@ -84,7 +84,7 @@ class Ownership:
             raise
         except BaseException as error:
             if update := self._unfinished(ops, started, defers=defers):
-                why = f"({type(error).__name__}: {error}). {way_on}"
+                why = f"({type(error).__name__}: {error}). {resume_hint}"
                 self.lost = f"{name} failed after {update} had begun to update it {why}"
             else:
                 self.generation -= donated

@@ -28,7 +28,7 @@ from zfunc.engine.program.specialize import check_modules
 from zfunc.engine.state.state import Buffers, State, allocate
 from zfunc.engine.state.weights import average_frozen, begin_again, begin_averages, put_weights
 from zfunc.engine.step.flush import make_deferred_update
-from zfunc.engine.step.run import check_state, way_on
+from zfunc.engine.step.run import check_state, resume_hint
 from zfunc.engine.step.swap_state import commit_again, commit_state, create_swap, masters_in
 from zfunc.engine.trace.module_buffers import copy_buffers
 from zfunc.engine.trace.segment import Segment
@@ -127,7 +127,7 @@ def replace(
     with lock_staging(program, "replace", patience=program.executor.patience), on_compute_stream(program):
         if buffers.swap is not None and any(x.name in params for x in layout.frozen):
             all_or_none(ranks, buffers.swap.make_room)
-        owner.generation, owner.lost = owner.generation + 1, f"replace did not finish. {way_on(program)}"
+        owner.generation, owner.lost = owner.generation + 1, f"replace did not finish. {resume_hint(program)}"
         average_frozen(buffers, layout, ranks)  # up to now, with the weights that are replaced
         all_or_none(ranks, put)
         commit_again(program, state, changed={layout.bucket_of(x).index for x in spans})

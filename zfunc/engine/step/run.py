@@ -42,12 +42,12 @@ def run_on_state(
     """Run a plan, that of update `number`, on the memory of `state` and of the step's own `regions`. The memory
     is donated to the next State, or changed in place unless `donated`. If it fails, other ranks are told.
     Returns the run, and all regions with what the plan wrote."""
-    step, mem = step_on(program, shaped, state, number, debug=options.debug)
+    step, mem = prepare_step(program, shaped, state, number, debug=options.debug)
     mem |= regions
     owner, ops = state.buffers.owner, shaped.plan.graph.ops
     try:
         with owner.running(
-            name, ops, defers=shaped.spec.deferred, donated=donated, way_on=way_on(program)
+            name, ops, defers=shaped.spec.deferred, donated=donated, resume_hint=resume_hint(program)
         ) as started:
             return program.executor.run(shaped.prepared, mem, step, options, started), mem
     except NonFiniteError:  # raised by `decide` on all ranks alike, with no collective under way
@@ -57,14 +57,14 @@ def run_on_state(
         raise
 
 
-def way_on(program: Program) -> str:
+def resume_hint(program: Program) -> str:
     """Advice on how to resume training, for the message of an error after which a State is lost."""
     if program.spec.swaps:
         return f"Go on from the last commit, with load({str(program.settings.swap[0])!r}, program)"
     return "Go on from an earlier copy of the parameters, with init(program, params=...)"
 
 
-def step_on(
+def prepare_step(
     program: Program, shaped: ShapedProgram, state: State, number: int, *, debug: bool = False
 ) -> tuple[StepContext, dict[Region, Any]]:
     """What the step that makes update `number` starts from: its constants, and memory by region (the State's,

@@ -39,7 +39,7 @@ from zfunc.engine.state.state import Buffers, State
 from zfunc.engine.state.weights import kept_of_frozen, send_weights
 from zfunc.engine.step.flush import make_deferred_update
 from zfunc.engine.step.init import allocate_state
-from zfunc.engine.step.run import check_state, step_on
+from zfunc.engine.step.run import check_state, prepare_step
 from zfunc.engine.step.swap_state import (
     commit_state,
     gather_frozen,
@@ -92,7 +92,7 @@ def save(
         )
         special = specialize_without_batch(program, checkpoint)
         writer = begin_save(program, state, request)
-        step, mem = step_on(program, special, state, max(1, state.step))
+        step, mem = prepare_step(program, special, state, max(1, state.step))
         mem[Region("checkpoint")] = writer
         try:
             program.executor.run(special.prepared, mem, step, RunOptions(), {})

@@ -147,7 +147,7 @@ def _train_step(
     try:
         after = _after(program, state, batch, decision)
     except NonFiniteError:  # an overflow at the smallest loss scale
-        owner.take_back()  # the step was skipped
+        owner.undo_donation()  # the step was skipped
         raise
     if program.settings.ema is not None and not decision.skip:
         state.buffers.averages_left *= program.settings.ema
