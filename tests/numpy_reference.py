@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from zfunc.core.dtypes import DTYPES, Dtype
-from zfunc.core.regions import SUM_PARTS
+from zfunc.core.region_table import SUM_PARTS
 from zfunc.optim import formats
 from zfunc.optim.rules import Factors, RuleStep, apply_step
 

@@ -90,7 +90,7 @@ NONE = {  # numbers of another kind, and why no result depends on them
         "core.simulator WAKING",
         "core.layout LEFT",
         "models.cut.module_traces IN_EVAL",
-        "core.regions SUM_PARTS BF16 FP32 FP64",
+        "core.region_table SUM_PARTS BF16 FP32 FP64",
         "optim.adafactor FP32_EPS",
     ],
     "of a plan's memory or time, an estimate or an upper bound": [

@@ -52,7 +52,7 @@ INTERPRETERS = (
 # Lines of Python that a package, or the tests, may have. A number falls with what is cut; a commit of its own
 # raises one, and says what was bought. The ground is the modules of zfunc.
 BUDGETS = {
-    "core": 7_736,
+    "core": 7_756,
     "schedules and ground": 1_584,
     "runtime": 3_829,
     "optim": 3_222,
@@ -63,7 +63,7 @@ BUDGETS = {
     "models": 7_334,
     "train": 6_957,
     "cli": 2_843,
-    "tests": 55_926,
+    "tests": 55_927,
     "course": 5_322,
     "benchmarks": 6_260,
     "docs": 1_785,

@@ -18,7 +18,8 @@ from zfunc.core.extents import BLOCK, whole_blocks
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
-from zfunc.core.regions import Regions, left_bytes
+from zfunc.core.region_table import left_bytes
+from zfunc.core.regions import Regions
 from zfunc.core.spec import SharedInput, StepSpec
 
 Recipe = Callable[[StepSpec], Iterator[Op]]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc
 from zfunc.core.layout import Bucket
-from zfunc.core.regions import SUM_PARTS
+from zfunc.core.region_table import SUM_PARTS
 from zfunc.engine.program.specialize import specialize
 from zfunc.engine.stages import clipping_stages, stages
 from zfunc.engine.state.memory import allocate_regions

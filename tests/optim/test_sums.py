@@ -13,7 +13,7 @@ from numpy_reference import array, reference_square_sum, round_to, tensor, to_fl
 from update_law import ISAS, NAMES, TYPES, assert_same, gradient, placed
 
 import zfunc
-from zfunc.core.regions import SUM_PARTS
+from zfunc.core.region_table import SUM_PARTS
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 from zfunc.optim.updates import accumulate_, exact_parts, square_sum
 

@@ -15,7 +15,8 @@
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows
     spec              `StepSpec`: what a recipe knows of a step
     slots             rings of staging slots, in classes of size
-    regions           the size, tier and lifetime of every region of a step, and the slot that each item has
+    region_table      the size, tier and lifetime of every region of a step: a region's name is a row
+    regions           the regions that operations name, and the slot that each item has
     passes            the operations of passes through segments: a kind of pass is a row
     ops               one constructor for each operation that does more than copy
     moves             the operations that copy a thing from one tier to another: a verb is a row

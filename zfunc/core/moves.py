@@ -14,7 +14,8 @@ from zfunc.core.graph import Kind, Op, Region, Tier
 from zfunc.core.optimizer_state import GRADIENT, PARAMS
 from zfunc.core.pipeline import B, F
 from zfunc.core.places import BucketPlaces
-from zfunc.core.regions import BF16, FLOWS, Regions, left_bytes
+from zfunc.core.region_table import BF16, FLOWS, left_bytes
+from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
 
 

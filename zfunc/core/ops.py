@@ -15,7 +15,8 @@ from zfunc.core.moves import MOVES, move
 from zfunc.core.optimizer_state import EMA
 from zfunc.core.passes import make_pass
 from zfunc.core.pipeline import WAYS, F
-from zfunc.core.regions import BF16, FP32, Regions
+from zfunc.core.region_table import BF16, FP32
+from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
 from zfunc.errors import PlanError, did_you_mean, refuse
 

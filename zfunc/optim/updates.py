@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers, state_slice
-from zfunc.core.regions import SUM_PARTS
+from zfunc.core.region_table import SUM_PARTS
 from zfunc.errors import refuse
 from zfunc.optim.formats import kernel_layout, pack, unpack_moments, unpack_weights
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam

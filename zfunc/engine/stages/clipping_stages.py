@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zfunc.core.graph import Op
 from zfunc.core.pipeline import F
-from zfunc.core.regions import SUM_PARTS
+from zfunc.core.region_table import SUM_PARTS
 from zfunc.engine.stages.stage_context import Memory, StepContext, named_like_verbs
 from zfunc.engine.state.memory import Squares
 from zfunc.errors import NonFiniteError

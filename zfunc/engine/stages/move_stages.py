@@ -23,7 +23,7 @@ from zfunc.core.moves import MOVES
 from zfunc.core.optimizer_state import GRADIENT, HIGH_HALF, PARAMS
 from zfunc.core.pipeline import B, F
 from zfunc.core.places import BucketPlaces
-from zfunc.core.regions import FLOWS
+from zfunc.core.region_table import FLOWS
 from zfunc.engine.stages.clipping_stages import wait_for_copies
 from zfunc.engine.stages.messages import as_message, from_message
 from zfunc.engine.stages.stage_context import Memory, Stage, StepContext, named_like_verbs

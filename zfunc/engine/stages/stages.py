@@ -19,7 +19,7 @@ from zfunc.checkpoint.writer import CheckpointWriter
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
 from zfunc.core.optimizer_state import EMA, FROZEN
-from zfunc.core.regions import SUM_PARTS
+from zfunc.core.region_table import SUM_PARTS
 from zfunc.engine.stages.clipping_stages import CLIPPING_STAGES, wait_for_device
 from zfunc.engine.stages.move_stages import MOVE_STAGES, weights_in_page
 from zfunc.engine.stages.outputs import aux_names, aux_rows, check_aux_names, loss_and_aux
