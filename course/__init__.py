@@ -4,6 +4,7 @@
     check           `make course`: every grader on the solutions of its lab
     leaderboard     `python -m course.leaderboard`: the fastest plans of lab 4
     make_pictures   `python -m course.make_pictures`: the pictures of the labs' texts
+    commands        what these commands share: what their user can do wrong is a line
     lab             finds a lab, its laws and a student's functions
     runner          judges a student's functions, in a process of its own
     grading         starts that process, limits its time, collects what it found

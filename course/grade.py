@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from course.commands import answer, check_adapters
 from course.grading import Report, grade
 from course.lab import Lab, load_lab
 from course.report import make_folder, remark, write, write_csv
 from zfunc.checkpoint.durable_files import replace_text
-from zfunc.errors import DiskError, SettingError
+from zfunc.errors import refuse
 from zfunc.options import file_to_write
 
 AT_ONCE = 2  # students
@@ -41,31 +42,27 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Grade the files that the arguments name; returns the exit code."""
     arguments = parser().parse_args(argv)
-    try:
-        lab = load_lab(arguments.lab)
-    except ValueError as error:
-        return _refuse(str(error))
+    return answer("course.grade", lambda: _grade(arguments))
+
+
+def _grade(arguments: argparse.Namespace) -> int:
+    lab = load_lab(arguments.lab)
     seed = os.environ.get("COURSE_SEED", "0") if arguments.seed is None else arguments.seed
     if arguments.csv and not arguments.all:
-        return _refuse("got --csv without --all, expected both: results.json has the points of one student")
-    if arguments.adapters and not arguments.adapters.is_file():
-        return _refuse(f"got {arguments.adapters}, which is no file: pass your copy of the lab's adapters.py")
+        refuse("--csv", "it without --all", "both", "results.json has the points of one student")
+    if arguments.adapters:
+        check_adapters(arguments.adapters)
     if arguments.all and not arguments.all.is_dir():
-        return _refuse(
-            f"got {arguments.all}, which is no folder, expected one with NAME.py or NAME/adapters.py"
-        )
+        refuse("--all", f"{arguments.all}, which is no folder", "one with NAME.py or NAME/adapters.py")
+    if arguments.csv:  # before what takes a minute
+        file_to_write()("--csv", arguments.csv)
     out = arguments.out or Path()
-    try:  # before what takes a minute
-        if arguments.csv:
-            file_to_write()("--csv", arguments.csv)
-        make_folder(out)
-        file_to_write()("--out", out / "results.json")
-        if arguments.all:
-            return grade_class(lab, arguments.all, arguments.csv, arguments.out, seed)
-        report = grade(lab, arguments.adapters, seed)
-        print(write(report, out))
-    except (DiskError, SettingError) as error:
-        return _refuse(str(error))
+    make_folder(out)
+    file_to_write()("--out", out / "results.json")
+    if arguments.all:
+        return grade_class(lab, arguments.all, arguments.csv, arguments.out, seed)
+    report = grade(lab, arguments.adapters, seed)
+    print(write(report, out))
     return int(report.score < lab.points)
 
 
@@ -96,11 +93,6 @@ def submissions(folder: Path) -> dict[str, Path]:
     files = {x.stem: x for x in entries if x.suffix == ".py"}
     files |= {x.name: x / "adapters.py" for x in entries if x.is_dir()}
     return dict(sorted(files.items()))
-
-
-def _refuse(message: str) -> int:
-    print(f"course.grade: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

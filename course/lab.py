@@ -9,6 +9,7 @@ from types import ModuleType
 from attrs import frozen
 
 from course.law import Law, Student
+from zfunc.errors import refuse
 
 LABS = Path(__file__).parent / "labs"
 
@@ -35,10 +36,10 @@ def numbers() -> list[int]:
 
 
 def load_lab(number: int) -> Lab:
-    """Load lab `number`. Raises ValueError if no lab has this number."""
+    """Load lab `number`. Raises SettingError if no lab has this number."""
     found = sorted(LABS.glob(f"{number:02}_*"))
     if not found:
-        raise ValueError(f"got lab {number}, expected one of {', '.join(map(str, numbers()))}")
+        refuse("lab", str(number), f"one of {', '.join(map(str, numbers()))}")
     module = load(found[0] / "laws.py", f"course_lab_{number}")
     laws = tuple(value for value in vars(module).values() if isinstance(value, Law))
     return Lab(number, module.TITLE, found[0], laws, module.NOT_IMPORTED)

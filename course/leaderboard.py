@@ -15,10 +15,15 @@ from typing import Any
 
 from attrs import evolve
 
+from course.commands import answer, check_adapters
 from course.grading import grade
-from course.lab import LABS, Lab, load, load_lab, load_student
+from course.lab import LABS, Lab, load, load_lab
 from course.law import Broken
+from course.runner import importing
+from zfunc.checkpoint.durable_files import replace_text
 from zfunc.core.plan import Plan, build
+from zfunc.errors import refuse
+from zfunc.options import file_to_write
 from zfunc.units import format_seconds
 
 FILE = LABS / "04_schedules" / "leaderboard.jsonl"
@@ -53,10 +58,12 @@ def score(line: Line) -> float:
 
 
 def lines(path: Path = FILE) -> list[Line]:
-    """The lines of the leaderboard file `path`."""
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    )
+    """The lines of the leaderboard file `path`. Raises SettingError for one that is no JSON."""
+    found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        return [json.loads(line) for line in found]
+    except ValueError as error:
+        refuse("--file", f"{path}, a line of which is no JSON ({error})", "a leaderboard", "remove that line")
 
 
 def table(board: list[Line]) -> str:
@@ -100,7 +107,9 @@ def table_of_files(board: list[Line]) -> str:
 
 def add_plans(board: list[Line], path: Path, name: str) -> int:
     """Add the plans of a file for lab 4 to `board` under `name`; returns 1 if one did not pass, else 0."""
-    student, left_out = load_student(path, load_lab(4)), 0
+    student, left_out = importing(path, load_lab(4)), 0
+    if isinstance(student, str):
+        refuse("--adapters", f"{path} ({student})", "a file that passes", "grade it first")
     for number, puzzle in laws().PUZZLES.puzzles().items():
         try:
             plan = laws().right_plan(number, getattr(student, f"puzzle_{number}")(puzzle.graph))
@@ -126,7 +135,8 @@ def _refuse(broken: Broken) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Add files that pass to the leaderboard, and print its table; returns 1 if a file did not pass."""
+    """Add files that pass to the leaderboard, and print its table; returns 1 if a file did not pass, 2
+    for wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m course.leaderboard", description="Leaderboards of labs.")
     parser.add_argument("--lab", type=int, default=4, help="by default 4")
     parser.add_argument(
@@ -135,16 +145,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", default="you", help="the name in the table")
     parser.add_argument("--file", type=Path, help="the leaderboard; by default leaderboard.jsonl of the lab")
     arguments = parser.parse_args(argv)
+    return answer("course.leaderboard", lambda: _add(arguments))
+
+
+def _add(arguments: argparse.Namespace) -> int:
     lab, left_out = load_lab(arguments.lab), 0
     file = arguments.file or lab.folder / FILE.name
     board = lines(file)
     if arguments.adapters:
+        check_adapters(arguments.adapters)
+        file_to_write()("--file", file)
         if lab.number == 4:
             left_out = add_plans(board, arguments.adapters, arguments.name)
         else:
             left_out = add_file(board, arguments.adapters, arguments.name, lab)
-        text = "".join(json.dumps(line) + "\n" for line in board)
-        file.write_text(text, encoding="utf-8")
+        replace_text(file, "".join(json.dumps(line) + "\n" for line in board))
     print(table(board) if lab.number == 4 else table_of_files(board))
     return left_out
 

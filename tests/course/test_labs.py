@@ -79,6 +79,32 @@ def test_every_line_of_the_leaderboard_scores_as_it_says(
     assert "puzzle_1: race on act[0,0]" in said.err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lab 77", "lab: got 77, expected one of 1"),
+        ("--adapters no.py", "--adapters: got no.py, which is no file: pass your copy"),
+        ("--adapters cut.py --file new", "got cut.py (cut.py cannot be imported: SyntaxError in line 1 of"),
+        ("--file cut.py", "--file: got cut.py, a line of which is no JSON (Expect"),
+        ("--adapters cut.py --file no/new", "--file: got no/new, expected a file in a folder that exists"),
+    ],
+)
+def test_what_the_leaderboard_cannot_use_is_told(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cut.py").write_text("def (")
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("course.leaderboard: ")
+    assert message in err
+    assert [*Path().iterdir()] == [Path("cut.py")]
+
+
 def test_the_first_labs_need_no_torch_nor_what_only_linux_has(tmp_path: Path) -> None:
     for name in HIDDEN:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('no {name} here')\n")
