@@ -57,7 +57,7 @@ BUDGETS = {
     "runtime": 3_829,
     "optim": 3_222,
     "checkpoint": 4_535,
-    "engine": 12_047,
+    "engine": 12_059,
     "viz": 1_241,
     "planner": 3_775,
     "models": 7_334,

@@ -186,7 +186,7 @@ class ProgramCache:
     specialized: OrderedDict[Any, ShapedProgram] = field(factory=OrderedDict)
     outside: dict[int, tuple[Segment, Outside]] = field(factory=dict)  # of traces that it made itself
     checked: dict[Any, Any] = field(factory=dict)  # outputs of pure segments, by name and layout of the input
-    fake: FakeTensors = field(factory=lambda: FakeTensors(allow_non_fake_inputs=True))
+    _fake: FakeTensors | None = field(default=None, init=False)
     joints: dict[str, Joints] = field(factory=dict)  # by segment, where programs share this cache
     overflowed: bool = False  # more shapes have come than are cached
     looks: dict[str, Look] = field(factory=dict)  # at the modules of segments, before the last step
@@ -203,6 +203,12 @@ class ProgramCache:
     constants: dict[tuple[int, int], dict[str, Tensor]] = field(factory=dict)
     swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
+
+    @property
+    def fake(self) -> FakeTensors:
+        """The mode of the program's traces, made at the first: torch formats the caller's stack for each mode."""
+        self._fake = self._fake or FakeTensors(allow_non_fake_inputs=True)
+        return self._fake
 
 
 def warn_once(program: Program, warning: str, names: tuple[str, ...] = (), of: Any = None) -> None:

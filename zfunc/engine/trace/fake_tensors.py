@@ -104,11 +104,13 @@ class FakeTensors(FakeMode):
         if func in PRODUCTS and len(dtypes := {t.dtype for t in args if isinstance(t, Tensor)}) > 1:
             got = " and ".join(sorted(map(str, dtypes)))
             raise RuntimeError(f"{func}: got matrices of {got}, expected one type")
-        flat, spec = tree_flatten((args, kwargs or {})) if func in OWN_STRIDES else ([], None)
+        if func not in OWN_STRIDES:
+            return super().dispatch(func, types, args, kwargs)
+        flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [t for t in flat if isinstance(t, Tensor)]
         small = sum(t.numel() for t in tensors) <= MOST_RUN
         plain = all(t.is_contiguous() for t in tensors) and len({t.dtype for t in tensors}) == 1
-        if spec is None or not small or plain:
+        if not small or plain:
             return super().dispatch(func, types, args, kwargs)
         names = [a.name for a in func._schema.arguments]
         if "generator" in names:  # torch's own is not advanced

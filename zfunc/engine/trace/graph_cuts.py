@@ -10,10 +10,11 @@ in halves by `split_backward`.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from attrs import frozen
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
@@ -79,7 +81,9 @@ def alone() -> Iterator[None]:
 
 def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
     """The graph of the operations of `function`, traced on `arguments` of fake tensors."""
-    with alone():
+    # For each node make_fx notes the Python function that was called, by a mode, and the layout of "val" again.
+    unread = {"TorchFunctionMetadataMode": nullcontext, "_extract_tensor_metadata": lambda _: None}
+    with alone(), patch.multiple(proxy_tensor, **unread):
         return make_fx(function, tracing_mode="fake")(*arguments)
 
 
