@@ -299,9 +299,13 @@ def test_caches_of_the_user_keep_no_tensors_of_traces() -> None:
     """The user's own call got them from there, and so did the trace of an evaluation, which was refused."""
     torch.manual_seed(0)
     model, data = Caching(whole=False), (torch.randn(4, 8), torch.randn(4, 8))
+    table.cache_clear()
+    kept = table(3)
     program = zfunc.compile(zfunc.segments(model, data, F.mse_loss), precision="fp32", device="cpu")
     state = zfunc.init(program)
     zfunc.evaluate(program, state, tuple(t[:3] for t in data))
+    assert table.cache_info().currsize == 1
+    assert table(3) is kept
     assert not TABLES
     assert not Caching.rows
     expected = F.mse_loss(model(data[0]), data[1]).item()

@@ -1,6 +1,7 @@
 """Caches of the user's code (dicts, lists, `functools.cache`): none keeps tensors of a trace, without values."""
 
 import copy
+import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +18,8 @@ CACHED = type(cache(repr))  # of a function with a cache
 @contextmanager
 def without_traced(values: Iterable[Any]) -> Iterator[None]:
     """A context in which a trace is made. Afterwards the caches among `values` and in them are as before if they
-    have got tensors without values; functions with a cache that have been called forget all results."""
+    have got tensors without values; functions with a cache of a limited size that have been called forget all
+    results."""
     caches = [(x, x.cache_info() if isinstance(x, CACHED) else copy.copy(x)) for x in _caches(values)]
     try:
         yield
@@ -39,10 +41,18 @@ def _caches(values: Iterable[Any]) -> Iterator[Any]:
             continue
         seen[id(x)] = x
         if isinstance(x, dict | list | CACHED):
-            yield x
+            yield _results_of(x) if isinstance(x, CACHED) else x
         mine = isinstance(x, type) and not of_library(x)
         inside = vars(x) if mine or is_open(x, called=True) else x
         inside = (
             inside.values() if isinstance(inside, Mapping) else inside if isinstance(inside, list) else ()
         )
         queue += [(y, depth + 1) for y in inside] if len(inside) <= MOST and depth < MAX_DEPTH else []
+
+
+def _results_of(f: Any) -> Any:
+    """The dict in which a function with a cache keeps results; of one of a limited size, whose dict has no results
+    but places in a list, the function itself."""
+    if f.cache_parameters()["maxsize"] is not None:
+        return f
+    return next(x for x in gc.get_referents(f) if type(x) is dict and x is not vars(f))
