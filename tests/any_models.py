@@ -481,6 +481,16 @@ MODELS: dict[str, Callable[[], Made]] = {
             **{"start_positions": classes(), "end_positions": classes() + 1},
         },
     ),
+    "Longformer": of(
+        config("Longformer", **ENCODER, vocab_size=VOCAB, attention_window=[4] * 3),
+        "LongformerForSequenceClassification",
+        lambda: text(labels=classes()),
+    ),
+    "LED": of(
+        config("LED", **SEQ2SEQ, attention_window=[4, 4], attention_dropout=0.0),
+        "LEDForConditionalGeneration",
+        text,
+    ),
     "BEiT": of(
         config("Beit", **ENCODER, image_size=16, patch_size=4, drop_path_rate=0.0),
         "BeitForImageClassification",

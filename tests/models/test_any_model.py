@@ -21,6 +21,7 @@ from module_law import CLOSE, HOST, WAYS, Block, Late, Tied, batch, check
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._decomp import decompositions
+from torch.compiler import is_exporting
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -444,6 +445,7 @@ def _halves(model: nn.Module, x: dict[str, Tensor]) -> list[float]:
         pytest.param("BOFT", {"boft_block_size": 4}, marks=pytest.mark.slow),
         pytest.param("OFT", {"r": 0, "oft_block_size": 4}, marks=pytest.mark.slow),
         pytest.param("Vera", {"r": 4}, marks=pytest.mark.slow),
+        pytest.param("HRA", {"r": 4}, marks=pytest.mark.slow),  # reads .data
         pytest.param("IA3", {"feedforward_modules": []}, marks=pytest.mark.slow),
         pytest.param("AdaLora", {"r": 4, "total_step": 10}, marks=pytest.mark.slow),
     ],
@@ -880,12 +882,15 @@ def test_buffers_that_plain_pytorch_writes_again_in_backward_are_named(
 
 
 class Reentrant(Elsewhere):
-    """Checkpoints in torch's older way, and a loss of one element."""
+    """Checkpoints in torch's older way, of which one is in another, and a loss of one element."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.sin(checkpoint(torch.tanh, x, use_reentrant=True))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.layers[0](x)
         for layer in self.layers[1:]:
-            x = checkpoint(torch.tanh, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+            x = checkpoint(self.inner, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
         return F.mse_loss(x, checkpoint(torch.tanh, y, use_reentrant=True))[None]
 
 
@@ -1006,6 +1011,76 @@ def test_evaluation_reads_what_earlier_blocks_train(way: str) -> None:
         says = "other parameters in eval mode.*: read there what this or an earlier block trains"
         with pytest.raises(ValueError, match=says) if early else nullcontext():
             assert zfunc.evaluate(program, state, x) == pytest.approx(model.eval()(*x).item(), rel=CLOSE)
+
+
+class Sometimes(Elsewhere):
+    """Blocks that follow their weights in a buffer, and count evaluations; a loss that falls with each step, by a
+    counter that the first block reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        for layer in self.layers:
+            layer.register_buffer("mean", torch.randn(8))
+            layer.register_buffer("evaluations", torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        for n, layer in enumerate(self.layers):
+            x = layer(x) + (self.steps if n < 2 else 0)
+            if self.training:
+                layer.mean.lerp_(layer.weight.detach().mean(0), 0.5)
+            else:
+                layer.evaluations.add_(1)
+            x = torch.tanh(x + layer.mean) + layer.evaluations
+        return F.mse_loss(x, y)
+
+
+def test_evaluation_is_cut_where_training_is_though_it_writes_other_buffers() -> None:
+    """Blocks that are one, for what training writes into buffers, were several in evaluation, which was refused."""
+    torch.manual_seed(0)
+    model, x = Sometimes(), (torch.randn(4, 8), torch.randn(4, 8))
+    segments = zfunc.segments(model, x)
+    assert len(segments) > 2
+    check(segments, model, x, None)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), x)
+    model.load_state_dict({**zfunc.params(program, state), **zfunc.buffers(program, state)}, strict=False)
+    expected = model.eval()(*x).item()
+    for _ in range(2):
+        assert zfunc.evaluate(program, state, x) == pytest.approx(expected, rel=CLOSE)
+
+
+class Wondering(Block):
+    """How it runs decides what it computes; a module is cast to what it is, and `.data` read."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
+        y = y * (2 if torch.compiler.is_compiling() or is_exporting() else 1)
+        y = y * (1 if torch.is_grad_enabled() and y.requires_grad else 0.5)
+        return self.down.to(x.device, x.dtype)(self.up.float()(y))
+
+
+def test_code_that_asks_how_it_runs_computes_what_it_does_in_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(block=Wondering), batch()
+    segments = zfunc.segments(model, x)
+    assert len(segments) > 3
+    check(segments, model, x, None, **HOST)
+    program = zfunc.compile(segments, precision="fp32", device="cpu", **HOST)
+    with torch.no_grad():
+        expected = model.eval()(**x).item()
+    assert zfunc.evaluate(program, zfunc.init(program), x) == pytest.approx(expected, rel=CLOSE)
+
+
+def test_a_parameter_of_another_class_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(nn.Parameter): ...
+
+    model, x = Elsewhere(), (torch.randn(4, 8), torch.randn(4, 8))
+    model.layers[1].bias = Own(torch.zeros(8))
+    zfunc.segments(model, x)
+    assert "forward gets a tensor for 'layers.1.bias', which is no Own there" in caplog.text
 
 
 def test_a_checkpoint_goes_on_in_another_program_and_its_weights_are_the_models(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from module_law import Block, Late, Tied, batch, check
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zfunc
 
@@ -260,9 +261,9 @@ class GradRead(Block):
         return super().forward(x, table) * (1.0 if grad is None else grad.norm())
 
 
-class DataRead(Block):
+class Chosen(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (super().forward(x, table),))
 
 
 class Viewed(nn.Linear):
@@ -401,11 +402,65 @@ def test_a_batch_that_does_not_fit_is_called_one() -> None:
             call(program, state, targetless)
 
 
-def test_a_gradient_hook_on_a_tensor_leaves_one_segment(caplog: pytest.LogCaptureFixture) -> None:
+class NodeHooked(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table)
+        y.grad_fn.register_prehook(lambda grads: (0.1 * grads[0],)) if y.grad_fn is not None else None
+        return y
+
+
+class Scaling(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return y * 0.5 if func is torch.ops.aten.relu.default else y
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        with Scaling():
+            return super().forward(x, table)
+
+
+class Cubed(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.saved_tensors[0] ** 2 * grads[0]
+
+
+class Mapped(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return torch.vmap(Cubed.apply)(super().forward(x, table))  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (Hooked, r"may set a gradient hook at .*_refused.py:\d+"),
+        (NodeHooked, r"may set a gradient hook at .*_refused.py:\d+"),
+        (Scaled, r"a Scaling at .*_refused.py:\d+ sees operations"),
+        (Mapped, "torch.vmap or torch.func is around the autograd function Cubed"),
+    ],
+)
+def test_what_sees_gradients_or_operations_leaves_one_segment(
+    block: type[Block], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Tied(num_layers=1, block=block)
     with caplog.at_level(logging.WARNING, "zfunc"):
-        segments = zfunc.segments(Tied(block=Hooked), batch())
+        segments = zfunc.segments(model, batch())
     assert [s.name for s in segments] == ["model"]
-    assert "registers a gradient hook" in caplog.text
+    assert re.search(why, caplog.text)
+    check(segments, model, batch(), None)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +512,7 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
                 Custom: r"^model: got an operation without a fake kernel at .*_refused.py:\d+ .*register_fake",
                 Caught: r"branch on the value of a tensor.*test_any_model_refused.py",
                 GradRead: r"got .grad of 'layers.0.up.weight' at .*test_any_model_refused.py:\d+, .*norms",
-                DataRead: r"got .data of .*test_any_model_refused.py:\d+, whose",
+                Chosen: r"got torch's cond at .*test_any_model_refused.py:\d+, .*torch.where\(mask, a, b\)",
                 Noisy: r"number of a tensor's value at .*test_any_model_refused.py",
                 Written: r"write into the parameter 'layers.0.down.bias' at .*test_any_model_refused.py:\d+.*"
                 "register_buffer",
@@ -545,6 +600,12 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
         (
             lambda: zfunc.segments(ALONE, (*ONES[:1], *ONES[:1]), Weighted()),
             r"^loss: got a Weighted that trains 'scale', expected .*: call it in forward",
+        ),
+        (
+            lambda: zfunc.segments(
+                ALONE, ONES, lambda y, _: torch.cond(y[0, 0] > 0, torch.sin, torch.cos, (y,))
+            ),
+            "got torch's cond at a line of the loss",
         ),
         (
             lambda: zfunc.segments(Penalized(4, 4), (torch.ones(2, 4),) * 2, F.mse_loss),

@@ -104,6 +104,41 @@ def test_a_mask_that_selects_another_number_is_no_wrong_result() -> None:
             zfunc.evaluate(program, state, sized(4, 2, selected=selected))
 
 
+class Filled(nn.Linear):
+    """It writes into what a dropout of 0 returns: in plain PyTorch its input itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.0)
+        x[:, 0] = 0.5
+        return super().forward(x)
+
+
+class Halves(nn.Module):
+    """Rows in as many parts as a division of Python numbers by torch gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList((nn.Linear(8, 8), nn.Linear(8, 8), Filled(8, 8)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            parts = torch.div(x.size(1), 4, rounding_mode="trunc")  # pyright: ignore
+            x = layer(x.reshape(len(x), parts, 4).flatten(1)) * (parts - 0.5)
+        return F.mse_loss(x, y)
+
+
+def test_a_division_by_torch_of_python_numbers_gives_a_shape() -> None:
+    """As in Longformer, which was refused: its parts had a size that no memory has."""
+    torch.manual_seed(0)
+    model, x = Halves(), {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+    segments = zfunc.segments(model, x)
+    assert len(segments) == 2  # the last two blocks are one, for the write
+    check(segments, model, x, None)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    expected = pytest.approx(model.eval()(**x).item(), rel=CLOSE)
+    assert zfunc.evaluate(program, zfunc.init(program), x) == expected
+
+
 class Selected(nn.Module):
     """Rows that are cut where an input says, and doubled where a mask of another says."""
 

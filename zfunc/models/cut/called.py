@@ -23,7 +23,7 @@ from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.ctc import SizedCTC
 from zfunc.models.cut.kept import counterparts, shown
 from zfunc.models.cut.known import KnownValues
-from zfunc.models.cut.traceable import Traceable, tensors_of, unwrapped_storage
+from zfunc.models.cut.traceable import Traceable, as_if_eager, tensors_of, unwrapped_storage
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -86,7 +86,12 @@ class CalledModel(nn.Module):
         with self._writing_assigned_buffers():
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
             known = KnownValues(device, self.read) if self.by_value else None
-            with Traceable(self), known or nullcontext(), SizedCTC():  # which knows some values
+            with (
+                as_if_eager(),
+                Traceable(self),
+                known or nullcontext(),
+                SizedCTC(),
+            ):  # which knows some values
                 y = self._called(known.with_tensors(x) if known else x)
             if self.swallowed is not None:
                 raise self.swallowed

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ BRANCHES = (
 )
 aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
+CALLED = str(Path(__file__).with_name("called.py"))
+CONTROL = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}  # operations that take functions
+VIEWS = (
+    "dropout",
+    "type_as",
+    "atleast_",
+    "broadcast_tensors",
+    "meshgrid",
+)  # as no schema says; of a dropout of 0
 STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
 
 
@@ -149,10 +159,10 @@ def _uses_before(node: Node, root: Node, base: Mapping[Node, Node]) -> tuple[lis
     return reads, [m for m in reads if root in {base[y] for y in arguments_written(m)}]
 
 
-def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: set[str]) -> None:
-    """Raise BuffersWrittenError, with their names, if the graph writes into buffers in `fixed`, and ValueError if
-    it writes into a parameter or reads a sparse tensor, or a constant whose values the trace lacks. `sources` has
-    the names of the module's tensors by placeholder."""
+def checked_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: set[str]) -> set[str]:
+    """The names of the buffers that the graph writes. Raises BuffersWrittenError, with their names, for those in
+    `fixed`, and ValueError if it writes into a parameter or reads a sparse tensor, or a constant whose values the
+    trace lacks. `sources` has the names of the module's tensors by placeholder."""
     signature = exported.graph_signature
     base = memory_roots(exported.graph.nodes)
     written: dict[str, Node] = {}  # by placeholder or node written into: what writes it first
@@ -179,8 +189,9 @@ def check_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed: s
         constant = exported.constants.get(signature.inputs_to_lifted_tensor_constants.get(n.name, ""))
         if n.users and isinstance(constant, FakeTensor):
             place = place_of(next(iter(n.users)))
-            got = f".data of a tensor, or a gradient of torch.autograd.grad, read at {place}"
-            refuse("model", f"{got}, whose values a trace lacks", "x.detach(), or torch.func.grad")
+            got = f"a gradient of torch.autograd.grad, read at {place}"
+            refuse("model", f"{got}, whose values a trace lacks", "torch.func.grad")
+    return {sources[x] for x in written if x in sources}
 
 
 def check_operations(calls: Iterable[Node]) -> None:
@@ -190,8 +201,11 @@ def check_operations(calls: Iterable[Node]) -> None:
         if any(map(_of_value, tree_leaves(n.meta.get("val")))):
             raise ValueBranchError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
         known = isinstance(n.target, OpOverload | FunctionCall) or n.target is operator.getitem
+        name = getattr(n.target, "__name__", str(n.target))
+        if name in CONTROL:
+            do = "compute all of it and mask with torch.where(mask, a, b), or loop in Python"
+            refuse("model", f"torch's {name} at {place_of(n)}", "operations of tensors alone", do)
         if not known and n.target not in REGIONS:  # part of it may stay open over several operations
-            name = getattr(n.target, "__name__", str(n.target))
             raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
 
 
@@ -221,7 +235,7 @@ def _may_alias(node: Node) -> bool:
     """Whether the result of a node may share memory with an argument, as a view does."""
     schema = getattr(node.target, "_schema", None)
     viewed = schema is not None and any(r.alias_info for r in schema.returns)
-    return node.target is operator.getitem or viewed
+    return node.target is operator.getitem or viewed or any(x in str(node.target) for x in VIEWS)
 
 
 def region_of(node: Node) -> tuple[Any, tuple[Any, ...]]:
@@ -270,4 +284,6 @@ def place_of(node: Node) -> str:
     trace = node.meta.get("stack_trace") or ""
     lines = re.findall(r'^ *File "(.*)", line (\d+)', trace, re.MULTILINE)  # innermost last
     lines = [x for x in lines if not x[0].startswith(LIBRARIES)] or lines
+    if lines and lines[-1][0] == CALLED:  # a trace has lines of functions that are called forward
+        return "a line of the loss"
     return ":".join(lines[-1]) if lines else node.name

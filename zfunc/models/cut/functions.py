@@ -110,10 +110,13 @@ class FunctionCalls:
     """The calls of autograd functions in a graph, by number; equal ones have one."""
 
     calls: list[FunctionCall] = field(factory=list)
+    mapped: str = ""  # the name of a function that was called within torch.func
 
     def apply(self, kind: type[Function], *args: Any, **kwargs: Any) -> Any:
         """What `kind.apply(*args, **kwargs)` returns, as a node of the graph that is traced if it can be one."""
-        if kind.__module__.startswith("torch.") or torch._C._are_functorch_transforms_active():
+        inside = torch._C._are_functorch_transforms_active()
+        if kind.__module__.startswith("torch.") or inside:
+            self.mapped = kind.__qualname__ if inside else self.mapped
             return apply_in_module(kind, *args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [t for t in leaves if isinstance(t, Tensor)]

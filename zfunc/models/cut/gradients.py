@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.autograd_functions import applied_by
-from zfunc.engine.trace.facts import held
+from zfunc.engine.trace.facts import held, of_library
 from zfunc.engine.trace.purity import SEEDED, changes_from_call_to_call
 from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import Values
@@ -34,6 +35,8 @@ BESIDE_TORCH = (
     f"Python's random module or NumPy, expected torch's: {SEEDED}. Pass them in the batch, or leave out what draws "
     "them (of transformers, apply_spec_augment=False)"
 )
+GRAD_FN = Tensor.grad_fn.__get__  # pyright: ignore[reportAttributeAccessIssue]
+HOOKED = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, GRAD_FN)
 log = logging.getLogger("zfunc")
 
 
@@ -50,7 +53,7 @@ def check_gradients(whole: Segment, uncut: CutGraph, tensors: Values, inputs: An
             y = whole.function(params, x, skeleton=called)
         return y[0] if whole.buffers else y
 
-    with _writes_in_checkpoints(called.own[0]) as again:
+    with checkpoints_watched(called.own[0]) as again:
         wanted, (value, state, operation) = changes_from_call_to_call(
             lambda: gradient_graphs(module, tensors, inputs),
             place_here,
@@ -112,19 +115,25 @@ def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], 
 
 
 class _HooksRefused(TorchFunctionMode):
-    """A mode in which a gradient hook on a tensor, which a trace would lose, raises NotCutError."""
+    """A mode in which a gradient hook on a tensor, which a trace would lose, or a look at its `grad_fn`, which may
+    get one, raises NotCutError."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            raise NotCutError("forward registers a gradient hook on a tensor, which a trace would lose")
+        if func in HOOKED:
+            raise NotCutError(f"forward may set a gradient hook {place_here()}, which a trace would lose")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _lost_in_traces_refused() -> Iterator[None]:
     """A context in which this thread may neither set torch's seeds nor the hooks of saved tensors, which a trace
-    lacks; save_on_cpu and checkpoints, which change no result, may."""
-    here, enter = threading.get_ident(), saved_tensors_hooks.__enter__
+    lacks; save_on_cpu and checkpoints, which change no result, may. A TorchDispatchMode of the user's raises
+    NotCutError."""
+    here, enter, enter_mode = (
+        threading.get_ident(),
+        saved_tensors_hooks.__enter__,
+        TorchDispatchMode.__enter__,
+    )
 
     def refusing(f: Any, name: str, do: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -135,10 +144,18 @@ def _lost_in_traces_refused() -> Iterator[None]:
 
         return call
 
+    def entering(mode: TorchDispatchMode) -> Any:
+        if threading.get_ident() == here and not of_library(type(mode)):
+            raise NotCutError(
+                f"a {type(mode).__name__} {place_here()} sees operations, which a trace changes"
+            )
+        return enter_mode(mode)
+
     hooks = refusing(enter, "autograd.graph.saved_tensors_hooks", "let activations_on say where they wait")
     drawn = "draw from torch's default generator, which each step seeds, or keep the numbers in a buffer"
     with ExitStack() as stack:
         stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", hooks))
+        stack.enter_context(patch.object(TorchDispatchMode, "__enter__", entering))
         for name in ("manual_seed", "seed", "set_rng_state"):  # the last of fork_rng, too
             call = refusing(getattr(torch, name), name, drawn)
             for owner in (torch, torch.random):
@@ -147,18 +164,18 @@ def _lost_in_traces_refused() -> Iterator[None]:
 
 
 @contextmanager
-def _writes_in_checkpoints(model: nn.Module) -> Iterator[dict[str, dict[str, None]]]:
-    """A context whose value names, in order by place, the buffers of `model` that are written or assigned in calls
-    of torch.utils.checkpoint that are made in it."""
+def checkpoints_watched(model: nn.Module) -> Iterator[dict[str, dict[str, None]]]:
+    """A context in which torch.utils.checkpoint keeps what any code keeps, as `recompute` decides that. Its value
+    names, in order by place, the buffers of `model` that are written or assigned in these calls."""
     name, written = "_checkpoint_without_reentrant_generator", dict[str, dict[str, None]]()
-    plain = getattr(torch.utils.checkpoint, name)
 
     def buffers() -> dict[str, tuple[int, int]]:
         return {x: (id(t), t._version) for x, t in model.named_buffers()}
 
-    def watched(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def watched(_: Any, __: bool, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Iterator[None]:  # noqa: ARG001
         before = buffers()
-        yield from plain(*args, **kwargs)  # ends when forward has run
+        with contexts()[0] if torch.is_grad_enabled() else nullcontext():  # as torch does
+            yield  # ends when forward has run
         if changed := {x: None for x, state in buffers().items() if state != before.get(x)}:
             written.setdefault(place_here(), {}).update(changed)
 

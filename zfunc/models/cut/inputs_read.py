@@ -88,7 +88,8 @@ def _run(export: ModuleExport, x: Any, training: bool, by_value: bool) -> Reads:
     called.read = lambda name, count: places[count].setdefault(name, place_here())
     # A check of values, which no trace keeps, reads none.
     checks = [patch.object(torch, x, lambda *_, **__: None) for x in dir(torch) if x.startswith("_check")]
-    with alone(), fakes.mode, _compiling_state_context(), quiet(), ExitStack() as stack:
+    grads = torch.set_grad_enabled
+    with alone(), fakes.mode, _compiling_state_context(), quiet(), grads(training), ExitStack() as stack:
         for check in checks:
             stack.enter_context(check)
         try:

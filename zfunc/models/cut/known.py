@@ -44,8 +44,18 @@ SIZED = {
 SIZED |= {"tile", "roll", "topk", "interpolate", "select", "unfold", "split_with_sizes"}
 """Functions that take numbers from tensors."""
 NOT_IN_PLACE = {"__index__", "__invert__", "__int__", "__iter__", "__init__"}
-DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "uniform", "exponential")
-DRAWS += ("geometric", "cauchy", "rrelu", "gumbel")
+UNKNOWN = (
+    "empty",
+    "rand",
+    "dropout",
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "poisson",
+    "uniform",
+    "exponential",
+)
+UNKNOWN += ("geometric", "cauchy", "rrelu", "gumbel")
 
 
 class KnownValues(TorchFunctionMode):
@@ -97,7 +107,7 @@ class KnownValues(TorchFunctionMode):
             args = (*args[:first], *rest)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         values = [self._of(t) for t in tensors]
-        known = all(values) and (bool(tensors) or name in FACTORIES) and not any(x in name for x in DRAWS)
+        known = all(values) and not any(x in name for x in UNKNOWN)
         names = frozenset[str]().union(*(x[1] for x in values if x))
         # 1. What reads values: numbers, or a constant in place of the result.
         free = known and bool(tensors) and self._may_depend_on(names)
@@ -138,7 +148,7 @@ class KnownValues(TorchFunctionMode):
             return {}
         self._note(known[1])
         each = (x.numel() if dim is None else x.shape[dim]) if times is not x and times.numel() == 1 else 1
-        with _without_modes():
+        with without_modes():
             return {"output_size": int(known[0].sum()) * each}
 
     def _number(self, t: Tensor) -> Any:
@@ -147,7 +157,7 @@ class KnownValues(TorchFunctionMode):
         if known is None or not self._may_depend_on(known[1]):
             return t
         self._note(known[1])
-        with _without_modes():
+        with without_modes():
             return known[0].item()
 
     def _known_index(self, index: Any) -> Any:
@@ -167,7 +177,7 @@ class KnownValues(TorchFunctionMode):
     def _index_tensors(self, mask: Tensor, value: Tensor, names: frozenset[str]) -> list[Tensor]:
         """Index tensors, one for each dimension, of the true elements of `mask`, whose known values are
         `value`, computed from the inputs `names`."""
-        with _without_modes():
+        with without_modes():
             places = value.nonzero(as_tuple=True)
         if self.read is None and self._may_depend_on(names):
             return [self._constant(t, names) for t in places]
@@ -192,7 +202,7 @@ class KnownValues(TorchFunctionMode):
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:
         """Put a copy of `value`, made of inputs `names`, into the trace as a constant; if small, it stays known."""
-        with _without_modes():
+        with without_modes():
             stored, constant = value.clone(), value.clone()
         t = constant.to(self.device, copy=True)
         if stored.numel() <= LARGEST:
@@ -214,7 +224,7 @@ class KnownValues(TorchFunctionMode):
         if any(isinstance(x, symbolic) for x in tree_leaves((args, kwargs))):
             return None
         shapes = (Tensor, torch.device)
-        with _without_modes():
+        with without_modes():
             args, kwargs = (tree_map_only(shapes, value, x) for x in (args, kwargs))
             if "device" in kwargs:
                 kwargs["device"] = "cpu"
@@ -238,7 +248,7 @@ def _small(tensors: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _without_modes() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """A context that suspends surrounding modes and transforms, so that operations on real tensors just run."""
     with (
         torch._C.DisableTorchFunction(),

@@ -8,6 +8,7 @@ import contextvars
 import logging
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,7 @@ from zfunc.models.cut.batch_call import BatchCall
 from zfunc.models.cut.called import CalledModel, lacks_targets, takes_inputs_alone
 from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError, is_branch
 from zfunc.models.cut.functions import FunctionCalls
-from zfunc.models.cut.gradients import BESIDE_TORCH, check_gradients
+from zfunc.models.cut.gradients import BESIDE_TORCH, check_gradients, checkpoints_watched
 from zfunc.models.cut.spans import CutGraph, cut_graph
 from zfunc.models.cut.user_code import place_of_error
 from zfunc.models.cut.vmap import expand_vmaps
@@ -59,7 +60,7 @@ class ModuleExport:
     ) -> Callable[..., CutGraph]:
         """Export the module's graph for inputs like `x`, which an error calls `subject`, and weights in `dtype`.
         `by_value` says whether a trace knows the values of inputs in ByValue; None: as the module does. Returns a
-        partial of `cut_graph` that lacks `blocks`, `most` and `starts`."""
+        partial of `cut_graph` that lacks `blocks`, `most` and `like`."""
         # 1. The module with weights that have no memory, on an input without any.
         fakes = self.fakes(x, dtype)
         called = self.called.with_tensors(fakes.params | fakes.buffers)
@@ -69,8 +70,9 @@ class ModuleExport:
             called.by_value = by_value
         # 2. Its graph, cut.
         drawn, functions = _generator_states(called.own[0]), FunctionCalls()
-        traced = applied_by(functions.apply)
-        with alone(), quiet(), _states_of_lstm(), traced, warnings.catch_warnings():
+        traced, checkpoints = applied_by(functions.apply), checkpoints_watched(called.own[0])
+        grads, warned = torch.set_grad_enabled, warnings.catch_warnings()
+        with alone(), quiet(), _states_of_lstm(), traced, checkpoints, grads(training), warned:
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
             try:
                 exported = torch.export.export(called, (fakes.inputs,), strict=False)
@@ -78,6 +80,9 @@ class ModuleExport:
                 refuse_branch(error)
                 if isinstance(error, SettingError) and error.names == ("model",):
                     raise
+                if functions.mapped:
+                    got = f"a torch.vmap or torch.func is around the autograd function {functions.mapped}"
+                    raise NotCutError(f"{got}, and a trace has no call of one there") from error
                 raise self._not_traced(error, fakes, dtype, subject) from error
         for place in sorted(called.unchecked) if subject == "example" else ():
             checked = "model: the values that are checked %s are not known to a trace: the check is left out"
@@ -90,12 +95,13 @@ class ModuleExport:
         expand_vmaps(exported)
         functions.expand(exported)
         parameters = dict(zip(self.whole.short, self.whole.parameters, strict=True))
-        trained, written = {x for x, p in parameters.items() if p.trainable}, {*self.whole.buffers}
+        trained = {x for x, p in parameters.items() if p.trainable}
+        written = {*self.whole.buffers, *(() if training else self.whole.constants)}  # evaluation keeps none
         cut_in = partial(cut_graph, exported, names=_first_names(called), trained=trained, changed=written)
         # 3. Whether the graph has the module's own gradients.
         if training:
             with alone(), fakes.mode, _compiling_state_context():
-                uncut = cut_in(set(), starts=frozenset(), most=0)
+                uncut = cut_in(set(), most=sys.maxsize)
                 leaves = {x: t.detach().requires_grad_(x in trained) for x, t in fakes.params.items()}
                 try:
                     tensors = leaves | fakes.buffers

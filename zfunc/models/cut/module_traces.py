@@ -21,11 +21,11 @@ from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall, mark_values
-from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, Readers, place_of
+from zfunc.models.cut.exported_graph import REGIONS, BuffersWrittenError, NotCutError, place_of
 from zfunc.models.cut.functions import FunctionCall
 from zfunc.models.cut.module_export import ModuleExport, in_thread, without_values
 from zfunc.models.cut.pieces import ModulePiece, module_piece
-from zfunc.models.cut.spans import CutGraph, blocks_of
+from zfunc.models.cut.spans import CutGraph, Division, blocks_of
 from zfunc.runtime.rng import fold_seed
 
 IN_EVAL = -1  # the key of the example in eval mode, which is cut for what it reads alone
@@ -48,10 +48,10 @@ class ModuleTrace:
     output: Any  # of the last piece: the places of its results in what the module returns
     first_alike: list[int]
     whole: str  # why it is one piece
-    starts: frozenset[str]  # parameters before which a block is cut
+    like: Division
     least: int  # elements of parameters of the largest part that cannot be cut
     places: list[str]  # where each piece first reads a parameter
-    readers: Readers
+    written: set[str]  # names of the buffers that it writes
     apart: bool = False
     late: list[dict[str, str]] = field(factory=list)  # by piece, as `short`; of the first trace
 
@@ -157,7 +157,8 @@ class ModuleTraces:
             got = f"a batch for which it runs other blocks or reads other parameters in {mode}"
             do = "pass a batch of this shape as the example"
             if not training:
-                do = "read there what this or an earlier block trains, or no block, or evaluate the module itself"
+                do = "read there what this or an earlier block trains, or no block, write no buffer that several "
+                do += "blocks read, or evaluate the module itself"
             refuse("model", got, "those of the example", do)
         # Functions of blocks that are alike in the first trace, and not in this one, need to be told their place.
         alike = trace.first_alike
@@ -168,14 +169,13 @@ class ModuleTraces:
             x,
             dtype,
             training=training,
-            by_value=None if training else bool(self.in_eval),
+            by_value=None if training else bool(self.in_eval) or self.export.called.by_value,
             subject="batch" if self.first else "example",
         )
         if self.first is None or key == IN_EVAL:
             self.uncut[key] = cut_in
-        starts, readers = (self.first.starts, self.first.readers) if self.first else (None, None)
-        blocks = blocks_of(self.export.model)
-        return self._pieces(key, cut_in(blocks, starts=starts, readers=readers, most=self.most))
+        like = self.first.like if self.first else None
+        return self._pieces(key, cut_in(blocks_of(self.export.model), most=self.most, like=like))
 
     def _pieces(self, key: int, cut: CutGraph) -> ModuleTrace:
         for why in cut.why:
@@ -193,10 +193,10 @@ class ModuleTraces:
             (outputs, cut.exported.call_spec.out_spec),
             [texts.index(x) for x in texts],
             self._why_whole(cut) if len(pieces) == 1 else "",
-            cut.starts,
+            cut.like,
             cut.least,
             [span.place for span in cut.spans],
-            cut.readers,
+            cut.written,
         )
 
     def _why_whole(self, cut: CutGraph) -> str:

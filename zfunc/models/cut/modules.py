@@ -137,6 +137,9 @@ def cuts(
             return
     if idle := [p.name for p in whole.parameters if p.trainable and p.name not in first.read]:
         log.warning("%s: %s", ", ".join(idle), IDLE)
+    for name, p in model.named_parameters():
+        if type(p) is not nn.Parameter:
+            log.warning("model: forward gets a tensor for %r, which is no %s there", name, type(p).__name__)
     if len(first.pieces) == 1:
         log.warning("model: one segment, because %s", first.whole)
     # 3. Its cuts, finer each time: the first segment compares for all, the last one reads batches.
@@ -146,8 +149,8 @@ def cuts(
             segments[0] = evolve(segments[0], source=source, outside=outside)
             segments[-1] = evolve(segments[-1], read_batch=read)
             yield ModuleCut((*segments,), first.places, traces.most)
-            starts = first.starts
-            while first.starts == starts:
+            starts = first.like.starts
+            while first.like.starts == starts:
                 if traces.most <= first.least:
                     return
                 finer = max(first.least, traces.most // 2)
@@ -239,7 +242,8 @@ def _run(traces: ModuleTraces, s: int, training: bool, params: Mapping[str, Tens
     if piece is not None:
         device = next(t.device for t in (*params.values(), *alive) if isinstance(t, Tensor))
         export, short = traces.export, {name: x for x, name in piece.short.items()}
-        written = [x for x, name in piece.short.items() if name in export.whole.buffers]
+        writes = export.whole.buffers if training else trace.written
+        written = [x for x, name in piece.short.items() if name in writes]
         like = {x: short.get(export.called.types.get(name, "")) for x, name in piece.short.items()}
         tensors |= {x: params[x].to(params[other].dtype) for x, other in like.items() if other}
         tensors |= {x: tensors[x].clone() for x in written}

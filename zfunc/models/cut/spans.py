@@ -18,7 +18,7 @@ from zfunc.models.cut.exported_graph import (
     Readers,
     arguments_written,
     check_operations,
-    check_writes,
+    checked_writes,
     differentiable_nodes,
     drop_casts,
     memory_roots,
@@ -44,6 +44,16 @@ class NodeSpan:
 
 
 @frozen(eq=False)
+class Division:
+    """How a module's first trace is divided, for others to be divided alike: the parameters before whose first read
+    a block is cut (`starts`); who reads each tensor; the name of each span, and those of the tensors it reads."""
+
+    starts: frozenset[str]
+    readers: Readers
+    spans: list[tuple[str, set[str]]]
+
+
+@frozen(eq=False)
 class CutGraph:
     """The exported graph of a module in spans. `alive[s]` are the nodes that span `s` gets from the spans before,
     the last element the graph's outputs; `differentiable` are the nodes with a gradient."""
@@ -54,9 +64,9 @@ class CutGraph:
     differentiable: set[Node]
     sources: dict[str, str]  # of placeholders that are parameters, buffers and constants: their names
     why: list[str]  # of spans that were joined
-    starts: frozenset[str]  # parameters before whose first read a block is cut
+    like: "Division"
     least: int  # elements of parameters of the largest part that cannot be cut
-    readers: Readers
+    written: set[str]  # names of the buffers that the graph writes
 
     @property
     def inputs(self) -> list[int]:
@@ -87,14 +97,13 @@ def cut_graph(
     trained: set[str],
     changed: set[str],
     most: int,
-    starts: frozenset[str] | None = None,
-    readers: Readers | None = None,
+    like: Division | None = None,
 ) -> CutGraph:
     """Cut an exported graph between the calls of the modules `blocks` (names), and a call whose parameters have
-    more than `most` elements into parts: at the parameters `starts`, if given. A part that cannot be cut may
-    have more than `most`. `names` maps names of the module's tensors to their first name; `trained` are names
-    of parameters, `changed` of buffers that forward writes. If `readers` of the first trace are given, no cut is
-    made for parameters without any, and further ones of others get a copy. Raises BuffersWrittenError."""
+    more than `most` elements into parts. A part that cannot be cut may have more than `most`. `names` maps names of
+    the module's tensors to their first name; `trained` are names of parameters, `changed` of buffers that forward
+    writes. With `like`, of the first trace, the cuts are where it has them: none is made for parameters that it
+    does not read, and further readers of others get a copy. Raises BuffersWrittenError."""
     drop_casts(exported.graph)
     place_assignments(exported.graph)
     nodes, signature = [*exported.graph.nodes], exported.graph_signature
@@ -105,32 +114,40 @@ def cut_graph(
     }
     sources = {x: names.get(name, name) for x, name in sources.items()}
     buffers = {names.get(name, name) for name in signature.inputs_to_buffers.values()}
-    check_writes(exported, sources, buffers - changed)
-    if readers is not None:
-        pass_to_others(exported.graph, sources, {x: y for x, y in readers.items() if x not in changed})
+    written = checked_writes(exported, sources, buffers - changed)
+    if like is not None:
+        pass_to_others(exported.graph, sources, {x: y for x, y in like.readers.items() if x not in written})
         nodes = [*exported.graph.nodes]
     outputs = [x for x in nodes[-1].args[0] if isinstance(x, Node)]
     needed = needed_nodes(nodes, outputs)
     calls = [n for n in nodes if n.op == "call_function" and n in needed]
     check_operations(calls)
     # Spans by block, and where no cut may be.
-    weights = {x for x in signature.inputs_to_parameters if readers is None or sources[x] in readers}
+    known = {x: name for x, name in sources.items() if like is None or name in like.readers}
+    parameters = known.keys() & signature.inputs_to_parameters.keys()
+    weights = parameters | {x for x, name in known.items() if like and name in changed}
     spans = _spans_by_block(calls, blocks, weights)
     bonds = [*_bonds(calls, sources, changed)]
     closed = {*chain.from_iterable(calls[i + 1 : j + 1] for i, j, _ in bonds)}
     # What has more than `most` elements is cut where the fewest bytes are alive.
-    within = [_runs(span, closed, sources, weights) for span in spans]
+    within = [_runs(span, closed, sources, parameters) for span in spans]
     least = max((run.numel for runs in within for run in runs), default=0)
-    if starts is None:
+    if like is not None:
+        starts = like.starts
+    else:
         most = max(most, least)
         starts = frozenset(run.name for runs in within for run in _first_runs(runs, most))
     parts = [x for span, runs in zip(spans, within, strict=True) for x in _parts(span, runs, starts)]
     why = [*_why_joined(spans, bonds)]
     differentiable = differentiable_nodes(nodes, sources, trained)
     spans = _join_uncuttable(parts, closed, weights, differentiable)
+    spans = spans if like is None else _join_as_before(spans, like, known)
     inputs = [n for n in nodes if n.op == "placeholder" and n.name not in sources]
-    alive, made = _alive_at_cuts(spans, inputs, outputs), readers_of(calls, sources)
-    return CutGraph(exported, spans, [*alive, outputs], differentiable, sources, why, starts, least, made)
+    alive = [*_alive_at_cuts(spans, inputs, outputs), outputs]
+    made = Division(
+        starts, readers_of(calls, sources), [(span.name, _names_read(span, sources)) for span in spans]
+    )
+    return CutGraph(exported, spans, alive, differentiable, sources, why, made, least, written)
 
 
 def _alive_at_cuts(spans: list[NodeSpan], inputs: list[Node], outputs: list[Node]) -> list[list[Node]]:
@@ -347,6 +364,28 @@ def _join_uncuttable(
         span.name, span.place = next(x for x in alike if x not in names), place_of(reader)
         names.add(span.name)
     return joined
+
+
+def _join_as_before(spans: list[NodeSpan], like: Division, sources: Mapping[str, str]) -> list[NodeSpan]:
+    """Join spans that read what one span of `like` does, and name them as that; `spans` as they are if one reads
+    what no span that comes next there does."""
+    joined, last = list[NodeSpan](), 0
+    for span in spans:
+        read = _names_read(span, sources)
+        fitting = [i for i in range(last, len(like.spans)) if read <= like.spans[i][1]]
+        if not fitting:
+            return spans
+        here = next((i for i in fitting if like.spans[i][0] == span.name), fitting[0])
+        if joined and here == last:
+            joined[-1].nodes += span.nodes
+        else:
+            joined.append(evolve(span, name=like.spans[here][0], nodes=[*span.nodes]))
+        last = here
+    return joined
+
+
+def _names_read(span: NodeSpan, sources: Mapping[str, str]) -> set[str]:
+    return {sources[x.name] for n in span.nodes for x in n.all_input_nodes if x.name in sources}
 
 
 def _reads(span: NodeSpan, weights: set[str]) -> bool:

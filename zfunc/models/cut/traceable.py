@@ -1,8 +1,11 @@
 """A mode in which a model is called for a trace: what a trace would lose is refused, and tensors of the user's
 model that a loss closes over are those of the trace."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, _refs, nn
@@ -15,10 +18,11 @@ from zfunc.engine.trace.module_copies import changing_memory, refuse_stale, view
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse, setting
 from zfunc.models.cut.exported_graph import is_branch
+from zfunc.models.cut.known import without_modes
 from zfunc.models.cut.user_code import passing_check, place_here
 
 CHECKED = {"__bool__", "is_nonzero", "equal", "allclose"}
-DATA_SET = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+DATA, DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 REQUIRES_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
 GRAD = (Tensor.grad.__get__, Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -30,6 +34,48 @@ def _unhooked(f: Any) -> Any:
 
 
 _gaussian_nll_loss = _unhooked(F.gaussian_nll_loss)
+
+
+@contextmanager
+def as_if_eager() -> Iterator[None]:
+    """A context in which the user's code in a trace is told that it is neither compiled nor exported, as in plain
+    PyTorch; libraries, which choose code that can be traced, are told that it is. A module may be cast to what it
+    is."""
+    asked: Any = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+    codes = [f.__code__ for f in asked]  # which are exchanged, as a module may have imported a function
+    if not torch.compiler.is_exporting():
+        yield
+        return
+    try:
+        for f in asked:
+            f.__code__ = _of_library.__code__
+        with patch.object(nn.Module, "_apply", _applied):
+            yield
+    finally:
+        for f, code in zip(asked, codes, strict=True):
+            f.__code__ = code
+
+
+def _of_library() -> bool:
+    """Whether what calls belongs to a library."""
+    import sys  # as the code runs in torch.compiler
+
+    from zfunc.engine.trace.facts import LIBRARIES
+
+    return sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
+
+
+_apply_of_torch = nn.Module._apply
+
+
+def _applied(module: nn.Module, f: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What `module._apply(f, recurse)` returns, which replaces tensors: the module as it is if `f`, such as a cast,
+    returns such tensors themselves."""
+    with without_modes():
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        like = [torch.empty((0,) * t.dim(), dtype=t.dtype, device=t.device) for t in tensors]
+        same = all(f(t) is t for t in like)
+    return module if same else _apply_of_torch(module, f, recurse)
 
 
 class Traceable(TorchFunctionMode):
@@ -84,6 +130,7 @@ class Traceable(TorchFunctionMode):
             with self:
                 return _gaussian_nll_loss(*args, **(kwargs or {}))
         func = _refs.istft if func is torch.istft else func  # the same bits, and no check
+        func = Tensor.detach if func == DATA else func  # of whose values a trace knows
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
