@@ -60,7 +60,7 @@ BUDGETS = {
     "engine": 12_069,
     "viz": 1_241,
     "planner": 3_775,
-    "models": 7_482,
+    "models": 7_472,
     "train": 6_957,
     "cli": 2_843,
     "tests": 56_139,

@@ -83,7 +83,7 @@ def graph_of(function: Callable[..., Any], *arguments: Any) -> GraphModule:
     """The graph of the operations of `function`, traced on `arguments` of fake tensors."""
     # For each node make_fx notes the Python function that was called, by a mode, and the layout of "val" again.
     unread = {"TorchFunctionMetadataMode": nullcontext, "_extract_tensor_metadata": lambda _: None}
-    with alone(), patch.multiple(proxy_tensor, **unread):
+    with alone(), patch.multiple(proxy_tensor, create=True, **unread):
         return make_fx(function, tracing_mode="fake")(*arguments)
 
 

@@ -86,12 +86,7 @@ class CalledModel(nn.Module):
         with self._writing_assigned_buffers():
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
             known = KnownValues(device, self.read) if self.by_value else None
-            with (
-                as_if_eager(),
-                Traceable(self),
-                known or nullcontext(),
-                SizedCTC(),
-            ):  # which knows some values
+            with as_if_eager(), Traceable(self), known or nullcontext(), SizedCTC():
                 y = self._called(known.with_tensors(x) if known else x)
             if self.swallowed is not None:
                 raise self.swallowed

@@ -50,13 +50,8 @@ aten = torch.ops.aten
 CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
 CALLED = str(Path(__file__).with_name("called.py"))
 CONTROL = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}  # operations that take functions
-VIEWS = (
-    "dropout",
-    "type_as",
-    "atleast_",
-    "broadcast_tensors",
-    "meshgrid",
-)  # as no schema says; of a dropout of 0
+# Operations that may return their argument, or views, as no schema says: a dropout of 0 its input.
+VIEWS = ("dropout", "type_as", "atleast_", "broadcast_tensors", "meshgrid")
 STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
 
 
