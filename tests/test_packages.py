@@ -55,7 +55,7 @@ BUDGETS = {
     "core": 7_756,
     "schedules and ground": 1_584,
     "runtime": 3_829,
-    "optim": 3_222,
+    "optim": 3_220,
     "checkpoint": 4_535,
     "engine": 12_069,
     "viz": 1_241,

@@ -148,7 +148,7 @@ def kernel_text(variant: Variant) -> str:
         "HALVES": [f"zf_join(p, {high}, {low}, few);"],
         "HALVES_TO_EVEN": [f"zf_join_even(p, m1, {high}, {low}, (const float *)moment1 + at, few);"],
     }[how]
-    body += [f"zf_rule_own(&k, ZF_{_DECAYS[variant.decay]}, few, {', '.join(['g', 'p', *moments])});"]
+    body += [f"zf_rule_own(&k, ZF_{DECAYS[variant.decay]}, few, {', '.join(['g', 'p', *moments])});"]
     for j in reversed(range(room)):  # codes beside others need these
         if kinds[j] != "KEPT_FP32" and kinds[j] != "KEPT_NONE":
             body += [f"uint32_t d{j}[{shared}];"]
@@ -169,7 +169,7 @@ def kernel_text(variant: Variant) -> str:
     return "\n".join([HEAD, formats, header([rule], on_device=True), f"{head}\n{lines}\n}}\n"])
 
 
-_DECAYS = {"none": "NO_DECAY", "decoupled": "DECOUPLED", "l2": "L2"}
+DECAYS = {"none": "NO_DECAY", "decoupled": "DECOUPLED", "l2": "L2"}  # their names in the kernels' C
 
 
 def _unpacked(kinds: list[str], j: int) -> str:

@@ -30,12 +30,10 @@ from zfunc.optim.formats import kernel_layout, pack, unpack_moments, unpack_weig
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.optim.rules import EMA_PIECE, PIECE, RuleStep, apply_step, as_float32, checked_step, first_dither
 from zfunc.optim.rules_in_c import compiled
-from zfunc.optim.rules_in_cuda import device_kernel, launch
+from zfunc.optim.rules_in_cuda import DECAYS, device_kernel, launch
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import whole
-
-DECAYS = {"none": cpu_adam.NO_DECAY, "l2": cpu_adam.L2, "decoupled": cpu_adam.DECOUPLED}
 
 
 class _Torch:
@@ -108,7 +106,7 @@ def host_update_(
         every = "grad", "out", *names, *(new + x for x in names)
         types = [cpu_adam.NONE if x is None else KERNEL_DTYPES[x.dtype] for x in (grad, out)]
         which = cpu_adam.RULES[rule.name] if rule.name else 0
-        how = [which, *types, DECAYS[step.decay], *(getattr(cpu_adam, x) for x in kept)]
+        how = [which, *types, *(getattr(cpu_adam, x) for x in (DECAYS[step.decay], *kept))]
         known[key] = [spans[x][0] if x in spans else 0 for x in every], how
     addresses, how = known[key]
     dithers = [first_dither(number, moment) for moment in range(room)]
