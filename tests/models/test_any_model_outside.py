@@ -178,6 +178,26 @@ def test_what_changes_outside_after_the_cut_is_refused_or_told_once(
         BETAS["beta"], CRITERION.label_smoothing = 1.0, 0.0
 
 
+def test_classes_of_one_name_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """What was set in the first was not noticed."""
+
+    def kind() -> Any:
+        class Scaled(nn.Linear):
+            scale = 1.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * self.scale
+
+        return Scaled
+
+    kinds, data = (kind(), kind()), (torch.randn(4, 8), torch.randn(4, 8))
+    program = zfunc.compile(zfunc.segments(nn.Sequential(*(x(8, 8) for x in kinds)), data, F.mse_loss))
+    state, _ = zfunc.train_step(program, zfunc.init(program), data)
+    kinds[0].scale = 2.0
+    zfunc.train_step(program, state, data)
+    assert "class attribute Scaled.scale" in caplog.text
+
+
 class Trainer:
     """An object with a loss that reads the model, and with what cannot be copied."""
 

@@ -56,15 +56,20 @@ def read_outside(module: nn.Module | None, function: Any, *, plain: bool = True)
     """The plain values, by name, that a module's code, `function`, and the user's functions called there read from
     closures, globals and modules of Python. Unless `plain`, also class attributes, and other values: of containers,
     objects and classes what is in them under names that the code has."""
-    facts = {} if plain else _class_attributes(module)
-    objects, texts, scopes = dict[str, Any](), set[str](), dict[str, int]()
+    facts, objects, texts, scopes = Facts(), dict[str, Any](), set[str](), dict[str, int]()
+
+    def distinct(name: str, of: str, scope: int) -> str:
+        """A name that no other scope has taken."""
+        longer = f"{name} of {of}" if of else name
+        names = chain((name, longer), (f"{longer} ({n})" for n in count(2)))
+        return next(y for y in names if scopes.setdefault(y, scope) == scope)
+
+    for name, kind, x in () if plain else _class_attributes(module):
+        facts[distinct(f"class attribute {kind.__name__}.{name}", kind.__module__, id(kind))] = (repr(x),)
     for reader, texts_in_code, reads in _reached(module, function):
         texts |= texts_in_code
-        for name, scope, x in reads:
-            longer = f"{name} of {reader}" if reader else name
-            # A name that no other scope has taken.
-            names = chain((name, longer), (f"{longer} ({n})" for n in count(2)))
-            name = next(y for y in names if scopes.setdefault(y, scope) == scope)
+        for short, scope, x in reads:
+            name = distinct(short, reader, scope)
             if is_plain(x):
                 facts[name] = compared(x, type, 0)
             else:
@@ -72,11 +77,11 @@ def read_outside(module: nn.Module | None, function: Any, *, plain: bool = True)
     return facts if plain else facts | {x: compared(y, itself, 0, texts) for x, y in objects.items()}
 
 
-def _class_attributes(module: nn.Module | None) -> Facts:
-    """The plain attributes of the user's classes of `module` and the modules in it, by name."""
+def _class_attributes(module: nn.Module | None) -> Iterator[tuple[str, type, Any]]:
+    """Yield (name, class, value) for plain attributes of the user's classes of `module` and the modules in it."""
     kinds = dict.fromkeys(x for m in _modules(module) for x in type(m).__mro__ if not of_library(x))
-    values = ((f"{kind.__name__}.{k}", x) for kind in kinds for k, x in vars(kind).items() if k[:2] != "__")
-    return {f"class attribute {name}": (repr(x),) for name, x in values if is_plain(x)}
+    values = ((k, kind, x) for kind in kinds for k, x in vars(kind).items() if k[:2] != "__")
+    yield from (x for x in values if is_plain(x[2]))
 
 
 def _modules(module: nn.Module | None) -> list[nn.Module]:

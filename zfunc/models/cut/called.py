@@ -44,7 +44,7 @@ class CalledModel(nn.Module):
         self.training = model.training
         if not isinstance(getattr(loss, "__self__", loss), nn.Module | FunctionType | None):
             loss = _function_of(loss)  # whose object is not copied with the model
-        self.own = (model, loss)  # in a tuple, or they would be children
+        self.wrapped = (model, loss)  # in a tuple, or they would be children
         source = model if source is None else source
         self.users = weakref.ref(source)
         # What a loss may close over, by name.
@@ -57,13 +57,18 @@ class CalledModel(nn.Module):
         self.changing = {*changing}  # names of buffers that forward writes, as far as is known
 
     @property
+    def wrapped_model(self) -> nn.Module:
+        """The model that is called, without the loss."""
+        return self.wrapped[0]
+
+    @property
     def passes_checks(self) -> bool:
         """Whether checks of values that are not known are passed: where others are, and in eval mode."""
         return self.by_value or not self.training
 
     def train(self, mode: bool = True) -> "CalledModel":
         """Set training mode, or eval mode, of this wrapper and of the wrapped model, which is no child module."""
-        self.own[0].train(mode)
+        self.wrapped_model.train(mode)
         self.training = mode
         return self
 
@@ -124,7 +129,7 @@ class CalledModel(nn.Module):
                 buffers[name] = before[path, name]
 
     def _called(self, x: Any) -> Any:
-        model, loss = self.own
+        model, loss = self.wrapped
         inputs, targets = x if isinstance(x, BatchCall) else (x, ())
         args, named = _arguments(inputs)
         more = () if loss is not None else targets

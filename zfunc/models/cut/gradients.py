@@ -53,11 +53,11 @@ def check_gradients(whole: Segment, uncut: CutGraph, tensors: Values, inputs: An
             y = whole.function(params, x, skeleton=called)
         return y[0] if whole.buffers else y
 
-    with checkpoints_watched(called.own[0]) as again:
+    with checkpoints_watched(called.wrapped_model) as again:
         wanted, (value, state, operation) = changes_from_call_to_call(
             lambda: gradient_graphs(module, tensors, inputs),
             place_here,
-            lambda: held(called.own[0], tensors=False, by=type),
+            lambda: held(called.wrapped_model, tensors=False, by=type),
         )
     for place, names in again.items() if tell else ():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -69,8 +69,8 @@ class ModuleExport:
         if by_value is not None:
             called.by_value = by_value
         # 2. Its graph, cut.
-        drawn, functions = _generator_states(called.own[0]), FunctionCalls()
-        traced, checkpoints = applied_by(functions.apply), checkpoints_watched(called.own[0])
+        drawn, functions = _generator_states(called.wrapped_model), FunctionCalls()
+        traced, checkpoints = applied_by(functions.apply), checkpoints_watched(called.wrapped_model)
         grads, warned = torch.set_grad_enabled, warnings.catch_warnings()
         with alone(), quiet(), _states_of_lstm(), traced, checkpoints, grads(training), warned:
             warnings.simplefilter("ignore")  # of attributes that are views of parameters
@@ -87,7 +87,7 @@ class ModuleExport:
         for place in sorted(called.unchecked) if subject == "example" else ():
             checked = "model: the values that are checked %s are not known to a trace: the check is left out"
             log.warning(checked, place)
-        drew = _generator_states(called.own[0]) != drawn
+        drew = _generator_states(called.wrapped_model) != drawn
         if any(isinstance(x, torch.Generator) for x in exported.constants.values()):
             raise ValueError(f"model: got a torch.Generator of its own, expected the default one: {SEEDED}")
         if functions.changed:
@@ -122,7 +122,7 @@ class ModuleExport:
     @property
     def model(self) -> nn.Module:
         """The user's module, without the loss."""
-        return self.called.own[0]
+        return self.called.wrapped_model
 
     def fakes(self, x: Any, dtype: torch.dtype) -> "Fakes":
         """What a trace of the module is made on, for inputs like `x` and parameters in `dtype`; a tensor that takes
@@ -156,7 +156,7 @@ class ModuleExport:
 
     def _refuse_call(self, error: Exception, inputs: Any, dtype: torch.dtype, subject: str) -> NoReturn:
         """Raise for `error`, which the module raises for `inputs` without values and parameters in `dtype`."""
-        model, loss = self.called.own
+        model, loss = self.called.wrapped
         if loss is None and subject == "example" and takes_inputs_alone(model, inputs):
             got = f"none with a {type(model).__name__}, whose forward takes the inputs alone"
             refuse("loss", got, *NO_LOSS, cause=error)

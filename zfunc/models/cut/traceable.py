@@ -89,7 +89,7 @@ class Traceable(TorchFunctionMode):
         super().__init__()
         self.unchecked = model.unchecked if model.passes_checks else None
         self.names = {id(t): repr(x) for x, t in (*model.named_parameters(), *model.named_buffers())}
-        self.called, self.model = model, model.own[0]
+        self.called, self.model = model, model.wrapped_model
         source = {x: t for x, ref in model.source.items() if (t := ref()) is not None}
         self.now = {*map(id, tensors_of(self.model).values())}
         self.source = {id(t): x for own in (source, model.tensors) for x, t in own.items()}
