@@ -203,7 +203,7 @@ def test_every_example_is_here_and_can_be_read_aloud() -> None:
 
 
 def test_a_plain_step_is_read_in_few_files() -> None:
-    """Those whose functions the second step calls: as many as docs/design.md says, of 5,330 lines at most."""
+    """Those whose functions the second step calls: as many as docs/design.md says, of 5,400 lines at most."""
     _, first = run(EXAMPLES[1])
     program, batch, step, files = first["program"], first["batch"], zfunc.train_step, set[Path]()
     state, _ = step(program, zfunc.init(program), batch(0))
@@ -215,7 +215,7 @@ def test_a_plain_step_is_read_in_few_files() -> None:
     own = [x for x in files if x.is_relative_to(Path(zfunc.__file__).parent)]
     (said,) = re.findall(r"example 01 calls functions in (\d+) files", (ROOT / "docs/design.md").read_text())
     assert len(own) == int(said), sorted(own)
-    assert sum(len(x.read_text().splitlines()) for x in own) <= 5_330
+    assert sum(len(x.read_text().splitlines()) for x in own) <= 5_400
 
 
 @pytest.fixture
