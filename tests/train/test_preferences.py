@@ -141,6 +141,11 @@ def test_a_run_goes_on_with_the_reference_of_its_beginning(capsys: Out) -> None:
     assert "which has kept no reference" in capsys.readouterr().err
     assert train(*few[:3], 9, "--out", "other", "--resume", "auto", "--seq-length", 6) == 2
     assert "got other data, seq_length or tokenizer than" in capsys.readouterr().err
+    Path("other/reference.npz").write_bytes(b"damaged")
+    assert train(*few[:3], 9, "--out", "other", "--resume", "auto") == 2
+    err = capsys.readouterr().err
+    assert "reference.npz, which is damaged (" in err
+    assert "pickle" not in err, "NumPy's advice is to trust it"
 
 
 def test_under_lora_the_reference_is_the_base(capsys: Out) -> None:

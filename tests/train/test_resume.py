@@ -381,7 +381,9 @@ def test_a_new_run_that_has_nothing_to_train_is_refused(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--hidden-size", 32, "got a checkpoint of another model.* pass --hf and --lora, or --num-layers"),
+        ("--hidden-size", 32, "size: got 32, where .*03 was trained with 16, .* run: pass --hidden-size 16"),
+        ("--num-layers", 2, "layers: got 2, where .*03 was trained with 1, .* run: pass --num-layers 1"),
+        ("--seq-length", 8, "got a checkpoint of another model.* pass --hf and --lora, or --num-layers"),
         ("--optimizer", "sgd", "0003: 'embed.tok.weight': got opt.*load it with the optimizer that saved"),
     ],
 )
@@ -405,7 +407,7 @@ def test_the_model_of_a_run_is_asked_for(resume: str, out: str, undisturbed: Pat
     write_jsonl(Path("data.jsonl"), {"messages": [{"role": "assistant", "content": "a"}]})
     assert train("--out", out, "--resume", resume, "--data", "data.jsonl") == 2
     err = capsys.readouterr().err
-    assert re.search("--hf: got none, where .*0010 was trained with one, .* run: pass --hf model\n", err)
+    assert re.search("--hf: got none, where .*0010 was trained with model, .* run: pass --hf model\n", err)
 
 
 def test_auto_starts_a_new_run(capsys: Out) -> None:

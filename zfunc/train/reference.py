@@ -73,9 +73,10 @@ def _read_kept(start: ResumePoint, digest: str, at: int) -> Rows | None:
         try:
             with np.load(path) as file:
                 found = {name: file[name] for name in ("digest", "train", "held_out")}
-        except Exception as error:  # of zipfile and NumPy
+        except Exception as error:  # of zipfile and NumPy, whose texts advise to trust the file
             do = f"restore it, or begin a new run with `resume={run}` and another `out`"
-            refuse("resume", f"{path}, which cannot be read ({error})", "what zfunc wrote", do, cause=error)
+            got = f"{path}, which is damaged ({type(error).__name__})"
+            refuse("resume", got, "what zfunc wrote", do, cause=error)
         if str(found.pop("digest")) == digest:
             log.info("reference: %s", path)
             return found

@@ -155,15 +155,16 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
 
 
 def _check_model(checkpoint: Checkpoint, settings: TrainSettings) -> None:
-    """Raise SettingError unless `settings` name a Hugging Face model, and adapters, where those saved do."""
+    """Raise SettingError unless `settings` name the model of a checkpoint: its sizes and adapters, and a Hugging
+    Face model, wherever it is now, if it was one."""
     saved = _saved_progress(checkpoint.manifest.extra)[1]
-    for name in ("hf", "lora"):
+    for name in ("hf", "lora", "num_layers", "hidden_size"):
         before, now = saved.get(name), getattr(settings, name)
-        if saved and (before is None) != (now is None):
-            by, do = "without", "leave it out; to begin at step 0, export that run and pass its model as `hf`"
-            if now is None:
-                by, do = "with one", f"pass {setting(name, before)}"
-            got = f"{now or 'none'}, where {checkpoint.path} was trained {by}"
+        if name in saved and before != now and (name != "hf" or None in (before, now)):
+            do = f"pass {setting(name, before)}"
+            if before is None:
+                do = "leave it out; to begin at step 0, export that run and pass its model as `hf`"
+            got = f"{now or 'none'}, where {checkpoint.path} was trained with {before or 'none'}"
             refuse(name, got, "the model of that run", do)
 
 
