@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -131,7 +132,7 @@ def file_to_write(*suffixes: str) -> Check:
         if value.exists() and not value.is_file():  # a device or pipe is written to, a file is replaced
             written, what = value, "which"
         else:
-            written, what = value.resolve().parent, "whose folder"
+            written, what = Path(os.path.realpath(value)).parent, "whose folder"
         if not os.access(written, os.W_OK):
             refuse(name, f"{value}, {what} cannot be written", "one in a folder that can", "name another")
         if suffixes and value.suffix not in suffixes:

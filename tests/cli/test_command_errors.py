@@ -156,6 +156,7 @@ MESSAGES: list[tuple[str, ...]] = [  # what is typed, and what is said
     ("train --resume auto --out used", "no config.json of a run"),
     ("train --resume auto --out model", "no config.json of a run"),
     ("train --resume auto --out short.txt", "--out: got short.txt, which is no folder, expected"),
+    ("train --state-on disk --swap loop", "loop: got something else, expected a folder: mount the drive"),
     ("train --out loop", "--out: got loop, which is no folder, expected"),
     ("train --out loop/run", "--out: got loop/run, which cannot be written (Too many levels"),
     ("train --resume auto --out broken", "got no complete checkpoint"),
@@ -533,6 +534,12 @@ def test_a_disk_that_is_full_is_told_with_the_file(monkeypatch: pytest.MonkeyPat
     told = "a.svg: got 'No space left on device' while writing it: free some space\n"
     assert capsys.readouterr().err.endswith(told)
     assert not [*Path().glob("*a.svg*")]
+
+
+def test_a_loop_of_links_is_replaced_by_the_file() -> None:
+    Path("loop.svg").symlink_to("loop.svg")
+    assert main(["draw", "--out", "loop.svg"]) == 0
+    assert Path("loop.svg").read_text().startswith("<svg")
 
 
 def test_names_that_are_no_text_are_spelled_out() -> None:

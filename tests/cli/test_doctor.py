@@ -69,7 +69,9 @@ def test_what_a_drive_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert here.endswith("iB free")
 
 
-def test_what_cannot_be_read_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+def test_what_cannot_be_read_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
     """Whatever it is of: a drive, the launcher's variables, memory, a device."""
 
     def lost(device: torch.device) -> Any:
@@ -82,8 +84,10 @@ def test_what_cannot_be_read_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(accelerator, "accelerator_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(doctor, "copy_rates", lost)
-    _, lines, wrong = told(capsys, "none")
-    assert {name for name in lines if lines[name] == "unknown"} == {"threads", "bandwidth", "none", "cuda:0"}
+    (loop := tmp_path / "loop").symlink_to(loop)
+    _, lines, wrong = told(capsys, "none", loop)
+    unknown = {"threads", "bandwidth", "none", str(loop), "cuda:0"}
+    assert {name for name in lines if lines[name] == "unknown"} == unknown
     for words in (
         "none",
         "LOCAL_WORLD_SIZE: got 'x'",

@@ -146,7 +146,7 @@ def replace_text(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # /dev/stdout may lead to a pipe, which has no other path
         path.write_text(text, encoding="utf-8")
         return
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # of a loop of links the loop, where Path.resolve raises
     with explain_os_errors(DiskError, path, "writing it", {}), atomic_replace(path) as file:
         file.write(text.encode())
 
@@ -231,7 +231,7 @@ def check_folders(folders: Sequence[Path]) -> None:
         refuse("swap", "no folder", "one for each drive", kind=CheckpointError)
     real = dict[Path, Path]()
     for folder in folders:
-        flaw, other = "", real.setdefault(folder.resolve(), folder)
+        flaw, other = "", real.setdefault(Path(os.path.realpath(folder)), folder)
         if not folder.is_dir():
             got = "something else" if os.path.lexists(folder) else "none"
             flaw = f"got {got}, expected a folder: mount the drive, and make the folder"

@@ -101,7 +101,7 @@ def reads(folders: Sequence[Path]) -> Iterator[tuple[str, Read]]:
     yield "versions", lambda: [f"{version_line()}, {platform.system()} {platform.release()}"]
     yield "processor", lambda: [f"{model or 'unknown'}, kernel in {cpu_adam.instruction_set()}"]
     yield from (("threads", threads), ("memory", memory), ("bandwidth", bandwidth))
-    if Path().resolve() not in [folder.resolve() for folder in folders]:
+    if os.path.realpath("") not in map(os.path.realpath, folders):
         yield "this folder", partial(drive, Path())
     yield from ((str(folder), partial(drive, folder)) for folder in folders)
     if kind is None:
