@@ -585,14 +585,23 @@ def test_batch_norm_in_16_bits_has_fp32_statistics() -> None:
 
 def test_blocks_that_run_in_training_alone_are_passed_in_evaluation() -> None:
     torch.manual_seed(0)
-    model, x = Late(), (torch.randn(4, 8), torch.randn(4, 8))
-    segments = zfunc.segments(model, x)
-    assert len(segments) == 7
-    check(segments, model, x, None)
-    program = zfunc.compile(segments, precision="fp32", device="cpu")
-    assert zfunc.evaluate(program, zfunc.init(program), x) == pytest.approx(
-        model.eval()(*x).item(), rel=CLOSE
-    )
+    x = torch.randn(4, 8), torch.randn(4, 8)
+    for model, num in ((Late(), 7), (Ends(), 5)):
+        segments = zfunc.segments(model, x)
+        assert len(segments) == num
+        check(segments, model, x, None)
+        program = zfunc.compile(segments, precision="fp32", device="cpu")
+        expected = model.eval()(*x).item()
+        assert zfunc.evaluate(program, zfunc.init(program), x) == pytest.approx(expected, rel=CLOSE)
+
+
+class Ends(Late):
+    """In eval mode neither the first block nor the last one is called."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in (*self.layers, self.out) if self.training else self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y)
 
 
 class Gated(nn.Linear):
@@ -1058,7 +1067,7 @@ class Wondering(Block):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         y = super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
         y = y * (2 if torch.compiler.is_compiling() or is_exporting() else 1)
-        y = y * (1 if torch.is_grad_enabled() and y.requires_grad else 0.5)
+        y = y * (1 if torch.is_grad_enabled() and y.requires_grad else 0.5) + nn.LayerNorm(8)(x).mean()
         return self.down.to(x.device, x.dtype)(self.up.float()(y))
 
 

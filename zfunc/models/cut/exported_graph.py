@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
@@ -186,22 +186,26 @@ def checked_writes(exported: ExportedProgram, sources: Mapping[str, str], fixed:
             place = place_of(next(iter(n.users)))
             got = f"a gradient of torch.autograd.grad, read at {place}"
             refuse("model", f"{got}, whose values a trace lacks", "torch.func.grad")
+        if n.users and is_fake(constant):  # wrapped by torch.func
+            raise NotCutError(f"its trace has a torch.func.grad at {place_of(next(iter(n.users)))}")
     return {sources[x] for x in written if x in sources}
 
 
 def check_operations(calls: Iterable[Node]) -> None:
     """Raise ValueBranchError if the result of one of `calls` has a size that a tensor's values decide, and
-    NotCutError if one is no operation of tensors."""
+    NotCutError if one, also in a region of another grad or autocast mode, is no operation of tensors."""
     for n in calls:
         if any(map(_of_value, tree_leaves(n.meta.get("val")))):
             raise ValueBranchError(f"model: got a number of a tensor's value at {place_of(n)}, {BRANCH}")
-        known = isinstance(n.target, OpOverload | FunctionCall) or n.target is operator.getitem
-        name = getattr(n.target, "__name__", str(n.target))
-        if name in CONTROL:
-            do = "compute all of it and mask with torch.where(mask, a, b), or loop in Python"
-            refuse("model", f"torch's {name} at {place_of(n)}", "operations of tensors alone", do)
-        if not known and n.target not in REGIONS:  # part of it may stay open over several operations
-            raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
+        for x in region_of(n)[0].graph.nodes if n.target in REGIONS else (n,):
+            known = isinstance(x.target, OpOverload | FunctionCall) or x.target is operator.getitem
+            name = getattr(x.target, "__name__", str(x.target))
+            if name in CONTROL:
+                do = "compute all of it and mask with torch.where(mask, a, b), or loop in Python"
+                refuse("model", f"torch's {name} at {place_of(n)}", "operations of tensors alone", do)
+            if x.op == "call_function" and not known and x.target not in REGIONS:
+                # Part of it may stay open over several operations.
+                raise NotCutError(f"its trace has {name} at {place_of(n)}, as torch.func.grad leaves")
 
 
 def arguments_written(node: Node) -> list[Node]:

@@ -29,7 +29,7 @@ from zfunc.models.cut.exported_graph import NotCutError
 from zfunc.models.cut.functions import apply_in_module
 from zfunc.models.cut.pieces import module_piece
 from zfunc.models.cut.spans import CutGraph
-from zfunc.models.cut.user_code import place_here
+from zfunc.models.cut.user_code import asked_by_user, place_here
 
 BESIDE_TORCH = (
     f"Python's random module or NumPy, expected torch's: {SEEDED}. Pass them in the batch, or leave out what draws "
@@ -119,7 +119,7 @@ class _HooksRefused(TorchFunctionMode):
     get one, raises NotCutError."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in HOOKED:
+        if func in HOOKED and (func != GRAD_FN or asked_by_user()):
             raise NotCutError(f"forward may set a gradient hook {place_here()}, which a trace would lose")
         return func(*args, **(kwargs or {}))
 

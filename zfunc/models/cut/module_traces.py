@@ -86,8 +86,6 @@ class ModuleTrace:
         if [x for x in names if x in self.names] != self.names:
             return self
         at = [self.names.index(x) if x in self.names else None for x in names]
-        if at[0] is None:
-            return self
         alike = [s if n is None else at.index(self.first_alike[n]) for s, n in enumerate(at)]
         pieces = [None if n is None else self.pieces[n] for n in at]
         return evolve(self, names=names, pieces=pieces, first_alike=alike)

@@ -54,6 +54,12 @@ def passing_check() -> tuple[bool, str] | None:
     )
 
 
+def asked_by_user() -> bool:
+    """Whether the user's code, not torch's, asks for a value."""
+    frame = _asking()
+    return frame is not None and not frame.f_code.co_filename.startswith(LIBRARIES)
+
+
 def _asking() -> FrameType | None:
     """The frame of the code, the user's or torch's, that asks for a value."""
     machinery = *(str(x) for x in _FOLDERS[2:]), torch.overrides.__file__, torch._tensor.__file__
