@@ -125,6 +125,12 @@ REFUSED: dict[
             r"in/data\.jsonl\.zst, which is packed, .* what is in it: unpack it by zstd -d /.*zst$",
         )
     ],
+    "in/utf16.jsonl": [
+        ('{"text": "a"}'.encode("utf-16"), r"in/utf16\.jsonl, which is binary, as a text in UTF")
+    ],
+    "utf16.csv": [
+        ("text\na\n".encode("utf-16"), r"utf16\.csv, which is binary, .*, expected UTF-8: save it so")
+    ],
     "in/parquet.jsonl": [(b"PAR1\0PAR1", r"parquet\.jsonl, which is Parquet, expected .*: name it .parquet")],
     "empty.txt": [(b"", "empty.txt, which is empty; expected data")],
     "empty.bin": [(b"", "empty.bin, which is empty; expected data")],

@@ -87,6 +87,8 @@ def _unpacked(path: Path, file: BufferedReader) -> Any:
         return OPENERS[found.lastgroup](file)
     if suffix_of(path) in FORMATS:
         refuse_packed(path, begin)
+        if b"\0" in begin:  # before a line of it, which may be the whole file, is in memory
+            refuse((), f"{path}, which is binary, as a text in UTF-16 is", "UTF-8", "save it so", ValueError)
     return file
 
 
@@ -132,15 +134,15 @@ def holds_records(path: Path) -> bool | None:
         return False
     where, first = "", None
     try:
-        if suffix in LINES:
-            with opened(path):
-                return True
-        with closing(records_of(path)) as records:
-            where, first = next(records, (where, first))
+        with opened(path) as file, closing(FORMATS[suffix](path, file)) as records:
+            if suffix not in LINES:
+                where, first = next(records, (where, first))
     except _Packed:
         return None
     except ValueError:
         pass  # a damaged one is told when it is read
+    if suffix in LINES:
+        return True
     if isinstance(first, dict) and read_keys(first, RECORDS[1:]):
         return True
     objects = _RECORD in where and isinstance(first, dict)
