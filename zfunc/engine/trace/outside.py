@@ -163,11 +163,13 @@ def _reads(f: FunctionType, names: Iterable[str]) -> Iterator[Read]:
     queue = [(f"closure variable {name}", id(cell), content_of(cell)) for name, cell in cells]
     space = f.__globals__
     queue += [(f"global {x}", id(space), space[x]) for x in globals_in(f.__code__) if x in space]
+    modules = set[int]()  # of Python, which may import each other
     while queue:
         name, place, x = queue.pop()
         if not isinstance(x, ModuleType):
             yield name, place, x
-        elif x.__name__.partition(".")[0] not in LIBRARIES:
+        elif id(x) not in modules and x.__name__.partition(".")[0] not in LIBRARIES:
+            modules.add(id(x))
             queue += [(f"{name}.{k}", id(x), vars(x)[k]) for k in names if k in vars(x)]
 
 
