@@ -117,7 +117,7 @@ def _with_setup_context(kind: type[Function], needs: tuple[bool, ...]) -> type[F
         if getattr(ctx, "dirty_tensors", ()):
             refuse((), f"ctx.mark_dirty in {_name(kind)}", "setup_context with it", "return a new tensor")
         outputs = y if isinstance(y, tuple) else (y,)
-        tensors = tree_leaves((args, outputs))
+        tensors = _tensors_in((args, outputs))
         at = {id(t): n for n, t in enumerate(tensors)}
         leaves, spec = tree_flatten(vars(ctx))
         more = {id(t): t for t in leaves if isinstance(t, Tensor) and id(t) not in at}
@@ -134,7 +134,7 @@ def _with_setup_context(kind: type[Function], needs: tuple[bool, ...]) -> type[F
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *results, ctx.held = output
         num = len(ctx.held.outputs)
-        tensors = [*tree_leaves((inputs, tuple(results[:num]))), *results[num:]]
+        tensors = [*_tensors_in((inputs, tuple(results[:num]))), *results[num:]]
         attributes = ctx.held.attributes(tensors.__getitem__)
         ctx.mark_non_differentiable(*attributes.get("non_differentiable", ()), *results[num:])
         ctx.set_materialize_grads(False)  # or there would be zeros for the further tensors, too
@@ -152,6 +152,10 @@ def _with_setup_context(kind: type[Function], needs: tuple[bool, ...]) -> type[F
     return _class_of(
         kind, Function, {"forward": forward, "setup_context": setup_context, "backward": backward}
     )
+
+
+def _tensors_in(x: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(x) if isinstance(t, Tensor)]
 
 
 def _class_of(
@@ -210,7 +214,7 @@ class _Checked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         got, do = "", "pass what it reads as an argument of apply (of a module, its weight)"
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = _tensors_in((args, kwargs))
         if func in (Tensor.backward, torch.autograd.backward):
             got, do = "torch.autograd.backward", "use torch.autograd.grad(y, inputs, grads)"
         elif any(type(t) is Tensor and t.is_meta and not is_fake(t) for t in tensors):
