@@ -304,10 +304,17 @@ def table(size: int) -> Tensor:
     return torch.linspace(0.5, 1.5, size)
 
 
+class Lazy(dict[int, Tensor]):
+    """A cache whose values are made as they are asked for."""
+
+    def values(self) -> Iterator[Tensor]:  # type: ignore[override]
+        yield from super().values()
+
+
 class Caching(Annealed):
     """It keeps constants in a global, in its class, and in what functools.cache returns."""
 
-    rows: ClassVar = dict[int, Tensor]()
+    rows: ClassVar = Lazy()
 
     def forward(self, x: Tensor) -> Tensor:
         for kept in (TABLES, self.rows):

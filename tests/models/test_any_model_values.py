@@ -4,6 +4,7 @@ import copy
 import inspect
 import logging
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
@@ -172,6 +173,45 @@ def test_numbers_in_slices_and_masks_that_select_as_many_as_the_example_or_none(
     for other in {0, 1, 2, 3} - {selected}:
         with pytest.raises(IndexError, match="out of"):
             zfunc.evaluate(program, state, given(other))
+
+
+class Masked(nn.Module):
+    """Layers that assign where `at` selects, and a mask in a buffer and in an attribute that is none."""
+
+    def __init__(self, at: Callable[["Masked", Tensor], Any]) -> None:
+        super().__init__()
+        self.layers, self.at = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), at
+        self.register_buffer("even", torch.arange(8) % 2 == 0)
+        self.register_buffer("ready", torch.tensor(True))
+        self.odd = ~self.even
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x).tanh()
+            x = y.clone()
+            x[self.at(self, ids)] = y.sigmoid().mean()[None, None]
+        return x
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        lambda model, ids: (slice(None), model.even) if model.ready else ids,
+        lambda model, _: (slice(None), model.odd),
+        lambda _, ids: ids == 4,
+    ],
+    ids=["of a buffer", "of an attribute", "of the batch"],
+)
+def test_what_is_assigned_where_a_mask_selects_has_its_gradient(at: Callable[[Masked, Tensor], Any]) -> None:
+    """The shape of which depends on the mask; forward has no such shape."""
+    torch.manual_seed(0)
+    model, batch = Masked(at), ((torch.randn(4, 8), torch.tensor([4, 0, 4, 1])), torch.randn(4, 8))
+    segments = zfunc.segments(model, batch, F.mse_loss)
+    assert len(segments) == 3
+    check(segments, model, batch, F.mse_loss)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    expected = F.mse_loss(model.eval()(*batch[0]), batch[1]).item()
+    assert zfunc.evaluate(program, zfunc.init(program), batch) == pytest.approx(expected, rel=CLOSE)
 
 
 class Longer(nn.Module):

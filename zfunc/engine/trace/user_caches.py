@@ -27,7 +27,7 @@ def without_traced(values: Iterable[Any]) -> Iterator[None]:
         for x, before in caches:
             if isinstance(x, CACHED) and x.cache_info() != before:
                 x.cache_clear()
-            elif not isinstance(x, CACHED) and any(map(is_fake, tree_leaves(x))):
+            elif not isinstance(x, CACHED) and any(map(is_fake, tree_leaves(_inside(x)))):
                 x.clear()
                 (x.update if isinstance(x, dict) else x.extend)(before)
 
@@ -44,10 +44,8 @@ def _caches(values: Iterable[Any]) -> Iterator[Any]:
             yield _results_of(x) if isinstance(x, CACHED) else x
         mine = isinstance(x, type) and not of_library(x)
         inside = vars(x) if mine or is_open(x, called=True) else x
-        inside = (
-            inside.values() if isinstance(inside, Mapping) else inside if isinstance(inside, list) else ()
-        )
-        queue += [(y, depth + 1) for y in inside] if len(inside) <= MOST and depth < MAX_DEPTH else []
+        if isinstance(inside, Mapping | list) and len(inside) <= MOST and depth < MAX_DEPTH:
+            queue += [(y, depth + 1) for y in _inside(inside)]
 
 
 def _results_of(f: Any) -> Any:
@@ -56,3 +54,7 @@ def _results_of(f: Any) -> Any:
     if f.cache_parameters()["maxsize"] is not None:
         return f
     return next(x for x in gc.get_referents(f) if type(x) is dict and x is not vars(f))
+
+
+def _inside(x: Mapping[Any, Any] | list[Any]) -> list[Any]:
+    return x if isinstance(x, list) else [*x.values()]

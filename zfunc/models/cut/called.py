@@ -55,6 +55,7 @@ class CalledModel(nn.Module):
         self.swallowed: Exception | None = None  # for a branch on a value, which forward has caught
         changing, self.types = changed_by_forward("model", self)
         self.changing = {*changing}  # names of buffers that forward writes, as far as is known
+        self.constants: Values = {}  # the other buffers by name, if a trace may depend on their values
 
     @property
     def wrapped_model(self) -> nn.Module:
@@ -77,6 +78,7 @@ class CalledModel(nn.Module):
         memo: dict[int, Any] = {
             id(t): nn.Parameter(tensors[x], t.requires_grad) for x, t in self.named_parameters()
         }
+        memo[id(self.constants)] = self.constants
         return deep_copy(self, memo | {id(t): tensors[x] for x, t in self.named_buffers()})
 
     def uncalled(self) -> "CalledModel":
@@ -91,6 +93,9 @@ class CalledModel(nn.Module):
         with self._writing_assigned_buffers():
             device = next((t.device for t in self.parameters()), torch.device("cpu"))
             known = KnownValues(device, self.read) if self.by_value else None
+            if known:
+                constants = self.constants.items()
+                known.add_constants((self.get_buffer(name), values) for name, values in constants)
             with as_if_eager(), Traceable(self), known or nullcontext(), SizedCTC():
                 y = self._called(known.with_tensors(x) if known else x)
             if self.swallowed is not None:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +26,7 @@ from zfunc.engine.trace.segment import Segment
 from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import refuse
 from zfunc.models.cut.called import CalledModel
-from zfunc.models.cut.exported_graph import NotCutError
+from zfunc.models.cut.exported_graph import BRANCH, NotCutError, ValueBranchError, aten, place_of
 from zfunc.models.cut.functions import apply_in_module
 from zfunc.models.cut.pieces import module_piece
 from zfunc.models.cut.spans import CutGraph
@@ -88,6 +89,8 @@ def check_gradients(whole: Segment, uncut: CutGraph, tensors: Values, inputs: An
         return piece.run(torch.device("cpu"), *weights, *(leaves[i] for i in uncut.inputs))[0]
 
     traced = gradient_graphs(graph, tensors, inputs)
+    if n := next((n for n in uncut.exported.graph.nodes if _selects_gradient(n, uncut.differentiable)), None):
+        raise ValueBranchError(f"model: got values assigned where a mask selects, at {place_of(n)}, {BRANCH}")
     if missing := next((node for digest, node in wanted.items() if digest not in traced), None):
         raise NotCutError(f"its trace by torch.export has no {missing.name()} where the module has one")
 
@@ -112,6 +115,14 @@ def gradient_graphs(function: Callable[..., Any], params: Mapping[str, Tensor], 
         text = repr((node.name(), name, paths)).encode()
         digests[node] = hashlib.blake2b(text, digest_size=12).hexdigest() if name or paths else ""
     return {digest: f for f, digest in digests.items() if digest}
+
+
+def _selects_gradient(n: Node, differentiable: set[Node]) -> bool:
+    """Whether a node is `x[mask] = y` where the gradient of y, of elements that the mask selects, has a shape that
+    depends on values, which forward does not."""
+    if n.target not in (aten.index_put.default, aten.index_put_.default) or n.args[2] not in differentiable:
+        return False
+    return any(i is not None and i.meta["val"].dtype == torch.bool for i in n.args[1])  # pyright: ignore
 
 
 class _HooksRefused(TorchFunctionMode):

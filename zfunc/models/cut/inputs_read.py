@@ -14,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from zfunc.engine.trace.batches import unmarked
 from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.traced_passes import MAX_TRACES
-from zfunc.errors import refuse
+from zfunc.errors import SettingError, refuse
 from zfunc.models.cut.batch_call import BatchCall, mark_values
 from zfunc.models.cut.exported_graph import ValueBranchError
 from zfunc.models.cut.module_export import ModuleExport, in_thread, quiet, refuse_branch, without_values
@@ -56,9 +56,10 @@ def find_late(traces: ModuleTraces, call: BatchCall, first: ModuleTrace) -> None
     whose trace is `first`, does not: `traces.in_eval`, `traces.late`. Where it fails, evaluation will say why."""
     with suppress(ValueError):
         try:
-            by_value = bool(traces.by_value)
-            reads = _reads_of(traces.export, without_values(call), training=False, by_value=by_value)
+            knows = traces.knows_in_eval
+            reads = _reads_of(traces.export, without_values(call), training=False, by_value=knows)
         except ValueBranchError:
+            traces.knows_in_eval = True
             reads = _reads_of(traces.export, _numbers_marked(call), training=False, by_value=True)
             traces.in_eval |= reads.by_value
         traces.late = reads.tensors - first.read - {*traces.export.whole.buffers}
@@ -97,6 +98,8 @@ def _run(export: ModuleExport, x: Any, training: bool, by_value: bool) -> Reads:
                 called(fakes.inputs)
         except Exception as error:
             refuse_branch(error)
+            if isinstance(error, SettingError) and error.names == ("model",):
+                raise
             said = f"{type(error).__name__} {place_of_error(error)}: {error}"
             got = f"values that do not fit the model ({said})"
             refuse("example", got, "a real batch", "the model branches on values", cause=error)

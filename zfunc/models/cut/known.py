@@ -3,13 +3,14 @@
 A trace has no values, but shapes and branches may depend on these: what they become is computed beside the trace.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
@@ -89,6 +90,12 @@ class KnownValues(TorchFunctionMode):
             return v
 
         return tree_map_with_path(tensor, x, is_leaf=lambda v: isinstance(v, Values | BySample))
+
+    def add_constants(self, tensors: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Know the second of each pair of tensors as the values of the first, whatever the inputs are."""
+        for t, values in tensors:
+            if values.numel() <= LARGEST:
+                self.known[t] = values.to("cpu", t.dtype), frozenset[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
@@ -196,8 +203,13 @@ class KnownValues(TorchFunctionMode):
         return self.read is not None or names.isdisjoint(self.sampled)
 
     def _of(self, t: Tensor) -> Any:
-        """The known values of `t` and the names of the inputs that they come from; None if unknown."""
+        """The known values of `t` and the names of the inputs that they come from; None if unknown. A tensor that
+        was made outside of the trace is a constant of it."""
         known = self.known.get(t)
+        own = known is None and type(t) is Tensor and not is_fake(t) and torch.func.debug_unwrap(t) is t
+        if own and t.numel() <= LARGEST:
+            with _without_modes():
+                known = self.known[t] = t.to("cpu", copy=True), frozenset[str]()
         return None if known is None or storage_of(known[0]) in self.written else known
 
     def _constant(self, value: Tensor, names: frozenset[str]) -> Tensor:

@@ -100,6 +100,7 @@ class ModuleTraces:
     most: int  # elements of parameters of a segment that can be cut
     by_value: Mapping[str, bool]  # inputs on whose values a trace in training depends, as of `mark_values`
     in_eval: dict[str, bool]  # the same, in eval mode
+    knows_in_eval: bool  # whether a trace in eval mode knows values of inputs or buffers, as `called.by_value`
     late: set[str] = field(factory=set)  # names of what eval mode alone reads
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
@@ -167,7 +168,7 @@ class ModuleTraces:
             x,
             dtype,
             training=training,
-            by_value=None if training else bool(self.in_eval) or self.export.called.by_value,
+            by_value=None if training else self.knows_in_eval,
             subject="batch" if self.first else "example",
         )
         if self.first is None or key == IN_EVAL:

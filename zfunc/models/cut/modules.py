@@ -113,7 +113,9 @@ def cuts(
         call = read(example)[0]
         whole = make_segment("model", called, None, "", called.changing, source)
         limit = most or sum(math.prod(p.shape) for p in whole.parameters) // PARTS
-        traces = ModuleTraces(ModuleExport(whole), outside, limit, by_value, {**by_value})
+        export = ModuleExport(whole)
+        export.called.constants = whole.constants if traced is model else {}  # whose values are real
+        traces = ModuleTraces(export, outside, limit, by_value, {**by_value}, called.by_value)
         try:
             with outside.tracing():
                 first = traces.of(without_values(call), torch.float32, training=True)
