@@ -729,3 +729,34 @@ def test_batches_for_a_batch_are_blamed_and_not_the_loss_that_the_model_has() ->
     state = zfunc.init(program)
     with pytest.raises(ValueError, match="batch: got one that does not fit the model .*4 were given"):
         zfunc.evaluate(program, state, [given, given])
+
+
+class Merging(nn.Module):
+    """A layer with an adapter that eval() merges into the weight, in place or as a new parameter."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.weight, self.more = (nn.Parameter(torch.randn(8, 8) * 0.3) for _ in range(2))
+        self.in_place = in_place
+
+    def train(self, mode: bool = True) -> "Merging":
+        if self.training and not mode:
+            with torch.no_grad():
+                w = self.weight.data.add_(self.more) if self.in_place else self.weight + self.more
+            self.weight = self.weight if self.in_place else nn.Parameter(w)
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (self.weight + self.more if self.training else self.weight)).tanh()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_eval_merges_into_parameters_is_refused_by_evaluation(in_place: bool) -> None:
+    """It evaluated the weights without the adapters; training has none of it."""
+    torch.manual_seed(0)
+    model, given = nn.Sequential(*(Merging(in_place) for _ in range(3))), (torch.randn(4, 8),) * 2
+    segments = zfunc.segments(model, given, F.mse_loss)
+    check(segments, model, given, F.mse_loss)
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    with pytest.raises(ValueError, match=r"buffers that its train\(\) or eval\(\) changes.*merge_weights"):
+        zfunc.evaluate(program, zfunc.init(program), given)

@@ -17,6 +17,7 @@ from zfunc.engine.trace.batches import LABELS
 from zfunc.engine.trace.model_segments import NO_LOSS
 from zfunc.engine.trace.module_buffers import changed_by_forward
 from zfunc.engine.trace.module_copies import deep_copy, tensors_held
+from zfunc.engine.trace.purity import result_and_reads
 from zfunc.engine.trace.tensor_memory import Values
 from zfunc.errors import refuse
 from zfunc.models.cut.batch_call import BatchCall
@@ -45,6 +46,7 @@ class CalledModel(nn.Module):
         if not isinstance(getattr(loss, "__self__", loss), nn.Module | FunctionType | None):
             loss = _function_of(loss)  # whose object is not copied with the model
         self.wrapped = (model, loss)  # in a tuple, or they would be children
+        self.merged = False  # whether train() or eval() has changed parameters or buffers
         source = model if source is None else source
         self.users = weakref.ref(source)
         # What a loss may close over, by name.
@@ -69,8 +71,10 @@ class CalledModel(nn.Module):
 
     def train(self, mode: bool = True) -> "CalledModel":
         """Set training mode, or eval mode, of this wrapper and of the wrapped model, which is no child module."""
-        self.wrapped_model.train(mode)
-        self.training = mode
+        before = tensors_of(self)
+        _, _, writes = result_and_reads(lambda: self.wrapped_model.train(mode))
+        same = {x: id(t) for x, t in before.items()} == {x: id(t) for x, t in tensors_of(self).items()}
+        self.merged, self.training = self.merged or writes or not same, mode
         return self
 
     def with_tensors(self, tensors: Values) -> "CalledModel":
@@ -88,6 +92,12 @@ class CalledModel(nn.Module):
 
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
+        if self.merged:
+            got, expected = (
+                "parameters or buffers that its train() or eval() changes",
+                "modes that set flags alone",
+            )
+            refuse("model", got, expected, "leave it out (of loralib, merge_weights=False)")
         for name, t in tensors_of(self).items():
             vars(t).update(self.attributes[name])
         with self._writing_assigned_buffers():

@@ -100,7 +100,9 @@ class ModuleTraces:
     most: int  # elements of parameters of a segment that can be cut
     by_value: Mapping[str, bool]  # inputs on whose values a trace in training depends, as of `mark_values`
     in_eval: dict[str, bool]  # the same, in eval mode
-    knows_in_eval: bool  # whether a trace in eval mode knows values of inputs or buffers, as `called.by_value`
+    knows_in_eval: (
+        bool  # whether a trace in eval mode knows values of inputs or buffers, as `called.by_value`
+    )
     late: set[str] = field(factory=set)  # names of what eval mode alone reads
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
