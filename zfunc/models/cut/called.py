@@ -97,7 +97,7 @@ class CalledModel(nn.Module):
                 "parameters or buffers that its train() or eval() changes",
                 "modes that set flags alone",
             )
-            refuse("model", got, expected, "leave it out (of loralib, merge_weights=False)")
+            refuse("model", got, expected, "leave that out (of loralib, turn merge_weights off)")
         for name, t in tensors_of(self).items():
             vars(t).update(self.attributes[name])
         with self._writing_assigned_buffers():
