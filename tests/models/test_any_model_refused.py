@@ -146,10 +146,9 @@ class Decoder(nn.TransformerDecoder):
 
     def __init__(self) -> None:
         super().__init__(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(2))
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x, memory, tgt_mask=self.mask).mean()
+        return super().forward(x, memory, tgt_mask=x[0] @ memory[0].mT).mean()
 
 
 class Neighbours(Block):

@@ -208,7 +208,7 @@ class KnownValues(TorchFunctionMode):
         known = self.known.get(t)
         own = known is None and type(t) is Tensor and not is_fake(t) and torch.func.debug_unwrap(t) is t
         if own and t.numel() <= LARGEST:
-            with _without_modes():
+            with without_modes():
                 known = self.known[t] = t.to("cpu", copy=True), frozenset[str]()
         return None if known is None or storage_of(known[0]) in self.written else known
 
