@@ -1,8 +1,10 @@
 """Which tests run, in what order, and what is said of the others. Hypothesis is quiet about slow machines, and
 tries fewer examples by day, where a test does not say how many."""
 
+import atexit
 import gc
 
+atexit.register(gc.freeze)  # what is left needs no last search for garbage
 gc.disable()  # until all is collected, as nearly all that is made till then stays
 
 import logging
