@@ -49,7 +49,10 @@ def as_if_eager() -> Iterator[None]:
     try:
         for f in asked:
             f.__code__ = _of_library.__code__
-        with patch.object(nn.Module, "_apply", _applied):
+        with (
+            patch.object(nn.Module, "_apply", _applied),
+            patch.object(nn.ParameterList, "__getitem__", _item),
+        ):
             yield
     finally:
         for f, code in zip(asked, codes, strict=True):
@@ -65,7 +68,14 @@ def _of_library() -> bool:
     return sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
 
 
-_apply_of_torch = nn.Module._apply
+_apply_of_torch, _item_of_torch = nn.Module._apply, nn.ParameterList.__getitem__
+
+
+def _item(parameters: nn.ParameterList, index: Any) -> Any:
+    """An item, or for a slice a list: a ParameterList would make parameters of its own of tensors of a trace."""
+    if isinstance(index, slice):
+        return [parameters[i] for i in range(len(parameters))[index]]
+    return _item_of_torch(parameters, index)
 
 
 def _applied(module: nn.Module, f: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
