@@ -25,6 +25,7 @@ from torch.compiler import is_exporting
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import is_torchdynamo_compiling
 
 import zfunc
 from zfunc.checkpoint.export import export_weights
@@ -1071,7 +1072,7 @@ class Wondering(Block):
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         y = super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
-        y = y * (2 if torch.compiler.is_compiling() or is_exporting() else 1)
+        y = y * (2 if is_torchdynamo_compiling() or is_exporting() else 1)
         y = y * (1 if torch.is_grad_enabled() and y.requires_grad else 0.5) + nn.LayerNorm(8)(x).mean()
         return self.down.to(x.device, x.dtype)(self.up.float()(y)) + 0.1 * sum(self.shifts[1:])
 

@@ -1,6 +1,7 @@
 """What a training loop sets after a model was cut, which has no effect, is told or refused; and nothing else is."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
@@ -311,8 +312,28 @@ class Lazy(dict[int, Tensor]):
         yield from super().values()
 
 
+class Angles:
+    """An object that makes a tensor when it is first asked for."""
+
+    made: Tensor | None = None
+    of_class: ClassVar[Tensor | None] = None
+
+    def __call__(self, size: int) -> Tensor:
+        self.made = torch.linspace(0, 1, size) if self.made is None else self.made
+        return self.made
+
+
+ANGLES = Angles()
+
+
+@cache
+def angles(size: int) -> Angles:
+    (own := Angles())(size)
+    return own
+
+
 class Caching(Annealed):
-    """It keeps constants in a global, in its class, and in what functools.cache returns."""
+    """It keeps constants in globals, in classes, and in what functools.cache returns."""
 
     rows: ClassVar = Lazy()
 
@@ -320,7 +341,10 @@ class Caching(Annealed):
         for kept in (TABLES, self.rows):
             if len(x) not in kept:
                 kept[len(x)] = torch.ones(len(x), 1)
-        return super().forward(x * table(8) * TABLES[len(x)] * self.rows[len(x)])
+        if Angles.of_class is None:
+            Angles.of_class = torch.ones(8)
+        own = angles(8)(8) + ANGLES(8) + Angles.of_class
+        return super().forward(x * own * table(8) * TABLES[len(x)] * self.rows[len(x)])
 
 
 def test_caches_of_the_user_keep_no_tensors_of_traces() -> None:
@@ -336,6 +360,7 @@ def test_caches_of_the_user_keep_no_tensors_of_traces() -> None:
     assert table(3) is kept
     assert not TABLES
     assert not Caching.rows
+    assert (ANGLES.made, Angles.of_class, angles.cache_info().currsize) == (None, None, 0)
     expected = F.mse_loss(model(data[0]), data[1]).item()
     assert zfunc.evaluate(program, state, data) == pytest.approx(expected, rel=CLOSE)
     TABLES.clear()
@@ -352,12 +377,14 @@ class Seen:
 
 
 class Keeping(nn.Module):
-    """Blocks of which a number, a list, and an object of a hook keep tensors, and a list of their weights."""
+    """Blocks of which a number, a list, a deque and an object of a hook keep tensors; a list of their weights; and
+    an object that has a tensor before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.balance, self.parts, self.seen = 0.0, [], Seen()
+        self.last, self.angles = deque[Tensor](maxlen=2), angles(8)
         self.weights = [block.weight for block in self.blocks]
         for block in self.blocks:
             block.register_forward_hook(self.seen.keep)
@@ -367,13 +394,14 @@ class Keeping(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
             self.parts.append(x.square().mean())
+            self.last.append(x)
         self.balance = torch.stack(self.parts).prod()
-        return x + 0.1 * sum(w.square().mean() for w in self.weights)
+        return x * self.angles(8) + 0.1 * sum(w.square().mean() for w in self.weights)
 
     def loss(self, y: Tensor, targets: Tensor) -> Tensor:
         taken = torch.stack(self.seen.tensors).square().mean()
         self.seen.tensors.clear()
-        loss = F.mse_loss(y, targets) + self.balance + sum(self.parts)
+        loss = F.mse_loss(y, targets) + self.balance + sum(self.parts) + self.last[0].mean()
         return loss + taken * (2 if self.training else 1)
 
 
@@ -390,7 +418,7 @@ def test_a_loss_reads_what_forward_has_kept_in_the_model(way: str) -> None:
         )
     expected = plain.eval().loss(plain(data[0]), data[1]).item()
     assert zfunc.evaluate(program, state, data) == pytest.approx(expected, rel=CLOSE)
-    assert (model.balance, model.parts, model.seen.tensors) == (0.0, [], [])
+    assert (model.balance, model.parts, model.seen.tensors, *model.last) == (0.0, [], [])
 
 
 def test_a_loss_that_would_keep_first_values_of_the_model_is_refused() -> None:

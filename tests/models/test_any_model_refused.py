@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -382,6 +383,32 @@ class Written(Block):
         return super().forward(x, table)
 
 
+class Decayed(Block):
+    """Parameters that a method of a module changes in place."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        self.down._apply(lambda t: t.mul_(0.9))
+        return super().forward(x, table)
+
+
+class Limited(Block):
+    """A write that autograd does not know of."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = super().forward(x, table).exp()
+        y.data[y > 2] = 2
+        return y
+
+
+LOCAL = threading.local()
+LOCAL.factor = 2.0
+
+
+class Threaded(Block):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, table) * getattr(LOCAL, "factor", 1.0)
+
+
 class Widened(Block):
     """A value in fp32, which meets another."""
 
@@ -545,6 +572,9 @@ def test_a_loss_that_is_none_is_blamed_by_its_name(make: Callable[[], Any], says
                 Caught: r"branch on the value of a tensor.*test_any_model_refused.py",
                 GradRead: r"got .grad of 'layers.0.up.weight' at .*test_any_model_refused.py:\d+, .*norms",
                 Chosen: r"got torch's cond at .*test_any_model_refused.py:\d+, .*torch.where\(mask, a, b\)",
+                Decayed: r"\.grad of 'layers.0.down.weight' at .*test_any_model_refused.py:\d+",
+                Limited: r"write into .data of what has a gradient at .*test_any_model_refused.py:\d+",
+                Threaded: "got global LOCAL, a threading.local, expected .*ContextVar",
                 Noisy: r"number of a tensor's value at .*test_any_model_refused.py",
                 Written: r"write into the parameter 'layers.0.down.bias' at .*test_any_model_refused.py:\d+.*"
                 "register_buffer",

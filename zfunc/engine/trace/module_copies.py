@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zfunc.engine.trace.facts import content_of, globals_in
+from zfunc.engine.trace.facts import content_of, globals_in, is_open
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse
 
@@ -85,19 +85,25 @@ class _StaleView(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def modules_held(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it, also such as are in containers that are attributes."""
-    left, seen = [module], set[int]()
-    while left:
-        if id(m := left.pop()) not in seen:
-            seen.add(id(m))
-            left += [x for x in tree_leaves(vars(m)) if isinstance(x, nn.Module)]
-            yield m
+def modules_held(module: nn.Module) -> list[nn.Module]:
+    """A module and those in it, also in containers and objects of the user's that are attributes."""
+    return [x for x in _values_held(module) if isinstance(x, nn.Module)]
 
 
 def tensors_held(module: nn.Module) -> list[Tensor]:
-    """The tensors in attributes of a module, and of those in it: parameters, buffers, and any in containers."""
-    return [t for m in modules_held(module) for t in tree_leaves(vars(m)) if isinstance(t, Tensor)]
+    """The tensors in attributes of a module, and of those in it: parameters, buffers, and any in containers and in
+    objects of the user's."""
+    return [x for x in _values_held(module) if isinstance(x, Tensor)]
+
+
+def _values_held(module: nn.Module) -> Iterator[Any]:
+    """Yield a module and, once each, the values in its attributes, in containers, and in attributes of these."""
+    left, seen = [module], set[int]()
+    while left:
+        if id(x := left.pop()) not in seen:
+            seen.add(id(x))
+            yield x
+            left += tree_leaves(vars(x)) if isinstance(x, nn.Module) or is_open(x, called=True) else []
 
 
 def deep_copy(module: M, memo: dict[int, Any]) -> M:

@@ -1,5 +1,6 @@
 """What a segment's functions read from closures, globals and classes, as facts to be compared with later ones."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -23,6 +24,7 @@ from zfunc.engine.trace.facts import (
     of_library,
 )
 from zfunc.engine.trace.user_caches import without_traced
+from zfunc.errors import refuse
 
 Code = tuple[Any, Any]  # what is called, and the class whose methods it calls by name, or None
 Read = tuple[str, int, Any]  # a name that the user knows, the id of the scope that has it, and the value
@@ -45,7 +47,13 @@ class Outside:
     def tracing(self) -> Iterator[None]:
         """A context in which a trace is made: what the trace itself changes (a cache, a counter) is no change."""
         known, before = self.facts or {}, self.now()
-        reads = (x for *_, found in _reached(self.module, self.function) for *_, x in found)
+        named = [(name, x) for *_, found in _reached(self.module, self.function) for name, _, x in found]
+        for name in (name for name, x in named if isinstance(x, threading.local) and vars(x)):
+            do = (
+                "pass its values in the batch, or as attributes of the model, or use a contextvars.ContextVar"
+            )
+            refuse("model", f"{name}, a threading.local", "values that all threads see", do)
+        reads = (x for _, x in named)
         kinds = (x for m in _modules(self.module) for x in type(m).__mro__)
         with without_traced((*reads, *kinds)):
             yield

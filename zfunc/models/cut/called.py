@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.trace.batches import LABELS
@@ -88,7 +89,8 @@ class CalledModel(nn.Module):
     def uncalled(self) -> "CalledModel":
         """A copy with the same tensors, to be called: forward may keep fake ones (a mask, Qwen3-VL's rope_deltas),
         which the next trace is not to find."""
-        return deep_copy(self, {id(t): t for t in tensors_held(self)})
+        with _TensorsKept():
+            return deep_copy(self, {id(t): t for t in tensors_held(self)})
 
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
@@ -160,6 +162,13 @@ class CalledModel(nn.Module):
             got, do = f"a {type(y).__name__} from it", "log what else it computes elsewhere"
             refuse("loss", got, "a scalar tensor", do)
         return y
+
+
+class _TensorsKept(TorchFunctionMode):
+    """A mode in which `copy.deepcopy` of a tensor, such as one in a deque, returns the tensor itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -5,6 +5,7 @@ A trace calls a copy. Objects of the two are paired by their places before a cal
 user's have the contents of the copy's, and what the loss changes there goes back into the copy.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ def counterparts(model: Any, copied: nn.Module) -> Pairs:
         alike = type(a) is type(b) or (isinstance(a, nn.Module) and isinstance(b, nn.Module))
         if a is b or id(a) in found or not alike or isinstance(a, PLAIN):
             continue
+        if not (_written(a) or _contents(a)):
+            continue  # what is not looked into, such as a set, is read where it is
         found[id(a)] = a, b
         others = dict(_contents(b))
         left += [(x, others[k]) for k, x in _contents(a) if k in others]
@@ -57,7 +60,7 @@ def _copy_contents(pairs: Iterable[tuple[Any, Any]], others: Mapping[int, Any]) 
 
 def _contents(x: Any) -> Iterable[tuple[Any, Any]]:
     """What is in an object, by name or place; nothing in an object that is not looked into."""
-    if isinstance(x, list | tuple):
+    if isinstance(x, list | tuple | deque):
         return enumerate(x)
     if isinstance(x, FunctionType):
         return enumerate(content_of(cell) for cell in x.__closure__ or ())
@@ -73,7 +76,7 @@ def _has_attributes(x: Any) -> bool:
 
 
 def _written(x: Any) -> bool:
-    return isinstance(x, list | dict) or _has_attributes(x)
+    return isinstance(x, list | deque | dict) or _has_attributes(x)
 
 
 def _set_contents(x: Any, contents: list[tuple[Any, Any]]) -> None:
@@ -83,8 +86,9 @@ def _set_contents(x: Any, contents: list[tuple[Any, Any]]) -> None:
         k == n and a is b for (k, a), (n, b) in zip(own, contents, strict=True)
     ):
         return
-    if isinstance(x, list):
-        x[:] = [value for _, value in contents]
+    if isinstance(x, list | deque):
+        x.clear()
+        x.extend(value for _, value in contents)
     else:
         own = x if isinstance(x, dict) else vars(x)
         own.clear()

@@ -45,18 +45,16 @@ SIZED = {
 SIZED |= {"tile", "roll", "topk", "interpolate", "select", "unfold", "split_with_sizes"}
 """Functions that take numbers from tensors."""
 NOT_IN_PLACE = {"__index__", "__invert__", "__int__", "__iter__", "__init__"}
-UNKNOWN = (
-    "empty",
-    "rand",
-    "dropout",
-    "bernoulli",
-    "multinomial",
-    "normal",
-    "poisson",
-    "uniform",
-    "exponential",
-)
-UNKNOWN += ("geometric", "cauchy", "rrelu", "gumbel")
+UNKNOWN = ("empty", "rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
+UNKNOWN += ("uniform", "exponential", "geometric", "cauchy", "rrelu", "gumbel")
+
+
+def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call of torch's function `name` writes, in place or to `out`."""
+    in_place = (name.endswith("_") and not name.endswith("__")) or "inplace" in kwargs
+    in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
+    written = tree_leaves((args[:1] if in_place else (), kwargs.get("out")))
+    return [t for t in written if isinstance(t, Tensor)]
 
 
 class KnownValues(TorchFunctionMode):
@@ -244,10 +242,8 @@ class KnownValues(TorchFunctionMode):
 
     def _forget(self, name: str, args: Any, kwargs: Any) -> None:
         """Mark as unknown the tensors that function `name` writes, in place or to `out`, and their views."""
-        in_place = (name.endswith("_") and not name.endswith("__")) or "inplace" in kwargs
-        in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
-        for t in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))):
-            if isinstance(t, Tensor) and (known := self._of(t)):
+        for t in written_by(name, args, kwargs):
+            if known := self._of(t):
                 self.written[storage_of(known[0])] = known[0].untyped_storage()
 
     def _note(self, names: frozenset[str], *, count: bool = False) -> None:

@@ -18,7 +18,7 @@ from zfunc.engine.trace.module_copies import changing_memory, refuse_stale, view
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse, setting
 from zfunc.models.cut.exported_graph import is_branch
-from zfunc.models.cut.known import without_modes
+from zfunc.models.cut.known import without_modes, written_by
 from zfunc.models.cut.user_code import passing_check, place_here
 
 CHECKED = {"__bool__", "is_nonzero", "equal", "allclose"}
@@ -60,12 +60,16 @@ def as_if_eager() -> Iterator[None]:
 
 
 def _of_library() -> bool:
-    """Whether what calls belongs to a library."""
+    """Whether what asks belongs to a library. Functions that ask for others, such as torch._dynamo.is_compiling and
+    transformers' is_torchdynamo_compiling, are passed over."""
     import sys  # as the code runs in torch.compiler
 
     from zfunc.engine.trace.facts import LIBRARIES
 
-    return sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_name.endswith(("compiling", "exporting")):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
 
 
 _apply_of_torch, _item_of_torch = nn.Module._apply, nn.ParameterList.__getitem__
@@ -80,11 +84,11 @@ def _item(parameters: nn.ParameterList, index: Any) -> Any:
 
 def _applied(module: nn.Module, f: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """What `module._apply(f, recurse)` returns, which replaces tensors: the module as it is if `f`, such as a cast,
-    returns such tensors themselves."""
+    returns such tensors themselves, unwritten."""
     with without_modes():
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
         like = [torch.empty((0,) * t.dim(), dtype=t.dtype, device=t.device) for t in tensors]
-        same = all(f(t) is t for t in like)
+        same = all(f(t) is t and not t._version for t in like)
     return module if same else _apply_of_torch(module, f, recurse)
 
 
@@ -105,6 +109,7 @@ class Traceable(TorchFunctionMode):
         self.source = {id(t): x for own in (source, model.tensors) for x, t in own.items()}
         self.source = {x: name for x, name in self.source.items() if x not in self.now}
         self.memory = changing_memory(source.items(), model.changing)
+        self.data: list[Tensor] = []  # of results that have gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -140,9 +145,15 @@ class Traceable(TorchFunctionMode):
             with self:
                 return _gaussian_nll_loss(*args, **(kwargs or {}))
         func = _refs.istft if func is torch.istft else func  # the same bits, and no check
-        func = Tensor.detach if func == DATA else func  # of whose values a trace knows
+        if any(t is x for t in written_by(kind, args, kwargs or {}) for x in self.data):
+            got = f"a write into .data of what has a gradient {place_here()}"
+            refuse("model", got, "one that autograd knows", "assign another tensor (x = ...)")
         try:
-            return func(*args, **(kwargs or {}))
+            if func != DATA:
+                return func(*args, **(kwargs or {}))
+            y = args[0].detach()  # of whose values a trace knows
+            self.data += [y] if args[0].requires_grad and not name else []
+            return y
         except Exception as error:
             self.called.swallowed = error if is_branch(error) else self.called.swallowed
             raise
