@@ -17,7 +17,7 @@ from zfunc.cli import catalogue
 from zfunc.cli.commands.calibrate import CalibrateSettings
 from zfunc.cli.commands.draw import DrawSettings
 from zfunc.cli.commands.plan import PlanSettings
-from zfunc.cli.parser import make_parser
+from zfunc.cli.parser import make_parser, with_flags
 from zfunc.core.bucketing import default_bucket_size
 from zfunc.core.setting_values import CHECK, HELP, OPTION, make_setting, one_or_more
 from zfunc.core.settings import StepSettings, named_settings, settings_with
@@ -140,7 +140,7 @@ def test_a_command_has_its_flags_with_default_and_help(command: str) -> None:
     help_text = " ".join(make_parser(catalogue.COMMANDS, everything=True)[1][command].format_help().split())
     for flag, field in FLAGS.items():
         if flag in own:
-            assert field.metadata[OPTION].help.partition(":")[0] in help_text
+            assert with_flags(field.metadata[OPTION].help, options).partition(":")[0] in help_text
             assert options[flag].group == field.metadata[OPTION].group
             if flag not in OWN_DEFAULTS:
                 value = getattr(typed, flag)

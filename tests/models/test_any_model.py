@@ -1063,16 +1063,18 @@ def test_evaluation_is_cut_where_training_is_though_it_writes_other_buffers() ->
 
 
 class Wondering(Block):
-    """How it runs decides what it computes; a module is cast to what it is, `.data` read, and a part of a list of
-    parameters."""
+    """How it runs decides what it computes; a module is cast to what it is, and read are `.data`, a constant of
+    complex numbers, and a part of a list of parameters."""
 
     def __init__(self, p: float) -> None:
         super().__init__(p)
         self.shifts = nn.ParameterList(torch.full((8,), n / 4) for n in range(3))
+        self.turns = torch.polar(torch.ones(8), torch.linspace(0, 1, 8))  # complex numbers
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         y = super().forward(x, table) + x @ (self.up.weight.T @ self.up.weight.data)
         y = y * (2 if is_torchdynamo_compiling() or is_exporting() else 1)
+        y = y + 0.1 * (x * self.turns).real
         y = y * (1 if torch.is_grad_enabled() and y.requires_grad else 0.5) + nn.LayerNorm(8)(x).mean()
         return self.down.to(x.device, x.dtype)(self.up.float()(y)) + 0.1 * sum(self.shifts[1:])
 

@@ -4,8 +4,9 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from contextvars import copy_context
 from functools import cache, partial
-from threading import Lock
+from threading import Lock, Thread
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 import zfunc
+from zfunc.engine.trace.graph_cuts import alone
 from zfunc.errors import SettingError
 
 
@@ -438,6 +440,24 @@ def test_a_loss_that_would_keep_first_values_of_the_model_is_refused() -> None:
         zfunc.segments(model, data, lambda y, t, same=same: F.mse_loss(y, t) + same.sum())
     with pytest.raises(SettingError, match="a tuple from it, expected a scalar tensor"):
         zfunc.segments(model, data, lambda y, t: (F.mse_loss(y, t), {}))  # type: ignore[arg-type]
+
+
+def test_an_evaluation_that_is_traced_does_not_hold_up_the_trace_of_a_step() -> None:
+    """Each held a lock that the other waited for, for ever."""
+    data, model = (torch.randn(4, 8), torch.randn(4, 8)), Annealed(whole=False)
+    program = zfunc.compile(zfunc.segments(model, data, F.mse_loss), precision="fp32", device="cpu")
+    state, other, few = zfunc.init(program), zfunc.init(program), tuple(t[:3] for t in data)
+    evaluation = Thread(target=zfunc.evaluate, args=(program, other, few), daemon=True)
+    with alone():
+        evaluation.start()
+        evaluation.join(0.5)  # waits for `alone`
+        step = partial(zfunc.train_step, program, state, few)
+        step = Thread(target=copy_context().run, args=(step,), daemon=True)
+        step.start()
+        step.join(60)
+        assert not step.is_alive()
+    evaluation.join(60)
+    assert not evaluation.is_alive()
 
 
 def test_a_compiled_function_in_forward_is_traced_as_it_was_before() -> None:

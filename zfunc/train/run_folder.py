@@ -79,7 +79,7 @@ class RunFolder:
     _config: dict[str, Any] = field(factory=dict[str, Any])  # as written
     _metrics: BinaryIO | None = None
     row: Row = field(factory=dict[str, Any])  # the last line of the metrics
-    _before: list[Row] = field(factory=list[Row])  # lines before it to write with it, from byte `_at` on
+    _before: list[bytes] = field(factory=list[bytes])  # lines before it to write with it, from byte `_at` on
     _at: int = 0
     _told: bool = False  # that they cannot be written now
 
@@ -194,7 +194,7 @@ class RunFolder:
     def _add_to_row(self, step: int, fields: dict[str, Any]) -> None:
         """Add `fields` to the row of `step` in metrics.jsonl, the last row or a new one."""
         if self.row.get("step") != step:
-            self._before += [self.row] if self.row else []
+            self._before += [_line(self.row)] if self.row else []
             self.row = {"step": step}
         self.row |= fields
         self._write_rows()
@@ -202,7 +202,7 @@ class RunFolder:
     def _write_rows(self) -> None:
         """Write the last row, and those before it from byte `_at` on. Raises DiskError."""
         assert self._metrics is not None
-        done = b"".join(map(_line, self._before))
+        done = b"".join(self._before)
         with self._writing():
             write_all(self._metrics.fileno(), memoryview(done + _line(self.row)), self._at)
         self._before, self._at, self._told = [], self._at + len(done), False

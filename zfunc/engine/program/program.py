@@ -195,9 +195,8 @@ class ProgramCache:
     staging: dict[Region, Any] = field(factory=dict)  # of activations those of the largest batch so far
     # By State, updates over its buffers and those of staging, which `release` drops.
     prepared: WeakKeyDictionary[Buffers, dict[Any, Any]] = field(factory=WeakKeyDictionary[Buffers, Any])
-    slots: dict[Region, int] = field(
-        factory=dict
-    )  # bytes of the slots for activations there, of other stages too
+    # Bytes of the slots for activations in `staging`, of other stages too.
+    slots: dict[Region, int] = field(factory=dict)
     released: tuple[Region, ...] = ()  # those of `staging` that `release` has freed
     # Of segments, by device and segment number: those of all or, at first and after `release`, of none.
     constants: dict[tuple[int, int], dict[str, Tensor]] = field(factory=dict)
@@ -206,7 +205,8 @@ class ProgramCache:
 
     @property
     def fake(self) -> FakeTensors:
-        """The mode of the program's traces, made at the first: torch formats the caller's stack for each mode."""
+        """The mode of the program's traces, made at the first, as torch formats the caller's stack for each mode.
+        Traces of one program come one at a time, under `busy`."""
         self._fake = self._fake or FakeTensors(allow_non_fake_inputs=True)
         return self._fake
 

@@ -95,11 +95,8 @@ class CalledModel(nn.Module):
     def forward(self, x: Any, *_: Any) -> Any:
         """The loss if `x` is a BatchCall, whose targets it uses; the model's output if `x` is inputs alone."""
         if self.merged:
-            got, expected = (
-                "parameters or buffers that its train() or eval() changes",
-                "modes that set flags alone",
-            )
-            refuse("model", got, expected, "leave that out (of loralib, turn merge_weights off)")
+            got, do = "parameters or buffers that its train() or eval() changes", "leave that out"
+            refuse("model", got, "modes that set flags alone", f"{do} (of loralib, turn merge_weights off)")
         for name, t in tensors_of(self).items():
             vars(t).update(self.attributes[name])
         with self._writing_assigned_buffers():

@@ -51,7 +51,8 @@ CASTS = {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other}
 CALLED = str(Path(__file__).with_name("called.py"))
 CONTROL = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}  # operations that take functions
 # Operations that may return their argument, or views, as no schema says: a dropout of 0 its input.
-VIEWS = ("dropout", "type_as", "atleast_", "broadcast_tensors", "meshgrid")
+VIEWS = {aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.type_as}
+VIEWS |= {aten.atleast_1d, aten.atleast_2d, aten.atleast_3d, aten.broadcast_tensors, aten.meshgrid}
 STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}
 
 
@@ -234,7 +235,8 @@ def _may_alias(node: Node) -> bool:
     """Whether the result of a node may share memory with an argument, as a view does."""
     schema = getattr(node.target, "_schema", None)
     viewed = schema is not None and any(r.alias_info for r in schema.returns)
-    return node.target is operator.getitem or viewed or any(x in str(node.target) for x in VIEWS)
+    packet = getattr(node.target, "overloadpacket", None)
+    return node.target is operator.getitem or viewed or packet in VIEWS
 
 
 def region_of(node: Node) -> tuple[Any, tuple[Any, ...]]:
@@ -284,5 +286,5 @@ def place_of(node: Node) -> str:
     lines = re.findall(r'^ *File "(.*)", line (\d+)', trace, re.MULTILINE)  # innermost last
     lines = [x for x in lines if not x[0].startswith(LIBRARIES)] or lines
     if lines and lines[-1][0] == CALLED:  # a trace has lines of functions that are called forward
-        return "a line of the loss"
+        return "a line of the loss, or of a forward that was replaced"
     return ":".join(lines[-1]) if lines else node.name

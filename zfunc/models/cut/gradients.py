@@ -140,11 +140,8 @@ def _lost_in_traces_refused() -> Iterator[None]:
     """A context in which this thread may neither set torch's seeds nor the hooks of saved tensors, which a trace
     lacks; save_on_cpu and checkpoints, which change no result, may. A TorchDispatchMode of the user's raises
     NotCutError."""
-    here, enter, enter_mode = (
-        threading.get_ident(),
-        saved_tensors_hooks.__enter__,
-        TorchDispatchMode.__enter__,
-    )
+    here = threading.get_ident()
+    enter, enter_mode = saved_tensors_hooks.__enter__, TorchDispatchMode.__enter__
 
     def refusing(f: Any, name: str, do: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -38,24 +38,29 @@ def counterparts(model: Any, copied: nn.Module) -> Pairs:
 
 @contextmanager
 def shown(pairs: Pairs) -> Iterator[None]:
-    """A context in which the first of each of `pairs` has the contents of the second, which has them of the first
-    in the end, as the first then has its own again."""
-    before = [(a, [*_contents(a)]) for a, _ in pairs.values() if _written(a)]
+    """A context in which the user's objects, the first of each of `pairs`, have the contents of their copies, the
+    second. At its end the copies get what was changed meanwhile, unless an error was raised, and the user's objects
+    have their own contents again. No other thread may use the user's model meanwhile."""
+    users = [(user, [*_contents(user)]) for user, _ in pairs.values() if _written(user)]
     try:
         _copy_contents(((b, a) for a, b in pairs.values()), {id(b): a for a, b in pairs.values()})
         yield
         _copy_contents(pairs.values(), {x: b for x, (_, b) in pairs.items()})
     finally:
-        for a, own in before:
-            _set_contents(a, own)
+        for user, contents in users:
+            _set_contents(user, contents)
 
 
 def _copy_contents(pairs: Iterable[tuple[Any, Any]], others: Mapping[int, Any]) -> None:
-    """Give the second of each of `pairs` the contents of the first, with `others` in place of what they have, by
-    identity."""
-    made = [(to, [(k, others.get(id(x), x)) for k, x in _contents(a)]) for a, to in pairs if _written(a)]
-    for to, own in made:
-        _set_contents(to, own)
+    """Give the second of each of `pairs` the contents of the first, but of what has a counterpart in `others`, by
+    identity, that."""
+    given = [
+        (target, [(k, others.get(id(x), x)) for k, x in _contents(source)])
+        for source, target in pairs
+        if _written(source)
+    ]
+    for target, contents in given:
+        _set_contents(target, contents)
 
 
 def _contents(x: Any) -> Iterable[tuple[Any, Any]]:

@@ -47,6 +47,7 @@ SIZED |= {"tile", "roll", "topk", "interpolate", "select", "unfold", "split_with
 NOT_IN_PLACE = {"__index__", "__invert__", "__int__", "__iter__", "__init__"}
 UNKNOWN = ("empty", "rand", "dropout", "bernoulli", "multinomial", "normal", "poisson")
 UNKNOWN += ("uniform", "exponential", "geometric", "cauchy", "rrelu", "gumbel")
+"""Parts of the names of functions whose results no trace knows: random numbers and memory as it is."""
 
 
 def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:

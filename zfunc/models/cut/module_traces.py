@@ -17,6 +17,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from zfunc.engine.trace.graph_cuts import alone
 from zfunc.engine.trace.outside import Outside
 from zfunc.engine.trace.traced_passes import MAX_TRACES
 from zfunc.errors import refuse
@@ -100,9 +101,7 @@ class ModuleTraces:
     most: int  # elements of parameters of a segment that can be cut
     by_value: Mapping[str, bool]  # inputs on whose values a trace in training depends, as of `mark_values`
     in_eval: dict[str, bool]  # the same, in eval mode
-    knows_in_eval: (
-        bool  # whether a trace in eval mode knows values of inputs or buffers, as `called.by_value`
-    )
+    knows_in_eval: bool  # whether traces in eval mode know values of inputs or buffers, as `called.by_value`
     late: set[str] = field(factory=set)  # names of what eval mode alone reads
     known: dict[int, ModuleTrace] = field(factory=dict)
     first: ModuleTrace | None = None
@@ -123,7 +122,10 @@ class ModuleTraces:
         leaves, structure = tree_flatten(x)
         facts = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else (type(t), t) for t in leaves]
         key = fold_seed(training, dtype, str(structure), facts) >> 2
-        with self.lock:
+        with suppress(KeyError):
+            return self.by_key(key)
+        # In this order, as a thread that traces segments asks for `lock`.
+        with alone(), self.lock:
             trace = self.known.pop(key, None) or self._checked_trace(key, x, dtype, training)
             self.first = self.first or trace
             self.known[key] = trace
@@ -158,8 +160,8 @@ class ModuleTraces:
             got = f"a batch for which it runs other blocks or reads other parameters in {mode}"
             do = "pass a batch of this shape as the example"
             if not training:
-                do = "read there what this or an earlier block trains, or no block, write no buffer that several "
-                do += "blocks read, or evaluate the module itself"
+                do = "read there what this or an earlier block trains, or no block, and no buffer that another "
+                do += "block writes, or evaluate the module itself"
             refuse("model", got, "those of the example", do)
         # Functions of blocks that are alike in the first trace, and not in this one, need to be told their place.
         alike = trace.first_alike

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zfunc.models.cut.ctc import ctc_losses
 from zfunc.models.cut.exported_graph import GRAD_MODE, REGIONS, region_of
+from zfunc.models.cut.known import without_modes
 from zfunc.models.cut.spans import CutGraph
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}
@@ -57,10 +58,12 @@ def module_piece(cut: CutGraph, s: int) -> ModulePiece:
             copies[x] = graph.call_function(_from_crossing, (copies[x], *_crossing(cut, x)))
     texts = list[str]()
     for k, x in enumerate(x for x in read if x.name in constants):
-        value = cut.exported.constants[cut.sources[x.name]].detach()
+        with without_modes():  # fake tensors of complex numbers have no values
+            value = cut.exported.constants[cut.sources[x.name]].detach()
+            said = repr((value.dtype, value.shape, value.tolist()))
         root.register_buffer(f"constant_{k}", value)
         copies[x] = graph.call_function(torch.Tensor.to, (graph.get_attr(f"constant_{k}"), device))
-        texts.append(hashlib.sha256(repr((value.dtype, value.shape, value.tolist())).encode()).hexdigest())
+        texts.append(hashlib.sha256(said.encode()).hexdigest())
     # 2. What is computed, and what is passed on.
     texts += _copy_nodes(span.nodes, root, graph, copies, device)
     results = [copies[x] for x in after]

@@ -49,10 +49,8 @@ def as_if_eager() -> Iterator[None]:
     try:
         for f in asked:
             f.__code__ = _of_library.__code__
-        with (
-            patch.object(nn.Module, "_apply", _applied),
-            patch.object(nn.ParameterList, "__getitem__", _item),
-        ):
+        items = patch.object(nn.ParameterList, "__getitem__", _item)
+        with patch.object(nn.Module, "_apply", _applied), items:
             yield
     finally:
         for f, code in zip(asked, codes, strict=True):
@@ -60,8 +58,8 @@ def as_if_eager() -> Iterator[None]:
 
 
 def _of_library() -> bool:
-    """Whether what asks belongs to a library. Functions that ask for others, such as torch._dynamo.is_compiling and
-    transformers' is_torchdynamo_compiling, are passed over."""
+    """Whether what asks is installed, or Python's own. Functions that ask for others, such as
+    torch._dynamo.is_compiling and transformers' is_torchdynamo_compiling, are passed over."""
     import sys  # as the code runs in torch.compiler
 
     from zfunc.engine.trace.facts import LIBRARIES
@@ -69,7 +67,8 @@ def _of_library() -> bool:
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_name.endswith(("compiling", "exporting")):
         frame = frame.f_back
-    return frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
+    name = frame.f_globals.get("__name__", "").partition(".")[0]
+    return name in LIBRARIES or "-packages/" in frame.f_code.co_filename
 
 
 _apply_of_torch, _item_of_torch = nn.Module._apply, nn.ParameterList.__getitem__
