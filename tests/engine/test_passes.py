@@ -158,6 +158,20 @@ def spoil(tree: Any) -> None:
             t.fill_(torch.nan)
 
 
+def test_fake_views_have_the_strides_of_real_ones() -> None:
+    """Of an image in one row, seen from tokens, group_norm chose channels last in the trace alone."""
+    for shape, dims, view in (
+        ((1, 64, 16), (1, 2), (1, 16, 8, 8)),
+        ((64, 1, 16), (0, 2), (16, 1, 8, 8)),
+        ((8, 1, 4), (0, 2), (4, 1, 1, 8)),
+    ):
+        real = torch.empty(shape).transpose(*dims)
+        with FakeTensors() as mode:
+            fake = mode.from_tensor(real)
+            strides = {fake.view(view).stride(), fake.reshape(view).stride()}
+        assert strides == {real.view(view).stride()}
+
+
 @pytest.mark.parametrize(
     ("name", "also_first"),
     [

@@ -88,6 +88,12 @@ class FakeMode(FakeTensorMode):
         return super().__enter__()
 
 
+VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+}  # of which fake ones have own strides where a size is 1
+
+
 class FakeTensors(FakeMode):
     """A mode of fake tensors (tensors without data) that have the strides and dtypes of real results where
     these are cheap to know: kernels of which torch's fake tensors get strides wrong run on zeros, if
@@ -104,6 +110,8 @@ class FakeTensors(FakeMode):
         if func in PRODUCTS and len(dtypes := {t.dtype for t in args if isinstance(t, Tensor)}) > 1:
             got = " and ".join(sorted(map(str, dtypes)))
             raise RuntimeError(f"{func}: got matrices of {got}, expected one type")
+        if func in VIEWS and not args[0].is_contiguous():
+            return self._viewed(func, types, args)
         if func not in OWN_STRIDES:
             return super().dispatch(func, types, args, kwargs)
         flat, spec = tree_flatten((args, kwargs or {}))
@@ -117,3 +125,13 @@ class FakeTensors(FakeMode):
             named = {**(kwargs or {}), "generator": torch.Generator(tensors[0].device)}
             flat, spec = tree_flatten((args[: names.index("generator")], named))
         return run_fallback_kernel(self, func, flat, spec, NotImplementedError(f"{func} has no kernel"))
+
+    def _viewed(self, func: Any, types: Any, args: Any) -> Any:
+        """What a view of another shape returns, with the strides of a real one: the layout that further operations
+        choose depends on them."""
+        t, made = args[0], super().dispatch(func, types, args)
+        real = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").view(made.shape)
+        if made.stride() == real.stride():
+            return made
+        placed = (t, real.shape, real.stride(), t.storage_offset())
+        return super().dispatch(aten.as_strided.default, types, placed)

@@ -50,7 +50,7 @@ UNKNOWN += ("uniform", "exponential", "geometric", "cauchy", "rrelu", "gumbel")
 """Parts of the names of functions whose results no trace knows: random numbers and memory as it is."""
 
 
-def written_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+def tensors_written(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call of torch's function `name` writes, in place or to `out`."""
     in_place = (name.endswith("_") and not name.endswith("__")) or "inplace" in kwargs
     in_place = in_place or name == "__setitem__" or (name.startswith("__i") and name not in NOT_IN_PLACE)
@@ -243,7 +243,7 @@ class KnownValues(TorchFunctionMode):
 
     def _forget(self, name: str, args: Any, kwargs: Any) -> None:
         """Mark as unknown the tensors that function `name` writes, in place or to `out`, and their views."""
-        for t in written_by(name, args, kwargs):
+        for t in tensors_written(name, args, kwargs):
             if known := self._of(t):
                 self.written[storage_of(known[0])] = known[0].untyped_storage()
 

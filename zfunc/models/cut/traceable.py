@@ -18,7 +18,7 @@ from zfunc.engine.trace.module_copies import changing_memory, refuse_stale, view
 from zfunc.engine.trace.tensor_memory import storage_of
 from zfunc.errors import refuse, setting
 from zfunc.models.cut.exported_graph import is_branch
-from zfunc.models.cut.known import without_modes, written_by
+from zfunc.models.cut.known import tensors_written, without_modes
 from zfunc.models.cut.user_code import passing_check, place_here
 
 CHECKED = {"__bool__", "is_nonzero", "equal", "allclose"}
@@ -144,7 +144,7 @@ class Traceable(TorchFunctionMode):
             with self:
                 return _gaussian_nll_loss(*args, **(kwargs or {}))
         func = _refs.istft if func is torch.istft else func  # the same bits, and no check
-        if any(t is x for t in written_by(kind, args, kwargs or {}) for x in self.data):
+        if any(t is x for t in tensors_written(kind, args, kwargs or {}) for x in self.data):
             got = f"a write into .data of what has a gradient {place_here()}"
             refuse("model", got, "one that autograd knows", "assign another tensor (x = ...)")
         try:
