@@ -179,8 +179,8 @@ def _delayed(spec: StepSpec, i: Index) -> Lifetime:
 
 
 def _waiting(tier: Tier | Callable[[StepSpec, Index], Tier]) -> Row:
-    """The fields (a Row) that regions have in common in which a bucket's gradient waits in `tier` for its
-    update."""
+    """The Row of a region in which the gradient of a bucket waits for the update of the bucket, in memory of
+    `tier`."""
     return Row(
         lambda spec, i: spec.places[i[-1]].waiting_bytes,
         *(tier, _delayed),

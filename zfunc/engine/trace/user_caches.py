@@ -2,6 +2,7 @@
 tensors of a trace, without values."""
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -50,12 +51,19 @@ def _set_back(x: Any, before: Mapping[Any, Any]) -> None:
             delattr(x, name)
         for name in (k for k, v in before.items() if now.get(k) is not v):
             setattr(x, name, before[name])
-    elif isinstance(x, list):
-        x[:] = before.values()
+    else:
+        set_contents(x, before)
+
+
+def set_contents(x: Any, contents: Mapping[Any, Any]) -> None:
+    """Set what is in a list, deque or dict `x`, or in attributes of an object, by place, key or name."""
+    if isinstance(x, list | deque):
+        x.clear()
+        x.extend(contents.values())
     else:
         own = x if isinstance(x, dict) else vars(x)
         own.clear()
-        own.update(before)
+        own.update(contents)
 
 
 def _caches(values: Iterable[Any]) -> Iterator[Any]:

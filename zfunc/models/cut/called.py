@@ -62,7 +62,7 @@ class CalledModel(nn.Module):
 
     @property
     def wrapped_model(self) -> nn.Module:
-        """The model that is called, without the loss."""
+        """The user's model, or a copy, that a CalledModel calls; without the loss."""
         return self.wrapped[0]
 
     @property

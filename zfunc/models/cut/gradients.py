@@ -173,8 +173,9 @@ def _lost_in_traces_refused() -> Iterator[None]:
 
 @contextmanager
 def checkpoints_watched(model: nn.Module) -> Iterator[dict[str, dict[str, None]]]:
-    """A context in which torch.utils.checkpoint keeps what any code keeps, as `recompute` decides that. Its value
-    names, in order by place, the buffers of `model` that are written or assigned in these calls."""
+    """A context in which a call of torch.utils.checkpoint keeps for backward what other code keeps, as the setting
+    `recompute` decides that. Its value names, by place and in order, the buffers of `model` that are written or
+    assigned in these calls."""
     name, written = "_checkpoint_without_reentrant_generator", dict[str, dict[str, None]]()
 
     def buffers() -> dict[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from zfunc.engine.trace.facts import PLAIN, content_of, is_open
+from zfunc.engine.trace.user_caches import set_contents
 
 Pairs = Mapping[int, tuple[Any, Any]]
 
@@ -91,10 +92,4 @@ def _set_contents(x: Any, contents: list[tuple[Any, Any]]) -> None:
         k == n and a is b for (k, a), (n, b) in zip(own, contents, strict=True)
     ):
         return
-    if isinstance(x, list | deque):
-        x.clear()
-        x.extend(value for _, value in contents)
-    else:
-        own = x if isinstance(x, dict) else vars(x)
-        own.clear()
-        own.update(contents)
+    set_contents(x, dict(contents))
